@@ -17,9 +17,10 @@ from torch.distributed import HashStore, Store
 
 from shoal.comm import heartbeat
 from shoal.comm.beats import Beat, Verdict
-from shoal.comm.heartbeat import Heartbeat, Keeper
+from shoal.comm.heartbeat import Heartbeat, StoreHolder
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
+from shoal.core.facts import Topology
 from shoal.core.side_threads import side_threads
 
 
@@ -63,7 +64,7 @@ def values(store: MemoryStore) -> Values:
     return Values(cast(Store, store), "secret")
 
 
-LAUNCHER = Keeper()
+LAUNCHER = StoreHolder()
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,9 @@ class Ranks:
     once.
     """
 
-    def __init__(self, size: int, dead: tuple[int, ...] = (), keeper: Keeper = LAUNCHER) -> None:
+    def __init__(
+        self, size: int, dead: tuple[int, ...] = (), holder: StoreHolder = LAUNCHER
+    ) -> None:
         self.store = MemoryStore()
         self.woken: set[int] = set()
         self.beating: dict[int, Heartbeat] = {}
@@ -112,7 +115,7 @@ class Ranks:
                 values(self.store).write(f"beat/{rank}", Beat(1, "forward 3", f"h{rank}"))
             else:
                 self.beating[rank] = Heartbeat(
-                    values(self.store), rank, [f"h{r}" for r in range(size)], keeper
+                    values(self.store), rank, Topology(tuple(f"h{r}" for r in range(size))), holder
                 )
                 self.beating[rank].channels[0] = Freed(partial(self.woken.add, rank))
 
@@ -141,8 +144,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 dead_rank_1 = pytest.mark.parametrize("ranks", [(3, (1,))], indirect=True)
-beside_the_store = pytest.mark.parametrize("ranks", [(3, (), Keeper(beside=(0, 1)))], indirect=True)
-rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), Keeper(0))], indirect=True)
+beside_the_store = pytest.mark.parametrize(
+    "ranks", [(3, (), StoreHolder(beside=(0, 1)))], indirect=True
+)
+rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), StoreHolder(0))], indirect=True)
 
 
 def test_nothing_is_told_while_all_live(ranks: Ranks) -> None:
@@ -330,7 +335,7 @@ def test_all_that_were_stopped_together_blame_nobody(jumped: SimpleNamespace, ra
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_one_rank_has_nobody_to_look_at() -> None:
-    alone = Heartbeat(Values(HashStore()), 0, ["h0"])
+    alone = Heartbeat(Values(HashStore()), 0, Topology(("h0",)))
     time.sleep(1.2)
     alone.check("forward 5")
     alone.leave(None)
@@ -354,7 +359,7 @@ KEYS = ["beat/0", "beat/1", "beat/2", "verdict"]
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_bad_values_in_every_key_end_nothing(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     for beating in ranks.beating.values():  # a hundred beats, of which some are read in time
-        monkeypatch.setattr(beating, "_silent_s", 2.0)
+        monkeypatch.setattr(beating._judge, "silent_s", 2.0)
     until = time.monotonic() + 3.0  # more than that limit
     while time.monotonic() < until:
         write_over(ranks.store, KEYS, 10)

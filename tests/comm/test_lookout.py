@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.comm.beats import BEATING, Beat, Board
+from shoal.comm.beats import BEATING, Beat, BeatBoard
 from shoal.comm.lookout import Lookout
 from shoal.comm.places import Journal
 from shoal.core.errors import DeadlinePassed
@@ -23,7 +23,7 @@ class OneOther:
         self.record = self.journal.opened("lane", range(2), numbered=True)
         self.theirs = self.other.opened("lane", range(2), numbered=True)
         self.beats = {1: Beat()}
-        self.lookout = Lookout(cast(Board, self), workers=2)
+        self.lookout = Lookout(cast(BeatBoard, self), workers=2)
 
     def read(self, rank: int) -> Beat:
         self.beats[rank] = Beat(

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from shoal.comm import meeting as meeting_module
-from shoal.comm.meeting import Company, interface_towards, meet
-from shoal.comm.roll_call import Here
+from shoal.comm.meeting import Roster, interface_towards, meet
+from shoal.comm.roll_call import Arrival
 from shoal.contracts.launcher import Meeting, Seat
 from shoal.contracts.store import open_store
 from shoal.core.errors import MissingRank, PeerLost, RanksDiffer, UsageError
@@ -37,31 +37,31 @@ def seats_at(port: int, holder: int | None = None) -> list[Seat]:
     ]
 
 
-def outcomes(seats: list[Seat], timeout_s: float = 20.0) -> list[Company | BaseException]:
+def outcomes(seats: list[Seat], timeout_s: float = 20.0) -> list[Roster | BaseException]:
     with ThreadPoolExecutor(len(seats)) as threads:
         futures = [threads.submit(meet, seat, timeout_s) for seat in seats]
         return [future.exception() or future.result() for future in futures]
 
 
 def test_ranks_of_one_machine_meet_and_take_the_loopback(seats: list[Seat]) -> None:
-    for rank, company in enumerate(outcomes(seats)):
-        assert isinstance(company, Company)
-        assert (company.rank, company.topology.hosts) == (rank, ("h0", "h1"))
-        assert company.interface == "lo"
-        assert company.beside_store == (0, 1)
-        assert len(set(company.topology.processors)) == 1
+    for rank, roster in enumerate(outcomes(seats)):
+        assert isinstance(roster, Roster)
+        assert (roster.rank, roster.topology.hosts) == (rank, ("h0", "h1"))
+        assert roster.interface == "lo"
+        assert roster.beside_store == (0, 1)
+        assert len(set(roster.topology.processors)) == 1
 
 
 def test_rank_0_may_hold_the_store() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    companies = outcomes(seats_at(port, holder=0))
-    assert [company.rank for company in companies if isinstance(company, Company)] == [0, 1]
+    rosters = outcomes(seats_at(port, holder=0))
+    assert [roster.rank for roster in rosters if isinstance(roster, Roster)] == [0, 1]
 
 
 def test_an_interface_that_the_user_names_is_taken(seats: list[Seat]) -> None:
     seats = [replace(seat, interface="lo") for seat in seats]
-    interfaces = {c.interface for c in outcomes(seats) if isinstance(c, Company)}
+    interfaces = {c.interface for c in outcomes(seats) if isinstance(c, Roster)}
     assert interfaces == {"lo"}
 
 
@@ -121,20 +121,20 @@ def test_a_store_that_goes_while_ranks_come_is_the_loss_of_who_held_it() -> None
 def test_unlike_releases_of_python_are_said_and_train(
     seats: list[Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at = Here.at
+    at = Arrival.at
 
-    def unlike(seat: Seat, rank: int, size: int, **found: object) -> Here:
+    def unlike(seat: Seat, rank: int, size: int, **found: object) -> Arrival:
         here = at(seat, rank, size, **found)
         return replace(here, versions=replace(here.versions, python=f"3.{11 + rank}.0"))
 
-    monkeypatch.setattr(Here, "at", unlike)
+    monkeypatch.setattr(Arrival, "at", unlike)
     with pytest.warns(UserWarning, match=r"rank 0 \(host h0\): 3.11.0, rank 1 \(host h1\): 3.12.0"):
-        companies = outcomes(seats)
-    assert all(isinstance(company, Company) for company in companies)
+        rosters = outcomes(seats)
+    assert all(isinstance(roster, Roster) for roster in rosters)
 
 
-def at(rank: int, machine: str, address: str, *, beside: bool = False) -> Here:
-    here = Here.at(Seat(machine), rank, 3)
+def at(rank: int, machine: str, address: str, *, beside: bool = False) -> Arrival:
+    here = Arrival.at(Seat(machine), rank, 3)
     return replace(here, address=address, machine=machine, is_beside_store=beside)
 
 
@@ -163,7 +163,7 @@ FAR, FAR_6 = at(1, "b", "10.0.0.2"), at(1, "b", "fd00::2")
     ],
 )
 def test_the_interface_is_that_which_leads_to_the_others(
-    own: Here, others: list[Here], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    own: Arrival, others: list[Arrival], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting_module, "interface_of", OWN.get)
     monkeypatch.setattr(meeting_module, "source_towards", TOWARDS.get)

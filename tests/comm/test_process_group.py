@@ -210,10 +210,10 @@ def test_a_limit_that_is_given_is_kept_to_whatever_is_predicted(
     heartbeat: Any = SimpleNamespace(
         journal=journal, workers=1, channels={}, reached=lambda where: None
     )
-    company: Any = SimpleNamespace(
+    roster: Any = SimpleNamespace(
         interface=None, beside_store=(), topology=Topology(("h",)), values=None, rank=0, size=1
     )
-    monkeypatch.setattr(process_group, "meet", lambda *_: company)
+    monkeypatch.setattr(process_group, "meet", lambda *_: roster)
     monkeypatch.setattr(process_group, "Heartbeat", lambda *_: heartbeat)
     monkeypatch.setattr(process_group, "_pulses", lambda *_: None)
     monkeypatch.setattr(process_group, "made", lambda *_: Group())

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from shoal.comm.roll_call import Here, RollCall
+from shoal.comm.roll_call import Arrival, RollCall
 from shoal.contracts.launcher import Seat
 from shoal.contracts.store_values import Values
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError
 
 pytestmark = pytest.mark.quick
 
-Outcome = tuple[str, tuple[Here, ...]] | Exception
+Outcome = tuple[str, tuple[Arrival, ...]] | Exception
 
 
-def here(rank: int, size: int, **changed: Any) -> Here:
-    return replace(Here.at(Seat(f"h{rank}"), rank, size), **changed)
+def here(rank: int, size: int, **changed: Any) -> Arrival:
+    return replace(Arrival.at(Seat(f"h{rank}"), rank, size), **changed)
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
         self._restarts = restarts
         self._threads = ThreadPoolExecutor(16)
 
-    def come(self, *all_of_them: Here, timeout_s: float = 20.0) -> list[Future[Any]]:
+    def come(self, *all_of_them: Arrival, timeout_s: float = 20.0) -> list[Future[Any]]:
         return [
             self._threads.submit(
                 RollCall(self.values, each, timeout_s, restarts=self._restarts).take
@@ -41,7 +41,7 @@ class Ranks:
             for each in all_of_them
         ]
 
-    def die_at(self, turn: int, *some: Here) -> None:
+    def die_at(self, turn: int, *some: Arrival) -> None:
         """Ranks come, and are killed after some turns of theirs, one after another in each."""
         rolls = [RollCall(self.values, each, 1.0, restarts=self._restarts) for each in some]
         for each in some:
@@ -55,7 +55,7 @@ def outcomes(futures: Sequence[Future[Any]]) -> list[Outcome]:
     return [future.exception(30) or future.result() for future in futures]  # type: ignore[misc]
 
 
-def same_start(futures: Sequence[Future[Any]], ranks: Sequence[Here]) -> str:
+def same_start(futures: Sequence[Future[Any]], ranks: Sequence[Arrival]) -> str:
     """The start that all of them have agreed on, with these ranks and no others."""
     (start, everyone), *others = [future.result(30) for future in futures]
     assert everyone == tuple(ranks)

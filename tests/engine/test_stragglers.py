@@ -19,8 +19,8 @@ from shoal.contracts.comm import Comm
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.engine.lanes import Lane
 from shoal.engine.stragglers import (
-    Clock,
-    Seen,
+    MainThreadClock,
+    StepReport,
     Stragglers,
     links_are_late,
     longest_wait,
@@ -31,14 +31,14 @@ from shoal.engine.stragglers import (
 from shoal.front.joining import using
 from shoal_tools.testing.faulty import Delay, FaultyComm
 
-USUAL = Seen(0.2, 0.12, 0.01, 0.02, 0.0, 0.05)
+USUAL = StepReport(0.2, 0.12, 0.01, 0.02, 0.0, 0.05)
 HOSTS = Topology(("a", "b", "c"))
 
 
-class Told(Clock):
+class Told(MainThreadClock):
     """Tells what a test says, a window after the other."""
 
-    def __init__(self, windows: Sequence[Seen]) -> None:
+    def __init__(self, windows: Sequence[StepReport]) -> None:
         super().__init__()
         self._windows = list(windows)
 
@@ -68,7 +68,7 @@ class Engine:
 
 
 def named(
-    windows: Sequence[Sequence[Seen]],
+    windows: Sequence[Sequence[StepReport]],
     caplog: pytest.LogCaptureFixture,
     wrap: Callable[[Comm], Comm] = lambda comm: comm,
     usual: float = 1e8,

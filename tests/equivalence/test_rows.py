@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.core.errors import UsageError
-from shoal.engine.counts import Counts
+from shoal.engine.counts import RowCounts
 from shoal.strategies.landing import divide, num_shares, weigh
 
 
@@ -158,11 +158,11 @@ def test_rows_in_an_earlier_call_alone_are_refused():
 def test_only_the_first_forward_exchanges_counts(way, monkeypatch):
     asked = []
 
-    def noted(self, call, told, ask=Counts.ask):
+    def noted(self, call, told, ask=RowCounts.ask):
         asked.append(call)
         return ask(self, call, told)
 
-    monkeypatch.setattr(Counts, "ask", noted)
+    monkeypatch.setattr(RowCounts, "ask", noted)
     Training(model=built(mlp), batches=features(7, 3)).on_ranks(2, way, uneven=True)
     assert len(asked) == 2, "one a rank"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import WorldError
 from shoal.remote.channel import HEAD_BYTES, Channel, receive, send, wire_bytes
-from shoal.remote.wire import Data, Message, Reader, written
+from shoal.remote.wire import Data, Message, MessageReader, written
 from shoal_tools.testing.traced import TracedComm
 
 
@@ -76,7 +76,7 @@ def test_heads_of_any_length(head_bytes: int) -> None:
             for number in (1, 2):
                 list(send(written(Note(number, b"x" * 500)), 1, comm, head_bytes))
             return None
-        reader: Reader[Note] = Reader(Note)
+        reader: MessageReader[Note] = MessageReader(Note)
         return [receive(reader, 0, comm, head_bytes) for _ in range(2)]
 
     first, second = run(2, work, timeout_s=10)[1]

@@ -17,16 +17,16 @@ from shoal.profiling.updates import form_of, made_of
 from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
 from shoal.remote.orders import (
     AnyOrder,
-    End,
-    Exchange,
     FetchAll,
-    Given,
     Norms,
-    Order,
+    OrdersDone,
     OwnersRole,
     ParameterForm,
-    Scale,
+    PieceOrder,
+    ScaleGradients,
     ServedSite,
+    ServerOrder,
+    SumGradients,
     TakeValues,
     ToModel,
     UpdatePieces,
@@ -35,13 +35,13 @@ from shoal.remote.orders import (
     written_order,
 )
 from shoal.remote.orders import OpenModel as Open
-from shoal.remote.wire import Data, Reader
+from shoal.remote.wire import Data, MessageReader
 from shoal_tools.testing.traced import TracedComm
 
 HEAD = 1 << 12  # bytes of an order's first message
 
 
-def received(*orders: Order) -> tuple[list[Any], int]:
+def received(*orders: ServerOrder) -> tuple[list[Any], int]:
     """What a server gets, and in how many messages."""
 
     def work(comm: ThreadComm) -> Any:
@@ -50,7 +50,7 @@ def received(*orders: Order) -> tuple[list[Any], int]:
             for order in orders:
                 send_orders({1: written_order(order)}, traced)
             return traced.counts.messages_sent
-        return [receive_order(Reader(AnyOrder), 0, traced) for _ in orders]
+        return [receive_order(MessageReader(AnyOrder), 0, traced) for _ in orders]
 
     messages, got = run(2, work, timeout_s=10)
     return got, messages
@@ -62,14 +62,14 @@ def test_orders_arrive_as_they_were_sent() -> None:
     gradient = torch.randn(5)
     update = UpdatePieces(
         1,
-        {0: {2: Given(0, False, gradient), 1: Given(1, True, None)}},
+        {0: {2: PieceOrder(0, False, gradient), 1: PieceOrder(1, True, None)}},
         Data([{"lr": 0.1}]),
         Data({}),
     )
     (opened, updated, end), _ = received(
         Open((site,), (form_of(torch.optim.SGD([torch.zeros(1)], lr=0.1)),), 3, None),
         ToModel(4, ((0, 1), ()), update),
-        End(),
+        OrdersDone(),
     )
     (got,) = opened.sites
     assert (got.parameters["0.w"].stride, got.owners, got.spans) == (
@@ -82,7 +82,7 @@ def test_orders_arrive_as_they_were_sent() -> None:
     assert list(updated.order.given[0]) == [2, 1], "in the order in which they come back"
     assert torch.equal(updated.order.given[0][2].gradient, gradient)
     assert updated.order.groups.value == [{"lr": 0.1}]
-    assert isinstance(end, End)
+    assert isinstance(end, OrdersDone)
 
 
 @pytest.mark.parametrize("nbytes", [0, HEAD - 200, HEAD, 3 * HEAD])
@@ -96,7 +96,7 @@ def test_an_order_of_a_step_is_one_message(nbytes: int) -> None:
 def test_an_update_of_two_hundred_parameters_is_one_message() -> None:
     parameters = [torch.zeros(1) for _ in range(200)]
     optimizer = torch.optim.AdamW(parameters)
-    given = {number: {0: Given(0, True, None)} for number in range(200)}
+    given = {number: {0: PieceOrder(0, True, None)} for number in range(200)}
     groups = [{key: value for key, value in optimizer.param_groups[0].items() if key != "params"}]
     form = form_of(optimizer)
     order = ToModel(0, None, UpdatePieces(0, given, Data(groups), form.attributes))
@@ -122,7 +122,7 @@ class Noting(OwnersRole):
 def test_an_order_calls_the_method_of_the_role() -> None:
     orders = [
         Norms(((0, 1),), math.inf),
-        Scale(((0, 1), (2, 0)), torch.tensor(0.5)),
+        ScaleGradients(((0, 1), (2, 0)), torch.tensor(0.5)),
         TakeValues({1: {0: torch.ones(2)}}),
     ]
     got, _ = received(*(ToModel(0, None, order) for order in orders))
@@ -134,7 +134,7 @@ def test_an_order_calls_the_method_of_the_role() -> None:
         ("scale", ((0, 1), (2, 0)), 0.5),
         ("take_values", {1: [0]}),
     ]
-    for unasked in (FetchAll(), Exchange()):
+    for unasked in (FetchAll(), SumGradients()):
         with pytest.raises(WorldError, match="rank 0 asks a server for"):
             unasked.do(role)
 

@@ -10,19 +10,19 @@ import torch
 from shoal.remote.channel import wire_bytes
 from shoal.remote.table_messages import (
     AnyTableMessage,
-    End,
-    Norm,
     Pull,
     Push,
-    ReadGradient,
-    ReadState,
-    ReadValues,
-    Scale,
-    Step,
-    WriteGradient,
-    WriteValues,
+    ReadTableGradient,
+    ReadTableState,
+    ReadTableValues,
+    TableDone,
+    TableNorm,
+    TableScale,
+    TableStep,
+    WriteTableGradient,
+    WriteTableValues,
 )
-from shoal.remote.wire import Reader, written
+from shoal.remote.wire import MessageReader, written
 
 ROWS, LAST = 1 << 30, 1 << 20  # of a table; the number of the last one
 
@@ -37,15 +37,15 @@ ROWS, LAST = 1 << 30, 1 << 20  # of a table; the number of the last one
             torch.empty(ROWS, dtype=torch.int64, device="meta"),
             torch.empty(ROWS, 1 << 16, device="meta"),
         ),
-        Step(LAST, True, None),
-        ReadValues(LAST, True),
-        ReadGradient(LAST, True),
-        ReadState(LAST, True, 3),
-        WriteValues(LAST, True, torch.empty(ROWS, 1 << 16, device="meta")),
-        WriteGradient(LAST, True, None),
-        Norm(LAST, True, 2.0),
-        Scale(LAST, True, torch.tensor(0.5)),
-        End(),
+        TableStep(LAST, True, None),
+        ReadTableValues(LAST, True),
+        ReadTableGradient(LAST, True),
+        ReadTableState(LAST, True, 3),
+        WriteTableValues(LAST, True, torch.empty(ROWS, 1 << 16, device="meta")),
+        WriteTableGradient(LAST, True, None),
+        TableNorm(LAST, True, 2.0),
+        TableScale(LAST, True, torch.tensor(0.5)),
+        TableDone(),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -53,5 +53,5 @@ def test_a_message_takes_64_bytes_beside_its_tensors(message: Any) -> None:
     content = written(message)
     assert wire_bytes(message) == 64 + sum(tensor.nbytes for tensor in content.tensors)
     if not any(tensor.is_meta for tensor in content.tensors):
-        read, _ = Reader[Any](AnyTableMessage).read(content.text)
+        read, _ = MessageReader[Any](AnyTableMessage).read(content.text)
         assert type(read) is type(message)

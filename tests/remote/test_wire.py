@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import UsageError
-from shoal.remote.wire import Data, Message, Reader, written
+from shoal.remote.wire import Data, Message, MessageReader, written
 
 
 class Pull(Message):
@@ -36,7 +36,7 @@ class Push(Message):
 def back(message: Any, kind: Any = Pull | Push) -> Any:
     """A message, written and read, with its tensors filled."""
     content = written(message)
-    read, tensors = Reader[Any](kind).read(content.text)
+    read, tensors = MessageReader[Any](kind).read(content.text)
     for tensor, sent in zip(tensors, content.tensors, strict=True):
         tensor.copy_(sent)
     return read
@@ -156,11 +156,11 @@ MALFORMED = {
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
 def test_what_is_no_message_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
-        Reader[Any](Pull | Push).read(text)
+        MessageReader[Any](Pull | Push).read(text)
 
 
 def test_bytes_drawn_at_random_and_messages_with_faults_only_ever_raise_one_error() -> None:
-    draw, reader = random.Random(0), Reader[Any](Pull | Push)
+    draw, reader = random.Random(0), MessageReader[Any](Pull | Push)
     rows = torch.zeros(2, 2)
     texts = [
         written(message).text

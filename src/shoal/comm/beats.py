@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import final
 
-from shoal.comm.places import ALIKE, Journal, Place
+from shoal.comm.places import ALIKE, Journal, RankPlace
 from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
@@ -69,7 +69,7 @@ class Beat:
     host: str = "?"
     waiting: bool = False
     state: str = BEATING
-    place: Place | None = None
+    place: RankPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Sight:
 
 
 @final
-class Board:
+class BeatBoard:
     """The beats and the verdict, as one rank writes and reads them.
 
     Args:

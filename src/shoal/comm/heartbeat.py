@@ -24,20 +24,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch.distributed as dist
 
-from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, Board, Verdict
+from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, BeatBoard, Verdict
 from shoal.comm.lookout import Lookout
-from shoal.comm.places import Journal, Record
+from shoal.comm.places import ChannelRecord, Journal
 from shoal.comm.pulse import Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.store_values import Values
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
+from shoal.core.facts import Topology
 from shoal.core.side_threads import is_side_thread
 
 _BEAT_S = 0.5
@@ -53,7 +54,7 @@ _GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no long
 
 @dataclass(frozen=True)
 class _Doubt:
-    """An exchange failed here, and nobody has said why."""
+    """An exchange that failed here, and nobody has said why."""
 
     reason: str
     timeout_s: float | None  # what passed; None where it broke before
@@ -68,17 +69,40 @@ class _Doubt:
         return _DEAD_S + (2 if self.timeout_s is not None else 6) * _BEAT_S
 
 
-@dataclass(frozen=True)
-class Keeper:
-    """Who holds the store, so that its end is theirs."""
+@final
+class _Case:
+    """The case of this job's failure: this rank's doubt, and the verdict that closes it."""
 
-    rank: int | None = None  # the rank whose process it is; None: a launcher
+    def __init__(self) -> None:
+        self.doubt: _Doubt | None = None
+        self.verdict: Verdict | None = None
+        self.closed = threading.Event()
+        self._lock = threading.Lock()  # of doubt and verdict
+
+    def open(self, reason: str, timeout_s: float | None, *, differ: bool = False) -> None:
+        """Doubt, unless this rank does already."""
+        with self._lock:
+            if self.doubt is None:
+                self.doubt = _Doubt(reason, timeout_s, time.monotonic(), differ)
+
+    def close(self, verdict: Verdict) -> None:
+        """Keep the first verdict, and wake who waits for one."""
+        with self._lock:
+            self.verdict = self.verdict or verdict
+        self.closed.set()
+
+
+@dataclass(frozen=True)
+class StoreHolder:
+    """The process that holds the store: the store ends with it."""
+
+    rank: int | None = None  # None: a launcher
     # ranks that go with it: those of its host, where a launcher ends when one of them does
     beside: tuple[int, ...] = ()
 
 
-class Channel(Protocol):
-    """What carries this rank's messages."""
+class OpenChannel(Protocol):
+    """A channel that carries this rank's messages."""
 
     def free(self) -> None:
         """Let every thread that is blocked on it fail."""
@@ -88,15 +112,108 @@ class Channel(Protocol):
 
 
 @final
+class _Judge:
+    """One rank's judge: it finds the verdict in the beats of all.
+
+    Args:
+        board: the beats.
+        workers: how many of the ranks train.
+        holder: of the store.
+        silent_s: seconds without any sign of life after which a rank is lost.
+    """
+
+    def __init__(
+        self, board: BeatBoard, workers: int, holder: StoreHolder, silent_s: float
+    ) -> None:
+        self._board, self.holder, self.silent_s = board, holder, silent_s
+        self._lookout = Lookout(board, workers)
+        self.awaited: frozenset[int] = frozenset()  # ranks that this one makes something with
+
+    def found(self, doubt: _Doubt | None) -> Verdict | None:
+        """The verdict, if there is one yet."""
+        board = self._board
+        if not board.beats:
+            return None
+        if doubt is None and self.awaited:
+            return board.lost(sorted(self.awaited), _ABSENT_S, or_left=True)
+        if doubt is None:
+            found = self._lookout.look()
+            return found or board.lost(board.next_one(), self.silent_s, or_left=False)
+        differing = self._lookout.differing()
+        if differing is not None or doubt.differ:
+            is_late = time.monotonic() > doubt.since + _BEAT_S
+            return differing or (Verdict(doubt.reason, None, differ=True) if is_late else None)
+        # one that has ended may have done its work: only if no other can have died meanwhile
+        or_left = board.all_beat_since(doubt.since + _BEAT_S)
+        lost = board.lost(list(board.beats), _DEAD_S, or_left=or_left)
+        if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
+            return lost
+        return board.lost(list(board.beats), _DEAD_S, or_left=True, or_unread=True) or (
+            self._broken(doubt.reason)
+            if doubt.timeout_s is None
+            else self._overdue(doubt.timeout_s)
+        )
+
+    def _overdue(self, timeout_s: float) -> Verdict:
+        rank, at, beats = self._board.rank, self._board.at, self._board.beats
+        absent = {other: beat for other, beat in beats.items() if not beat.waiting}
+        absent = absent or {other: beat for other, beat in beats.items() if beat.at != at}
+        names = ", ".join(f"rank {other} (last at: {beat.at})" for other, beat in absent.items())
+        return Verdict(
+            f"an exchange did not end within {timeout_s:g} s: rank {rank} waited at: {at}",
+            next(iter(absent), None),
+            got=f"absent: {names}"
+            if names
+            else "every rank waits at the same place: the link is slow or stuck",
+            deadline=True,
+        )
+
+    def _broken(self, reason: str) -> Verdict:
+        return Verdict(
+            "an exchange broke, though every rank still lives", None, got=reason[:_LONGEST]
+        )
+
+    def holder_left(self) -> bool:
+        """Whether the store is about to end with the program of the rank that holds it."""
+        holder = self.holder.rank
+        return (
+            holder is not None
+            and holder != self._board.rank
+            and self._board.read(holder).state != BEATING
+        )
+
+    def without_store(self, how: str) -> Verdict:
+        """The verdict that the store is lost, and in which way."""
+        holder, beside = self.holder.rank, self.holder.beside
+        if holder is None and beside and self._board.rank not in beside:
+            # kill -9 of a rank ends its launcher within a blink, before its beats are missed
+            names = ", ".join(f"rank {rank}" for rank in beside)
+            host = self._board.beats[beside[0]].host
+            return Verdict(
+                f"{names} (host {host}) {how}, with the launcher there, which held the store",
+                beside[0],
+            )
+        if holder is None:
+            return Verdict(f"the launcher, which holds the store where ranks meet, {how}", None)
+        beat = self._board.beats.get(holder, Beat())
+        left = beat.state == LEFT
+        how = "has ended its program" if left else how
+        return Verdict(
+            f"rank {holder} (host {beat.host}), which held the store, {how}",
+            holder,
+            left=left,
+        )
+
+
+@final
 class Heartbeat:
     """This rank's beat, and the reading of the others'.
 
     Args:
         values: in the store where all ranks meet; it makes a connection of its own to that.
         rank: this one.
-        hosts: of every rank.
-        keeper: of the store.
-        workers: how many of the ranks train, the first; by default all.
+        topology: the hosts of all ranks, and how many of them train, the first.
+        holder: of the store.
         pulses: of all ranks, and this one's own.
         lost_after_s: seconds without any sign of life after which a rank is lost.
     """
@@ -105,27 +222,21 @@ class Heartbeat:
         self,
         values: Values,
         rank: int,
-        hosts: Sequence[str],
-        keeper: Keeper = Keeper(),
-        workers: int | None = None,
+        topology: Topology,
+        holder: StoreHolder = StoreHolder(),
         pulses: Pulses | None = None,
         lost_after_s: float | None = None,
     ) -> None:
         # by id, the open ones in the order in which they were made
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, OpenChannel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
         # of the groups: torch keeps only the half of it that is C++
         self.store: SignedStore | None = None
-        self._silent_s = _SILENT_S if lost_after_s is None else lost_after_s
-        self._board = Board(values, rank, hosts, Journal(), pulses or Pulses())
-        self.workers = workers or len(hosts)
-        self._lookout = Lookout(self._board, self.workers)
-        self._keeper = keeper
-        self._awaited: frozenset[int] = frozenset()
-        self._doubt: _Doubt | None = None
-        self._verdict: Verdict | None = None
-        self._lock = threading.Lock()  # of the two above
-        self._concluded = threading.Event()
+        self.workers = topology.workers or topology.size
+        self._board = BeatBoard(values, rank, topology.hosts, Journal(), pulses or Pulses())
+        silent_s = _SILENT_S if lost_after_s is None else lost_after_s
+        self._judge = _Judge(self._board, self.workers, holder, silent_s)
+        self._case = _Case()
         self._nudge, self._stopped = threading.Event(), threading.Event()
         self._process = os.getpid()
         self._store_answers = True
@@ -157,11 +268,11 @@ class Heartbeat:
 
         No exchange breaks where one dies meanwhile.
         """
-        self._awaited = frozenset(ranks) - {self._board.rank}
+        self._judge.awaited = frozenset(ranks) - {self._board.rank}
         try:
             yield
         finally:
-            self._awaited = frozenset()
+            self._judge.awaited = frozenset()
 
     def reached(self, where: str) -> None:
         """This rank works at `where`."""
@@ -171,7 +282,7 @@ class Heartbeat:
         self.journal.wait = None
 
     def check(
-        self, where: str = "", record: Record | None = None, number: int | None = None
+        self, where: str = "", record: ChannelRecord | None = None, number: int | None = None
     ) -> None:
         """This rank waits at `where`, for that number of a channel: raise if there is a verdict."""
         if not is_side_thread():
@@ -180,8 +291,8 @@ class Heartbeat:
                 self.journal.waits(record, number, self.at)
                 if self.journal.asked:
                     self.journal.answer()
-        if self._verdict is not None:
-            raise self._error(self._verdict)
+        if self._case.verdict is not None:
+            raise self._error(self._case.verdict)
 
     def judge(self, reason: str, timeout_s: float | None) -> WorldError | RanksDiffer:
         """The error on which ranks agree after an exchange broke, or did not end in `timeout_s`.
@@ -189,24 +300,20 @@ class Heartbeat:
         Takes about three seconds where nobody has said why.
         """
         self._board.waiting = True
-        with self._lock:
-            if self._doubt is None:
-                self._doubt = _Doubt(reason, timeout_s, time.monotonic())
+        self._case.open(reason, timeout_s)
         self._nudge.set()
-        while not self._concluded.wait(_DEAD_S):
+        while not self._case.closed.wait(_DEAD_S):
             if self._stopped.is_set():  # nobody looks any more
                 self._conclude(Verdict("this rank has left the others", self._board.rank))
-        assert self._verdict is not None
-        return self._error(self._verdict)
+        assert self._case.verdict is not None
+        return self._error(self._case.verdict)
 
     def explained(self, error: ShoalError) -> ShoalError:
         """The verdict on which ranks agree, where one has noticed that they differ."""
-        with self._lock:
-            if self._doubt is None:
-                self._doubt = _Doubt(error.what, None, time.monotonic(), differ=True)
+        self._case.open(error.what, None, differ=True)
         self._nudge.set()
-        self._concluded.wait(_EXPLAINED_S)
-        return error if self._verdict is None else self._error(self._verdict)
+        self._case.closed.wait(_EXPLAINED_S)
+        return error if self._case.verdict is None else self._error(self._case.verdict)
 
     def leave(self, error: BaseException | None) -> None:
         """Say that this rank ends: done (None), or for an error, the verdict if there is none."""
@@ -230,20 +337,20 @@ class Heartbeat:
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         try:
-            if error is not None and self._verdict is None:
+            if error is not None and self._case.verdict is None:
                 text = str(error)
                 if isinstance(error, ShoalError):
                     text = f"{error.what} ({error.got})" if error.got else error.what
                 who = f"rank {self._board.rank} (host {self._board.host})"
                 problem = f"{who} failed: {type(error).__name__}: {text}"
                 self._board.agreed(Verdict(problem[:_LONGEST], self._board.rank))
-            elif self._verdict is not None:
-                self._board.agreed(self._verdict)  # where a stranger has written over it
+            elif self._case.verdict is not None:
+                self._board.agreed(self._case.verdict)  # where a stranger has written over it
             self._board.write(LEFT)
             self._board.repeat(_FAREWELL_S)
-            own = self._board.rank
+            own, holder = self._board.rank, self._judge.holder
             # where the launcher that has the store ends behind this rank, others must hear why now
-            if self._keeper.rank == own or (error is not None and own in self._keeper.beside):
+            if holder.rank == own or (error is not None and own in holder.beside):
                 self._wait_for_the_others()
         except _GONE:
             return
@@ -255,7 +362,8 @@ class Heartbeat:
     def _wait_for_the_others(self) -> None:
         """Wait for other ranks to read how this one left: the store is about to end."""
         deadline = time.monotonic() + _FAREWELL_S
-        waited_for = set(self._board.beats) - {self._verdict.rank if self._verdict else None}
+        verdict = self._case.verdict
+        waited_for = set(self._board.beats) - {verdict.rank if verdict else None}
         while waited_for and time.monotonic() < deadline:
             waited_for -= {rank for rank in waited_for if self._board.read(rank).state != BEATING}
             time.sleep(0.02)
@@ -264,9 +372,9 @@ class Heartbeat:
         """The thread that talks to the store: twice a second, at once if there is a doubt."""
         found: Verdict | None = None
         try:
-            self._board.connect(self._silent_s)
+            self._board.connect(self._judge.silent_s)
             while found is None and not self._stopped.is_set():
-                self._nudge.wait(_BEAT_S / 2 if self._doubt or self.journal.wait else _BEAT_S)
+                self._nudge.wait(_BEAT_S / 2 if self._case.doubt or self.journal.wait else _BEAT_S)
                 self._nudge.clear()
                 # this process was stopped, perhaps all of them were
                 if time.monotonic() - self._board.turn > _DEAD_S:
@@ -274,118 +382,41 @@ class Heartbeat:
                 self._board.turn = time.monotonic()
                 self._board.write(BEATING)
                 self._board.meet_pulses()
-                found = self._board.published() or self._found()
-                if found is None and self._holder_left():
+                found = self._board.published() or self._judge.found(self._case.doubt)
+                if found is None and self._judge.holder_left():
                     break
             if not self._stopped.is_set():
                 found = found and self._board.agreed(found)
                 self._board.write(QUIET)
         except _GONE:
             self._store_answers = False
-            found = found or self._without_store("is gone")
+            found = found or self._judge.without_store("is gone")
         if found is not None:
             self._conclude(found)
 
     def _guard(self) -> None:
         """The thread that sees when the other one is stuck: the store is stopped, or away."""
         turn, ticks = self._board.turn, 0
-        while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
+        while not (self._stopped.wait(_BEAT_S) or self._case.closed.is_set()):
             # not seconds: this process may be stopped
             turn, ticks = self._board.turn, ticks + 1 if turn == self._board.turn else 0
-            limit_s = 2 * _DEAD_S if self._doubt else self._silent_s
+            limit_s = 2 * _DEAD_S if self._case.doubt else self._judge.silent_s
             if not self._server.is_alive():
                 # it let go of a store whose holder has left
-                limit_s = 0.0 if self._doubt else math.inf
-            holder = self._keeper.rank
+                limit_s = 0.0 if self._case.doubt else math.inf
+            holder = self._judge.holder.rank
             if ticks * _BEAT_S > limit_s and holder is not None and self._server.is_alive():
                 ticks = 0 if self._board.pulses.lives(holder) else ticks
             if ticks * _BEAT_S > limit_s:
-                self._conclude(self._without_store("gives no sign of life"))
+                self._conclude(self._judge.without_store("gives no sign of life"))
 
     def _conclude(self, verdict: Verdict) -> None:
-        with self._lock:
-            self._verdict = self._verdict or verdict
-        self._concluded.set()
+        self._case.close(verdict)
         self._free()
 
     def _free(self) -> None:
         for channel in list(self.channels.values()):
             channel.free()
-
-    def _found(self) -> Verdict | None:
-        doubt = self._doubt
-        if not self._board.beats:
-            return None
-        if doubt is None and self._awaited:
-            return self._board.lost(sorted(self._awaited), _ABSENT_S, or_left=True)
-        if doubt is None:
-            found = self._lookout.look()
-            return found or self._board.lost(self._board.next_one(), self._silent_s, or_left=False)
-        differing = self._lookout.differing()
-        if differing is not None or doubt.differ:
-            is_late = time.monotonic() > doubt.since + _BEAT_S
-            return differing or (Verdict(doubt.reason, None, differ=True) if is_late else None)
-        # one that has ended may have done its work: only if no other can have died meanwhile
-        or_left = self._board.all_beat_since(doubt.since + _BEAT_S)
-        lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=or_left)
-        if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
-            return lost
-        return self._board.lost(list(self._board.beats), _DEAD_S, or_left=True, or_unread=True) or (
-            self._broken(doubt.reason)
-            if doubt.timeout_s is None
-            else self._overdue(doubt.timeout_s)
-        )
-
-    def _overdue(self, timeout_s: float) -> Verdict:
-        absent = {rank: beat for rank, beat in self._board.beats.items() if not beat.waiting}
-        absent = absent or {
-            rank: beat for rank, beat in self._board.beats.items() if beat.at != self.at
-        }
-        names = ", ".join(f"rank {rank} (last at: {beat.at})" for rank, beat in absent.items())
-        return Verdict(
-            f"an exchange did not end within {timeout_s:g} s: rank {self._board.rank} waited at: "
-            f"{self.at}",
-            next(iter(absent), None),
-            got=f"absent: {names}"
-            if names
-            else "every rank waits at the same place: the link is slow or stuck",
-            deadline=True,
-        )
-
-    def _broken(self, reason: str) -> Verdict:
-        return Verdict(
-            "an exchange broke, though every rank still lives", None, got=reason[:_LONGEST]
-        )
-
-    def _holder_left(self) -> bool:
-        """Whether the store is about to end with the program of the rank that holds it."""
-        holder = self._keeper.rank
-        return (
-            holder is not None
-            and holder != self._board.rank
-            and self._board.read(holder).state != BEATING
-        )
-
-    def _without_store(self, how: str) -> Verdict:
-        holder, beside = self._keeper.rank, self._keeper.beside
-        if holder is None and beside and self._board.rank not in beside:
-            # kill -9 of a rank ends its launcher within a blink, before its beats are missed
-            names = ", ".join(f"rank {rank}" for rank in beside)
-            host = self._board.beats[beside[0]].host
-            return Verdict(
-                f"{names} (host {host}) {how}, with the launcher there, which held the store",
-                beside[0],
-            )
-        if holder is None:
-            return Verdict(f"the launcher, which holds the store where ranks meet, {how}", None)
-        beat = self._board.beats.get(holder, Beat())
-        left = beat.state == LEFT
-        how = "has ended its program" if left else how
-        return Verdict(
-            f"rank {holder} (host {beat.host}), which held the store, {how}",
-            holder,
-            left=left,
-        )
 
     def _error(self, verdict: Verdict) -> WorldError | RanksDiffer:
         return verdict.error(f"rank {self._board.rank} at {self.at}")

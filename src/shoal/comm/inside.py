@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm.aside import Aside, may_block
 from shoal.comm.heartbeat import Heartbeat
-from shoal.comm.places import Record
+from shoal.comm.places import ChannelRecord
 
 T = TypeVar("T")
 _FOREVER = datetime.timedelta(days=1000)
@@ -37,7 +37,7 @@ class Inside:
         heartbeat: Heartbeat,
         timeout_s: float,
         aside: Aside,
-        record: Record | None,
+        record: ChannelRecord | None,
         *,
         idle: bool = False,
     ) -> None:
@@ -88,7 +88,7 @@ class Inside:
 
 
 @final
-class Work:
+class WorkHandle:
     """A torch.distributed work handle."""
 
     def __init__(self, work: dist.Work, inside: Inside) -> None:
@@ -109,10 +109,10 @@ class Work:
 
 
 @final
-class Landing:
-    """What is received at the host, and belongs on a device."""
+class ReceiveViaHost:
+    """A receive at the host of a tensor that belongs on a device."""
 
-    def __init__(self, work: Work, received: Tensor, wanted: Tensor) -> None:
+    def __init__(self, work: WorkHandle, received: Tensor, wanted: Tensor) -> None:
         self._work, self._received, self._wanted = work, received, wanted
         self.done = work.done
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from shoal.comm.beats import BEATING, Beat, Board, Verdict
-from shoal.comm.places import Apart, Place, all_are_in, apart, missed, named, unlike
+from shoal.comm.beats import BEATING, Beat, BeatBoard, Verdict
+from shoal.comm.places import Apart, RankPlace, all_are_in, apart, missed, named, unlike
 
 _SELDOM = 32  # turns between two looks at most
 _TURN_S = 0.25  # between two turns of one that waits, at least
@@ -30,7 +30,7 @@ class Lookout:
         workers: how many ranks train; the others wait for these by turns that they have not made.
     """
 
-    def __init__(self, board: Board, workers: int) -> None:
+    def __init__(self, board: BeatBoard, workers: int) -> None:
         self._board, self._journal, self._workers = board, board.journal, workers
         self._turns = 0  # of this wait
         self._began_s = 0.0
@@ -62,7 +62,7 @@ class Lookout:
             return None
         return Verdict(found.what, found.rank, differ=True)
 
-    def _overdue(self, places: Mapping[int, Place]) -> Verdict | None:
+    def _overdue(self, places: Mapping[int, RankPlace]) -> Verdict | None:
         """The verdict that an exchange takes far longer than planned, though all are in it.
 
         Counted are looks, not seconds: this process may have been stopped.
@@ -89,7 +89,7 @@ class Lookout:
         found = unlike(self._read()[0])
         return None if found is None else Verdict(found.what, found.rank, differ=True)
 
-    def _read(self) -> tuple[dict[int, Place], dict[int, int]]:
+    def _read(self) -> tuple[dict[int, RankPlace], dict[int, int]]:
         """What every worker is at that goes on still, and how often each other one has beaten."""
         beats: dict[int, Beat] = {
             rank: self._board.read(rank) for rank in self._board.beats if rank < self._workers
@@ -99,7 +99,7 @@ class Lookout:
         places[self._board.rank] = self._journal.place()
         return places, {rank: beats[rank].count for rank in places if rank in beats}
 
-    def _warn(self, places: Mapping[int, Place]) -> None:
+    def _warn(self, places: Mapping[int, RankPlace]) -> None:
         """Name once who keeps the others waiting: the first of these does."""
         first = min((rank for rank, place in places.items() if place.wait), default=None)
         waited_s = time.monotonic() - self._began_s

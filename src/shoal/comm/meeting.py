@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from shoal.comm.aside import Aside
-from shoal.comm.roll_call import Here, RollCall
+from shoal.comm.roll_call import Arrival, RollCall
 from shoal.contracts.launcher import Meeting, Seat, scope
 from shoal.contracts.store import open_store
 from shoal.contracts.store_values import Values
@@ -45,7 +45,7 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
-class Company:
+class Roster:
     """The ranks that have come together.
 
     `values` are those of this start of the job, and of no other.
@@ -53,7 +53,7 @@ class Company:
 
     values: Values
     rank: int
-    everyone: tuple[Here, ...] = field(repr=False)
+    everyone: tuple[Arrival, ...] = field(repr=False)
     interface: str | None = None  # by which this rank reaches the others; None: torch chooses
 
     @property
@@ -78,7 +78,7 @@ class Company:
         return tuple(here.rank for here in self.everyone if here.is_beside_store)
 
 
-def meet(seat: Seat, timeout_s: float) -> Company:
+def meet(seat: Seat, timeout_s: float) -> Roster:
     """Meet the other ranks.
 
     Args:
@@ -97,15 +97,15 @@ def meet(seat: Seat, timeout_s: float) -> Company:
         if time.monotonic() > began_s + timeout_s + _LATE_S:
             raise _silent(seat, timeout_s)
 
-    company = Aside().run(partial(_met, seat, timeout_s, began_s), look)
-    if company.rank == 0:
+    roster = Aside().run(partial(_met, seat, timeout_s, began_s), look)
+    if roster.rank == 0:
         if not seat.token:
-            _warn_of_strangers(company.everyone)
-        _warn_of_python(company.everyone)
-    return company
+            _warn_of_strangers(roster.everyone)
+        _warn_of_python(roster.everyone)
+    return roster
 
 
-def _met(seat: Seat, timeout_s: float, began_s: float) -> Company:
+def _met(seat: Seat, timeout_s: float, began_s: float) -> Roster:
     """Meet them; a store that is stopped, or a stranger in its place, may keep this for ever."""
     if seat.meeting is None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -117,7 +117,7 @@ def _met(seat: Seat, timeout_s: float, began_s: float) -> Company:
         found = {"address": way.own, "is_beside_store": way.stays}
     problem = interface_problem(seat.interface, seat.host)
     what = problem.what if problem else ""
-    own = Here.at(seat, rank, size, machine=_machine(), problem=what, **found)
+    own = Arrival.at(seat, rank, size, machine=_machine(), problem=what, **found)
     name = scope(seat.job)
     values = Values(store, seat.token, name)
     roll = RollCall(values, own, timeout_s, restarts=seat.restarts, began_s=began_s)
@@ -137,7 +137,7 @@ def _met(seat: Seat, timeout_s: float, began_s: float) -> Company:
             rank=seat.holder,
         ) from None
     interface = seat.interface or interface_towards(own, everyone)
-    return Company(values.within(f"{name}/{start}"), rank, everyone, interface)
+    return Roster(values.within(f"{name}/{start}"), rank, everyone, interface)
 
 
 def _silent(seat: Seat, timeout_s: float) -> MissingRank:
@@ -152,7 +152,7 @@ def _silent(seat: Seat, timeout_s: float) -> MissingRank:
     )
 
 
-def _warn_of_strangers(everyone: Sequence[Here]) -> None:
+def _warn_of_strangers(everyone: Sequence[Arrival]) -> None:
     """Warn where others than this host may reach the store, and no secret tells ranks from them."""
     own = everyone[0]
     here_only = not own.address or is_loopback(own.address)
@@ -164,7 +164,7 @@ def _warn_of_strangers(everyone: Sequence[Here]) -> None:
     )
 
 
-def _warn_of_python(everyone: Sequence[Here]) -> None:
+def _warn_of_python(everyone: Sequence[Arrival]) -> None:
     """Say where ranks run unlike releases of Python, which trains, but is nobody's intent."""
     releases = {here.versions.python.rpartition(".")[0] for here in everyone}
     if len(releases) > 1:
@@ -190,7 +190,7 @@ def check_workers(seat: Seat, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _StoreConnection:
     """A connection to the store, by numeric addresses."""
 
     own: str
@@ -202,7 +202,9 @@ class _Way:
         return is_loopback(self.own) or self.own == self.store
 
 
-def connect(meeting: Meeting, hold: bool, timeout_s: float, host: str) -> tuple[TCPStore, _Way]:
+def connect(
+    meeting: Meeting, hold: bool, timeout_s: float, host: str
+) -> tuple[TCPStore, _StoreConnection]:
     """Connect to the ranks' store, or hold it; and the way that leads there."""
     address, port = meeting.address, meeting.port
     where = f"rank {meeting.rank} of {meeting.size}, host {host}"
@@ -221,7 +223,7 @@ def connect(meeting: Meeting, hold: bool, timeout_s: float, host: str) -> tuple[
     return store, way or _way_there(meeting, timeout_s, where)
 
 
-def _way_there(meeting: Meeting, timeout_s: float, where: str) -> _Way:
+def _way_there(meeting: Meeting, timeout_s: float, where: str) -> _StoreConnection:
     """Knock until somebody listens: PyTorch's store prints its own stack where nobody does.
 
     It also takes twice its time-out, and does not say by which addresses it came.
@@ -242,16 +244,16 @@ def _way_there(meeting: Meeting, timeout_s: float, where: str) -> _Way:
     return way
 
 
-def _store(way: _Way, port: int, timeout_s: float) -> TCPStore:
+def _store(way: _StoreConnection, port: int, timeout_s: float) -> TCPStore:
     timeout = datetime.timedelta(seconds=timeout_s)
     return TCPStore(way.store, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _knock(address: str, port: int) -> _Way | str:
+def _knock(address: str, port: int) -> _StoreConnection | str:
     """Connect, and hang up: the way there, or what keeps from it."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_S) as there:
-            return _Way(there.getsockname()[0], there.getpeername()[0])
+            return _StoreConnection(there.getsockname()[0], there.getpeername()[0])
     except (OSError, UnicodeError) as error:  # also of a name that is none
         return str(error)
 
@@ -272,7 +274,7 @@ def interface_problem(asked: str | None, host: str) -> UsageError | None:
     )
 
 
-def interface_towards(own: Here, everyone: Sequence[Here]) -> str | None:
+def interface_towards(own: Arrival, everyone: Sequence[Arrival]) -> str | None:
     """The interface that leads to the other ranks; None where it cannot be told."""
     here = own.address
     if own.is_beside_store:

@@ -28,8 +28,8 @@ _MOST_RANKS = 4  # that a message names one by one
 
 
 @dataclass(frozen=True)
-class Wait:
-    """What a rank's main thread waits for."""
+class ChannelWait:
+    """A wait of a rank's main thread, on one channel."""
 
     channel: str
     number: int  # of it, on that channel; 0: of nothing that has a number
@@ -38,10 +38,10 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a rank says of itself."""
+class RankPlace:
+    """The place that a rank says it is at."""
 
-    wait: Wait | None
+    wait: ChannelWait | None
     begun: dict[str, int]  # by channel: the last that it has begun
     running: dict[str, tuple[int, str]]  # by channel: what it is at, and its number
     answers: tuple[str, ...] = ()  # channels on which it can still say that it has nothing to bring
@@ -49,8 +49,8 @@ class Place:
 
 @final
 @dataclass
-class Record:
-    """What a rank does on one channel."""
+class ChannelRecord:
+    """The record of a rank's work on one channel."""
 
     name: str
     members: tuple[int, ...]
@@ -87,26 +87,26 @@ class Journal:
     """What this rank does, on all channels."""
 
     def __init__(self) -> None:
-        self.wait: Wait | None = None
+        self.wait: ChannelWait | None = None
         self.asked: set[str] = set()  # channels on which others wait for this rank's answer
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, ChannelRecord] = {}
         self._opened: Counter[str] = Counter()
 
-    def opened(self, name: str, members: Iterable[int], numbered: bool) -> Record:
+    def opened(self, name: str, members: Iterable[int], numbered: bool) -> ChannelRecord:
         """A channel is made; as many of that name before it as on every other rank."""
         self._opened[name] += 1
-        record = Record(f"{name}#{self._opened[name]}", tuple(members), numbered)
+        record = ChannelRecord(f"{name}#{self._opened[name]}", tuple(members), numbered)
         self._records[record.name] = record
         return record
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: ChannelRecord) -> None:
         """A channel is given back."""
         self._records.pop(record.name, None)
 
-    def waits(self, record: Record, number: int | None, at: str) -> None:
+    def waits(self, record: ChannelRecord, number: int | None, at: str) -> None:
         """The main thread waits for that number of a channel, or for the last it has begun."""
         awaited = record.begun if number is None else number
-        self.wait = Wait(record.name, awaited, at, record.members)
+        self.wait = ChannelWait(record.name, awaited, at, record.members)
 
     def limit_s(self) -> float | None:
         """How long what the main thread waits for may take, once all ranks have begun it."""
@@ -120,11 +120,11 @@ class Journal:
                 record.answer()
         self.asked.clear()
 
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """What this rank is at."""
         records = list(self._records.values())
         used = [record for record in records if record.begun]
-        return Place(
+        return RankPlace(
             self.wait,
             {record.name: record.begun for record in used},
             {record.name: record.at for record in used},
@@ -138,7 +138,7 @@ class Apart:
 
     what: str
     rank: int  # one of the fewest, who are likely at fault
-    waits: tuple[Wait, ...] = ()  # of those ranks: the same at the next look, or it was none
+    waits: tuple[ChannelWait, ...] = ()  # of those ranks: the same at the next look, or it was none
 
     def error(self, where: str) -> RanksDiffer:
         """The error that a rank raises, which is at `where`."""
@@ -155,7 +155,7 @@ ALIKE = (
 )
 
 
-def apart(places: Mapping[int, Place]) -> Apart | None:
+def apart(places: Mapping[int, RankPlace]) -> Apart | None:
     """Who waits in vain, if anybody does.
 
     Certain where two looks in a row find the same, the second of which sees what each rank has
@@ -165,7 +165,7 @@ def apart(places: Mapping[int, Place]) -> Apart | None:
     return unlike(places) or _ring(waiting)
 
 
-def unlike(places: Mapping[int, Place]) -> Apart | None:
+def unlike(places: Mapping[int, RankPlace]) -> Apart | None:
     """Ranks that are at something else under the same number of one channel."""
     at: dict[tuple[str, int], dict[int, str]] = {}
     for rank, place in places.items():
@@ -179,7 +179,7 @@ def unlike(places: Mapping[int, Place]) -> Apart | None:
     return None
 
 
-def _ring(waiting: Mapping[int, Place]) -> Apart | None:
+def _ring(waiting: Mapping[int, RankPlace]) -> Apart | None:
     """The ranks each of which waits for something that another of them has not begun."""
     ring = dict(waiting)
     while ring:
@@ -194,7 +194,7 @@ def _ring(waiting: Mapping[int, Place]) -> Apart | None:
     return None
 
 
-def _is_blocked(rank: int, ring: Mapping[int, Place]) -> bool:
+def _is_blocked(rank: int, ring: Mapping[int, RankPlace]) -> bool:
     wait = ring[rank].wait
     assert wait is not None
     return any(
@@ -206,7 +206,7 @@ def _is_blocked(rank: int, ring: Mapping[int, Place]) -> bool:
     )
 
 
-def all_are_in(wait: Wait, places: Mapping[int, Place]) -> bool:
+def all_are_in(wait: ChannelWait, places: Mapping[int, RankPlace]) -> bool:
     """Whether every rank that takes part has begun what is waited for."""
     return bool(wait.number) and all(
         rank in places and places[rank].begun.get(wait.channel, 0) >= wait.number
@@ -214,7 +214,7 @@ def all_are_in(wait: Wait, places: Mapping[int, Place]) -> bool:
     )
 
 
-def missed(rank: int, places: Mapping[int, Place]) -> set[str]:
+def missed(rank: int, places: Mapping[int, RankPlace]) -> set[str]:
     """The channels on which others wait for what this rank has not begun."""
     begun = places[rank].begun
     waits = [place.wait for other, place in places.items() if other != rank and place.wait]

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -24,9 +25,9 @@ from torch.distributed import PrefixStore, Store
 
 from shoal.comm.aside import Aside
 from shoal.comm.groups import made
-from shoal.comm.heartbeat import Heartbeat, Keeper
-from shoal.comm.inside import Inside, Landing, Work, is_timeout
-from shoal.comm.meeting import INTERFACE, Company, meet
+from shoal.comm.heartbeat import Heartbeat, StoreHolder
+from shoal.comm.inside import Inside, ReceiveViaHost, WorkHandle, is_timeout
+from shoal.comm.meeting import INTERFACE, Roster, meet
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.comm import Comm, Pending, label, labelled
@@ -47,9 +48,27 @@ _FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
+@dataclass(frozen=True)
+class _Membership:
+    """This process's membership in the job, which all of its channels share."""
+
+    heartbeat: Heartbeat
+    aside: Aside  # the threads that calls may block
+    timeout_s: float  # of an exchange
+    predicts: bool  # whether a prediction sets a limit too
+
+
 @final
 class ProcessGroupComm(Comm):
-    """A channel over one torch.distributed process group."""
+    """A channel over one torch.distributed process group.
+
+    Args:
+        group: the process group.
+        name: of the channel, the same on every rank.
+        topology: the hosts of its ranks.
+        membership: this process's, in the job.
+        idle: whether a message may be waited for however long it takes.
+    """
 
     timeout_s: float
 
@@ -57,44 +76,41 @@ class ProcessGroupComm(Comm):
         self,
         group: dist.ProcessGroup,
         name: str,
-        timeout_s: float,
-        heartbeat: Heartbeat,
         topology: Topology,
-        aside: Aside,
+        membership: _Membership,
         *,
         idle: bool = False,
-        predicts: bool = False,
     ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.topology = topology
         self._group = group
-        self.timeout_s = timeout_s
-        self._predicts = predicts  # whether a prediction sets a limit too
-        self._heartbeat = heartbeat
+        self._membership = membership
+        self.timeout_s, self._heartbeat = membership.timeout_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
-        self._record = heartbeat.journal.opened(name, ranks, numbered=not idle)
+        self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
         # Messages of other purposes never meet: gloo ends the process where one is too long.
         self._tag, self._says_purpose = _TAG, False
-        self._has_tags = not idle and max(ranks) < heartbeat.workers  # others begin nothing
-        self._aside = aside
-        self._inside = Inside(heartbeat, timeout_s, aside, self._record, idle=idle)
+        self._has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
+        self._inside = Inside(
+            self._heartbeat, self.timeout_s, membership.aside, self._record, idle=idle
+        )
         self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
-        heartbeat.channels[id(self)] = self
+        self._heartbeat.channels[id(self)] = self
 
-    def send(self, tensor: Tensor, to: int) -> Work:
+    def send(self, tensor: Tensor, to: int) -> WorkHandle:
         # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
         # receive first
         at_host = staged(tensor)
         # the group's own call: dist.isend looks up the group anew, at twice the processor time
         with self._inside:
-            return Work(self._group.send([at_host], to, self._tag), self._inside)  # walk 7
+            return WorkHandle(self._group.send([at_host], to, self._tag), self._inside)  # walk 7
 
-    def receive(self, tensor: Tensor, source: int) -> Work | Landing:
+    def receive(self, tensor: Tensor, source: int) -> WorkHandle | ReceiveViaHost:
         received = tensor if tensor.device.type == "cpu" else beside(tensor)
         with self._inside:
-            work = Work(self._group.recv([received], source, self._tag), self._inside)
-        return work if received is tensor else Landing(work, received, tensor)
+            work = WorkHandle(self._group.recv([received], source, self._tag), self._inside)
+        return work if received is tensor else ReceiveViaHost(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
@@ -110,7 +126,7 @@ class ProcessGroupComm(Comm):
 
     def finish(self, pending: Sequence[Pending]) -> None:
         """Wait for all of them, in one call beside this thread."""
-        under_way = [each for each in pending if isinstance(each, Work | Landing)]
+        under_way = [each for each in pending if isinstance(each, WorkHandle | ReceiveViaHost)]
         if under_way:
             self._inside.run(lambda: [each.done() for each in under_way])
         for each in under_way:
@@ -200,16 +216,7 @@ class ProcessGroupComm(Comm):
             use_local_synchronization=by_themselves,
         )
         group = made(make, self._heartbeat, self._inside, ranks)
-        return ProcessGroupComm(
-            group,
-            name,
-            self.timeout_s,
-            self._heartbeat,
-            topology,
-            self._aside,
-            idle=idle,
-            predicts=self._predicts,
-        )
+        return ProcessGroupComm(group, name, topology, self._membership, idle=idle)
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         parcel, records = packed(value, kinds)
@@ -297,7 +304,7 @@ class ProcessGroupComm(Comm):
         self._record.running = number, purpose
 
     def expects(self, seconds: float) -> None:
-        if self._predicts:
+        if self._membership.predicts:
             self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
     def may_answer(self, answer: Callable[[], None] | None) -> None:
@@ -375,18 +382,17 @@ def join(
     """
     raise_limit()
     limit_s = _USUAL_S if timeout_s is None else timeout_s
-    company = meet(seat, start_timeout_s)
-    if company.interface is not None:
-        os.environ[INTERFACE] = company.interface  # which torch reads for each group
-    keeper = Keeper(seat.holder, company.beside_store if seat.restarts else ())
-    topology = company.topology
+    roster = meet(seat, start_timeout_s)
+    if roster.interface is not None:
+        os.environ[INTERFACE] = roster.interface  # which torch reads for each group
+    holder = StoreHolder(seat.holder, roster.beside_store if seat.restarts else ())
+    topology = roster.topology
     heartbeat = Heartbeat(
-        company.values,
-        company.rank,
-        topology.hosts,
-        keeper,
-        topology.workers,
-        _pulses(seat, company),
+        roster.values,
+        roster.rank,
+        topology,
+        holder,
+        _pulses(seat, roster),
         lost_after_s,
     )
 
@@ -396,9 +402,9 @@ def join(
             return dist.new_group(timeout=limit, backend=_backend(), group_desc="shoal")
         dist.init_process_group(
             _backend(),
-            store=_store(company.values, heartbeat, limit_s),
-            rank=company.rank,
-            world_size=company.size,
+            store=_store(roster.values, heartbeat, limit_s),
+            rank=roster.rank,
+            world_size=roster.size,
             timeout=limit,
         )
         return dist.group.WORLD
@@ -407,26 +413,25 @@ def join(
     heartbeat.reached("making the first connections")
     try:
         inside = Inside(heartbeat, start_timeout_s, aside, None)
-        group = made(make, heartbeat, inside, range(company.size))
+        group = made(make, heartbeat, inside, range(roster.size))
     except BaseException as error:
         heartbeat.leave(error)  # whatever the program does now
         raise
     heartbeat.reached("start")
-    return ProcessGroupComm(
-        group, "world", limit_s, heartbeat, topology, aside, predicts=timeout_s is None
-    )
+    membership = _Membership(heartbeat, aside, limit_s, predicts=timeout_s is None)
+    return ProcessGroupComm(group, "world", topology, membership)
 
 
-def _pulses(seat: Seat, company: Company) -> Pulses:
+def _pulses(seat: Seat, roster: Roster) -> Pulses:
     """Start this rank's pulse, and tell the others where it is."""
-    own = company.everyone[company.rank]
-    addresses = [here.address for here in company.everyone]
+    own = roster.everyone[roster.rank]
+    addresses = [here.address for here in roster.everyone]
     # who reaches the store by itself may be reached at the store's address
     is_alone = is_loopback(own.address) and not all(map(is_loopback, filter(None, addresses)))
     listens = "0.0.0.0" if is_alone or not own.address else own.address
     pulse = Pulse(listens, seat.token)
     host = "" if is_alone else own.address or seat.host
-    company.values.write(f"pulse/{company.rank}", PulseAddress(host, pulse.port))
+    roster.values.write(f"pulse/{roster.rank}", PulseAddress(host, pulse.port))
     return Pulses(pulse, seat.meeting.address if seat.meeting else "", seat.token)
 
 

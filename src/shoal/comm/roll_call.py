@@ -30,13 +30,13 @@ from shoal.core.errors import MissingRank, RanksDiffer, UsageError
 _QUICK_S, _SLOW_S = 0.002, 0.05  # from turn to turn: behind a change, and when nothing changes
 _LOOK_S = 0.1  # how often a rank looks whether there will be no start with it
 _MOST_NAMES = 8
-# what all ranks must be started with: fields of `Here`, and their names for people
+# what all ranks must be started with: fields of `Arrival`, and their names for people
 _SETTINGS = {"size": "WORLD_SIZE", "servers": "SHOAL_SERVERS", "tail": "SHOAL_TAIL"}
 
 
 @dataclass(frozen=True)
-class Here:
-    """Who a rank is, as it tells the others."""
+class Arrival:
+    """A rank that has arrived: who it is, as it tells the others."""
 
     rank: int
     nonce: str  # of this process
@@ -53,7 +53,7 @@ class Here:
     problem: str = ""  # why it cannot take part
 
     @classmethod
-    def at(cls, seat: Seat, rank: int, size: int, **found: Any) -> Here:
+    def at(cls, seat: Seat, rank: int, size: int, **found: Any) -> Arrival:
         """This process."""
         return cls(
             rank=rank,
@@ -78,7 +78,7 @@ class Here:
         """This rank, for messages."""
         return f"rank {self.rank}, host {self.host}"
 
-    def refuses(self, other: Here) -> UsageError | None:
+    def refuses(self, other: Arrival) -> UsageError | None:
         """Why this rank cannot train with the other one, if it cannot."""
         who = f"rank {other.rank} (host {other.host})"
         if other.problem:
@@ -131,7 +131,7 @@ class RollCall:
     def __init__(
         self,
         values: Values,
-        own: Here,
+        own: Arrival,
         timeout_s: float,
         *,
         restarts: bool,
@@ -142,7 +142,7 @@ class RollCall:
         self._look_s = time.monotonic() + _LOOK_S
         self._called: tuple[str, ...] = ()  # the call that this rank has answered, by nonces
 
-    def take(self) -> tuple[str, tuple[Here, ...]]:
+    def take(self) -> tuple[str, tuple[Arrival, ...]]:
         """Wait for the others: the id of the start, and all ranks.
 
         Raises:
@@ -164,7 +164,7 @@ class RollCall:
             raise RanksDiffer(what, where=self._own.where, do="see the message of rank 0")
         return start, everyone
 
-    def _turn(self) -> tuple[str, tuple[Here, ...]] | None:
+    def _turn(self) -> tuple[str, tuple[Arrival, ...]] | None:
         """Look at the store once; the start with this process and its ranks, where there is one."""
         self._values.mend()
         if self._own.rank == 0:
@@ -181,10 +181,10 @@ class RollCall:
             self._check_end()
         return None
 
-    def _conduct(self) -> tuple[Here, ...]:
+    def _conduct(self) -> tuple[Arrival, ...]:
         """Rank 0: call who is here, and say go when all have answered; all ranks, if they have."""
         own = self._own
-        others = [self._values.read(f"here/{rank}", Here) for rank in range(1, own.size)]
+        others = [self._values.read(f"here/{rank}", Arrival) for rank in range(1, own.size)]
         called = tuple(here.nonce if here else "" for here in (own, *others))
         start = identity(called)
         if called != self._called or self._values.read("call", tuple[str, ...]) != called:
@@ -206,15 +206,15 @@ class RollCall:
             self._called = call
             self._values.write(f"ready/{self._own.rank}", identity(call))
 
-    def _said(self, here: Here, start: str) -> bool:
+    def _said(self, here: Arrival, start: str) -> bool:
         return self._values.read(f"ready/{here.rank}", str) == start
 
-    def _roll(self, start: str) -> tuple[Here, ...]:
-        return self._values.read(f"roll/{start}", tuple[Here, ...]) or ()
+    def _roll(self, start: str) -> tuple[Arrival, ...]:
+        return self._values.read(f"roll/{start}", tuple[Arrival, ...]) or ()
 
     def _check_place(self) -> None:
         """Raise where another process has taken this one's place."""
-        standing = self._values.read(f"here/{self._own.rank}", Here)
+        standing = self._values.read(f"here/{self._own.rank}", Arrival)
         if standing is None:  # a stranger has written over it
             self._values.write(f"here/{self._own.rank}", self._own)
         elif standing.nonce != self._own.nonce:
@@ -236,13 +236,13 @@ class RollCall:
         if same_rank is not None:
             raise self._replaced(same_rank)
 
-    def _others_start(self) -> tuple[Here, ...]:
+    def _others_start(self) -> tuple[Arrival, ...]:
         """The ranks of the newest start, unless this process is one of them."""
         start = self._values.read(GO, str)
         others = self._roll(start) if start is not None else ()
         return () if self._own.nonce in {here.nonce for here in others} else others
 
-    def _check_unlike(self, others: Sequence[Here]) -> None:
+    def _check_unlike(self, others: Sequence[Arrival]) -> None:
         for other in others:
             if refusal := self._own.refuses(other):
                 raise refusal
@@ -252,7 +252,7 @@ class RollCall:
         if not self._called:  # rank 0 may have come and gone
             self._check_unlike(self._others_start())
         ranks = range(self._own.size)
-        here = [self._values.read(f"here/{rank}", Here) for rank in ranks]
+        here = [self._values.read(f"here/{rank}", Arrival) for rank in ranks]
         absent = [rank for rank in ranks if here[rank] is None]
         if self._called:
             start = identity(self._called)
@@ -279,7 +279,7 @@ class RollCall:
             rank=missing[0] if missing else None,
         )
 
-    def _replaced(self, other: Here) -> UsageError:
+    def _replaced(self, other: Arrival) -> UsageError:
         return UsageError(
             f"there is a rank {self._own.rank} already",
             where=self._own.where,

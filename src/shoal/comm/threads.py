@@ -22,7 +22,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from shoal.comm.places import Apart, Journal, Place, apart, missed, unlike
+from shoal.comm.places import Apart, Journal, RankPlace, apart, missed, unlike
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import staged
@@ -149,7 +149,7 @@ class Hub:
         """Who is apart from the others, for who has noticed that some are."""
         return unlike(self._places())
 
-    def _places(self) -> dict[int, Place]:
+    def _places(self) -> dict[int, RankPlace]:
         return {rank: self.journals[rank].place() for rank in range(self.topology.workers)}
 
     def check(self, where: str) -> None:

@@ -99,9 +99,7 @@ class Feature(Contract, ABC, Generic[Opening]):
 
     package: ClassVar[str] = "shoal.features"
     group: ClassVar[str] = "shoal.features"
-    judges: ClassVar[bool] = (
-        False  # it comes behind the others, as it refuses what these add to a plan
-    )
+    judges: ClassVar[bool] = False  # comes behind the others, as it refuses what they add
 
     @classmethod
     def unasked(cls) -> Feature[Any] | None:

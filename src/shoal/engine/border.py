@@ -53,7 +53,7 @@ class Border:
         self._model = ref(model)  # whose hooks have this
         self._kind = type(model)
         self._given = [
-            _Given(name, p, p.dtype, p.device, None if is_cut(p) else p.stride())
+            _NotedParameter(name, p, p.dtype, p.device, None if is_cut(p) else p.stride())
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
@@ -95,7 +95,7 @@ class Border:
     def outward(self, output: Any, weight: Weight) -> Any:
         """The same output, its tensors through the border. Unknown classes are changed in place."""
         return _mapped(
-            output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH
+            output, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=True)), DEPTH
         )
 
     def outward_kept(self, weight: Weight) -> None:
@@ -105,7 +105,7 @@ class Border:
 
         def change(tensor: Tensor) -> Tensor:
             new = tensor.grad_fn is not None and type(tensor.grad_fn).__name__ != _CROSSED
-            return _cross(tensor, Crossing(self, weight, outward=True)) if new else tensor
+            return _cross(tensor, BorderCrossing(self, weight, outward=True)) if new else tensor
 
         for module in model.modules():
             for name, value in kept_by(module).items():
@@ -114,7 +114,7 @@ class Border:
     def inward(self, inputs: Any, weight: Weight) -> Any:
         """The same inputs, through the border."""
         return _mapped(
-            inputs, lambda tensor: _cross(tensor, Crossing(self, weight, outward=False)), 0
+            inputs, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=False)), 0
         )
 
     def weight(self, weight: Weight) -> float | None:
@@ -242,7 +242,7 @@ class _Weighs(OwnHook):
 
 @final
 @dataclass(frozen=True)
-class _Given:
+class _NotedParameter:
     """A trainable parameter as it was when the model was parallelised."""
 
     name: str
@@ -270,7 +270,7 @@ class _Given:
 
 @final
 @dataclass(frozen=True)
-class Crossing:
+class BorderCrossing:
     """One call's way over the border, in one direction."""
 
     border: Border
@@ -285,7 +285,7 @@ class Crossing:
         elif weight:  # at weight 0 the gradient is 0
             grad = grad / weight
         return (
-            _cross(grad, Crossing(self.border, self.weight, not self.outward))
+            _cross(grad, BorderCrossing(self.border, self.weight, not self.outward))
             if grad.requires_grad
             else grad
         )
@@ -296,7 +296,7 @@ _CROSSED = "_IdentityBackward"  # the class of what has made a tensor that has c
 
 class _Identity(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, crossing: Crossing) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, crossing: BorderCrossing) -> Tensor:
         ctx.crossing = crossing
         # An output may be changed in place, which torch refuses on a view; an input that is, is
         # better refused, since the caller's own tensor would change without its history.
@@ -307,7 +307,7 @@ class _Identity(torch.autograd.Function):
         return ctx.crossing.back(grad), None, None
 
 
-def _cross(tensor: Tensor, crossing: Crossing) -> Tensor:
+def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
     if isinstance(tensor, StageOutput):
         return tensor.over(lambda ticket: _cross(ticket, crossing))
     # what is made of it crosses the border, with this rank's rows alone

@@ -61,7 +61,7 @@ class Common:
         passes: Passes,
         changed: Callable[[], list[Tensor]] = list,
     ) -> None:
-        self._settings = [_Settings(optimizer) for optimizer in optimizers]
+        self._settings = [_OptimizerSettings(optimizer) for optimizer in optimizers]
         self._passes, self._changed = passes, changed
         self._whole = {
             name: p
@@ -70,7 +70,7 @@ class Common:
         }
         self._plain = {n: p for n, p in self._whole.items() if not isinstance(p, GuardedParameter)}
         self._before = self._versions()  # that all ranks have agreed to
-        self._known: _Mark | None = None
+        self._known: _CommonMark | None = None
         self.where = ""  # of the last mark, for messages
 
     def mark(self, where: str) -> Mark:
@@ -83,7 +83,7 @@ class Common:
         has = settings, of_pass, self._versions() - self._before, len(of_owners)
         known = self._known
         if known is None or has != known.has or of_owners:
-            known = self._known = _Mark.of(self, has, tuple(map(self._name, of_owners)))
+            known = self._known = _CommonMark.of(self, has, tuple(map(self._name, of_owners)))
         return known
 
     def _versions(self) -> int:
@@ -96,7 +96,7 @@ class Common:
         """So many changes were none in the end."""
         self._before += changes
 
-    def told(self, mark: _Mark) -> dict[str, Any]:
+    def told(self, mark: _CommonMark) -> dict[str, Any]:
         """All that the ranks compare, as plain data."""
         return {
             "settings": [text for groups in self._settings for text in groups.texts()],
@@ -109,14 +109,16 @@ class Common:
 
 @final
 @dataclass(frozen=True)
-class _Mark(Mark):
+class _CommonMark(Mark):
+    """The word of one rank in one round, and all that it stands for."""
+
     common: Common
     has: tuple[tuple[tuple[int, ...], ...], tuple[int, int, int], int, int]
     of_owners: tuple[str, ...]  # names of those that were changed here
     word: int
 
     @classmethod
-    def of(cls, common: Common, has: Any, of_owners: tuple[str, ...]) -> _Mark:
+    def of(cls, common: Common, has: Any, of_owners: tuple[str, ...]) -> _CommonMark:
         return cls(common, has, of_owners, zlib.crc32(repr(has).encode()) & 0xFFFF)
 
     def compare(self, comm: Comm) -> None:
@@ -136,19 +138,19 @@ class _Mark(Mark):
 
 
 @final
-class _Settings:
-    """Of one optimizer's groups."""
+class _OptimizerSettings:
+    """The settings of one optimizer's groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._kind = type(optimizer).__name__
-        self._seen: list[_Group] = []
+        self._seen: list[_GroupDigest] = []
 
     def digests(self) -> tuple[int, ...]:
         """A digest of each as it is now."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._seen):
-            self._seen = [_Group() for _ in groups]
+            self._seen = [_GroupDigest() for _ in groups]
         return tuple([seen.digest(group) for seen, group in zip(self._seen, groups, strict=True)])
 
     def texts(self) -> list[tuple[str, str]]:
@@ -161,7 +163,7 @@ class _Settings:
 
 
 @final
-class _Group:
+class _GroupDigest:
     """A group's settings as they were: what is the same object still is not read again."""
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ _KEPT_ROUNDS = 8  # whose calls may still be asked for
 
 
 @final
-class Counts:
-    """One model's.
+class RowCounts:
+    """The counts of one model's calls.
 
     Args:
         comm: a channel of their own.

@@ -21,8 +21,8 @@ class Block:
 
 
 @dataclass
-class Pass:
-    """What went through the tail at once: a micro-batch of all of this host's workers, or all."""
+class TailPass:
+    """One pass through the tail: of a micro-batch of all of this host's workers, or of all."""
 
     blocks: list[Block]
     activation: Tensor
@@ -41,13 +41,13 @@ class Pass:
 
 
 @dataclass
-class Run:
+class TailRun:
     """A forward of the model, with the rows of all of this host's workers."""
 
     of_gradients: bool  # whether a loss may follow
     # for others to be joined with
     waiting: list[tuple[Block, Tensor]] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[TailPass] = field(default_factory=list)
     # each worker's output, apart from the tail's graph
     whole: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number

@@ -38,6 +38,32 @@ from shoal.engine.weights import Weight
 
 
 @final
+class _SendQueue:
+    """The transfers of one backward, which are sent in the plan's order.
+
+    Args:
+        transfers: in that order.
+        routes: the lanes that they go over.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], routes: Routes) -> None:
+        self.transfers, self._routes = transfers, routes
+        # and since when: each on the stream that brought it
+        self.ready: dict[Transfer, torch.Event | None] = {}
+        self.sent: list[Errand] = []  # of the first transfers
+
+    def send(self, backward: Round, everything: bool = False) -> None:
+        """Pack and send what is ready, as long as all before it are; or all that is left."""
+        while len(self.sent) < len(self.transfers):
+            transfer = self.transfers[len(self.sent)]
+            if not (everything or transfer in self.ready):
+                return
+            after(self.ready.get(transfer), self._routes.device)
+            transfer.pack(backward)
+            self.sent.append(self._routes.send(transfer))
+
+
+@final
 class BackwardRound(Round):
     """The round of one model that is open, or that the next backward opens.
 
@@ -62,7 +88,8 @@ class BackwardRound(Round):
         self.accumulating = accumulating
         self.unsent = False  # gradients were accumulated that no backward has sent yet
         self.weight: Weight | None = None  # whose share goes with all that is sent
-        self._transfers, self._routes, self._buckets, self._main = transfers, routes, buckets, main
+        self._queue = _SendQueue(transfers, routes)
+        self._routes, self._buckets, self._main = routes, buckets, main
         self._called = False  # the model, in this round
         self._lone: Weight | None = None  # of that call, as long as there is no other
         self.latest = latest  # weight of the last call, also of one before this round
@@ -71,9 +98,6 @@ class BackwardRound(Round):
         # gives what that one calls at its end, as long as gradients may land; then None
         self.running: Callable[[], object | None] = nothing
         self._opening = RLock()  # autograd has a thread for each device
-        # and since when: each on the stream that brought it
-        self._ready: dict[Transfer, torch.Event | None] = {}
-        self._sent: list[Errand] = []
         self._began_s = 0.0  # by perf_counter
 
     @property
@@ -87,7 +111,7 @@ class BackwardRound(Round):
 
     def take(self, transfers: Sequence[Transfer]) -> None:
         """Before it opens: be the round of these transfers, in place of those it was to have."""
-        self._transfers = transfers
+        self._queue.transfers = transfers
 
     def called(self, weight: Weight, asks: bool) -> None:
         """The model is called, and what comes of it is to be weighed.
@@ -167,7 +191,7 @@ class BackwardRound(Round):
                 # only the backward holds it: gone when that has ended, however it did
                 self.running = ref(at_end)
                 Variable._execution_engine.queue_callback(at_end)
-                for transfer in takewhile(attrgetter("at_once"), self._transfers):
+                for transfer in takewhile(attrgetter("at_once"), self._queue.transfers):
                     self.ready(transfer)
             elif self._task != task or self.running() is None:
                 raise WorldError(
@@ -181,8 +205,8 @@ class BackwardRound(Round):
 
     def ready(self, transfer: Transfer) -> None:
         with self._opening:
-            self._ready[transfer] = this_moment(self._routes.device)  # walk 4
-            self._send_in_order()
+            self._queue.ready[transfer] = this_moment(self._routes.device)  # walk 4
+            self._queue.send(self)
 
     def found_nan(self, parameter: str) -> None:
         self._routes.warn_of_nan(parameter)
@@ -201,29 +225,21 @@ class BackwardRound(Round):
         routes.settle(transfer)
         if not self._buckets.freed or self._main:
             return
-        for errand, sent in zip(self._sent, self._transfers, strict=False):  # the oldest first
+        queue = self._queue
+        for errand, sent in zip(queue.sent, queue.transfers, strict=False):  # the oldest first
             if self._buckets.live < BUCKETS_A_LANE * len(routes.going):
                 break
             if isinstance(sent, OwnedTransfer):
                 routes.wait(errand, sent, "wait for room")
 
-    def _send_in_order(self, everything: bool = False) -> None:
-        while len(self._sent) < len(self._transfers):
-            transfer = self._transfers[len(self._sent)]
-            if not (everything or transfer in self._ready):
-                return
-            after(self._ready.get(transfer), self._routes.device)
-            transfer.pack(self)
-            self._sent.append(self._routes.send(transfer))
-
     def finish(self) -> None:
         """Send what never got ready, wait for what is to be waited for, and publish."""
-        routes = self._routes
+        routes, queue = self._routes, self._queue
         routes.note("backward", self._began_s)  # walk 8
         waits_s = perf_counter()
         self.running = nothing
-        self._send_in_order(everything=True)
-        for errand, transfer in zip(self._sent, self._transfers, strict=True):
+        queue.send(self, everything=True)
+        for errand, transfer in zip(queue.sent, queue.transfers, strict=True):
             if not isinstance(transfer, OwnedTransfer):
                 routes.wait(errand, transfer)
             transfer.publish()

@@ -24,7 +24,9 @@ _KEPT, _WARM_UP = 256, 5  # steps; the first of those that are kept, if there ar
 _MIDDLE = 0.25  # of the steps are shorter than those that count, and as many longer
 
 
-class _Step(NamedTuple):
+class _StepTimes(NamedTuple):
+    """The times of one step."""
+
     seconds: float
     compute_s: float
     waiting_s: float
@@ -45,7 +47,7 @@ class Spent:
         self, waited_s: Callable[[], float], clock: Callable[[], float] = perf_counter
     ) -> None:
         self._waited_s, self._clock = waited_s, clock
-        self._steps: deque[_Step] = deque(maxlen=_KEPT)
+        self._steps: deque[_StepTimes] = deque(maxlen=_KEPT)
         # time, and what was waited by then: as the last backward ended, at the first forward since,
         # as the running step of an optimizer began
         self._ended: tuple[float, float] | None = None
@@ -86,7 +88,7 @@ class Spent:
             compute_s = max(0.0, now_s - entered_s - (waited_s - until_s))
             rest_s = seconds - compute_s - waiting_s - self._optimizer_s
             self._steps.append(
-                _Step(seconds, compute_s, waiting_s, self._optimizer_s, max(0.0, rest_s))
+                _StepTimes(seconds, compute_s, waiting_s, self._optimizer_s, max(0.0, rest_s))
             )
         self._ended, self._entered, self._optimizer_s = now, None, 0.0
 

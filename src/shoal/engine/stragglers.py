@@ -50,8 +50,8 @@ _LOGGER = logging.getLogger("shoal")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a rank tells of its steps: medians of seconds, and why."""
+class StepReport:
+    """A rank's report on its steps: medians of seconds, and why."""
 
     step_s: float
     own_s: float  # without waiting for others
@@ -100,12 +100,12 @@ class Stragglers:
         topology: Topology,
         expected_s: float,
         bytes_per_s: float,
-        clock: Clock | None = None,
+        clock: MainThreadClock | None = None,
     ) -> None:
         self._routes, self._lane, self._topology = engine.routes, lane, topology
         self._expected_s, self._bytes_per_s = expected_s, bytes_per_s
         self._window = _WINDOW[0]  # until it is known how long steps take
-        self._clock = Clock() if clock is None else clock
+        self._clock = MainThreadClock() if clock is None else clock
         self._told: tuple[Errand, list[list[float]]] | None = None
         self._times: Counter[str] = Counter()  # judgements in a row, by what is named
         self._named: set[str] = set()
@@ -121,7 +121,7 @@ class Stragglers:
             errand, told = self._told
             self._told = None
             errand.wait(errand.purpose)
-            self._judge([Seen(*report) for report in told])
+            self._judge([StepReport(*report) for report in told])
         self._clock.backward(self._routes.waited_s())
         if self._clock.steps >= self._window:
             waits = self._routes.waits()
@@ -135,7 +135,7 @@ class Stragglers:
 
             self._told = self._lane.run(tell, "telling how long steps take"), found
 
-    def _judge(self, seen: Sequence[Seen]) -> None:
+    def _judge(self, seen: Sequence[StepReport]) -> None:
         found = slow_ranks(seen, self._topology)
         self._rest = max(0, self._rest - 1)
         self._window = window_of(max(report.step_s for report in seen))
@@ -159,7 +159,7 @@ class Stragglers:
                 if self._lane.rank == 0:
                     _LOGGER.warning(line)
 
-    def _slow_links(self, seen: Sequence[Seen]) -> dict[str, str]:
+    def _slow_links(self, seen: Sequence[StepReport]) -> dict[str, str]:
         """Try the links now (a collective), and say which is slow."""
         rates: list[float] = []
         nbytes = int(min(max(self._bytes_per_s * _TRIAL_S, _TRIAL_BYTES[0]), _TRIAL_BYTES[1]))
@@ -202,7 +202,7 @@ def window_of(step_s: float) -> int:
     return most if step_s <= 0 else min(max(math.ceil(_WINDOW_S / step_s), fewest), most)
 
 
-def slow_ranks(seen: Sequence[Seen], topology: Topology) -> dict[str, str]:
+def slow_ranks(seen: Sequence[StepReport], topology: Topology) -> dict[str, str]:
     """The ranks that compute far longer than the others, each with a line to log."""
     found = {}
     for rank, own in enumerate(seen):
@@ -220,7 +220,7 @@ def slow_ranks(seen: Sequence[Seen], topology: Topology) -> dict[str, str]:
     return found
 
 
-def links_are_late(seen: Sequence[Seen]) -> bool:
+def links_are_late(seen: Sequence[StepReport]) -> bool:
     """Whether every rank waits far longer than predicted, so that nobody's computing is why."""
     waited_s = min(report.waited_s for report in seen)
     step_s = max(report.step_s for report in seen)
@@ -265,8 +265,8 @@ def _rate_from_left(comm: Comm, nbytes: int) -> float:
     return nbytes / max(best_s, 1e-9)
 
 
-class Clock:
-    """What the main thread of this rank does with its time, since the last medians."""
+class MainThreadClock:
+    """A clock of this rank's main thread: how it spends its time since the last medians."""
 
     def __init__(self) -> None:
         self._thread = threading.get_native_id()

@@ -32,7 +32,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark
 from shoal.core.errors import UsageError
 from shoal.engine.common import Common
-from shoal.engine.counts import Counts
+from shoal.engine.counts import RowCounts
 from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
 
@@ -50,7 +50,7 @@ class Weigher:
 
     def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
         self._alike = inputs_alike
-        self._lanes: dict[Comm, tuple[Lane, Counts]] = {}  # of all ranks that it was ever among
+        self._lanes: dict[Comm, tuple[Lane, RowCounts]] = {}  # of all ranks that it was ever among
         self.among(comm)
         self._asked = 0
         self._first = True  # no call has counted yet
@@ -65,10 +65,10 @@ class Weigher:
         """
         if comm is not None and comm not in self._lanes:
             lane = Lane(comm, "row counts")
-            self._lanes[comm] = lane, Counts(comm, lane)
+            self._lanes[comm] = lane, RowCounts(comm, lane)
         self._comm = comm
         self._lane: Lane | None = None
-        self._counts: Counts | None = None
+        self._counts: RowCounts | None = None
         if comm is not None:
             self._lane, self._counts = self._lanes[comm]
         self._common: Common | None = None

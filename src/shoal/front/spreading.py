@@ -40,7 +40,7 @@ from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
 from shoal.profiling.tails import tail_of
-from shoal.remote.far_tail import FarTail
+from shoal.remote.far_tail import FarTail, TailFeed
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
 from shoal.rewrite.align import of_first
@@ -281,9 +281,8 @@ def _open_tail(
     hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared, written))
     at_workers = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
     alike = any(strategy.role.is_cut for strategy in at_workers)
-    return FarTail(
-        hosts, model, modules, loss_fn, plan.micro_batches, RowCrossing(codec), alike=alike
-    )
+    feed = TailFeed(plan.micro_batches, RowCrossing(codec), alike)
+    return FarTail(hosts, model, modules, loss_fn, feed)
 
 
 def _codec_of_tail(at_tail: Iterable[Choice]) -> Codec | None:

@@ -38,7 +38,7 @@ from shoal.remote.orders import (
     Norms,
     Numbers,
     OfRank,
-    Scale,
+    ScaleGradients,
     TakeValues,
     Tell,
     Values,
@@ -280,7 +280,7 @@ class Owners:
 
     def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply those parameters' gradients, where it is the owners that hold them."""
-        self.tell(Scale(self._numbers(parameters), factor))
+        self.tell(ScaleGradients(self._numbers(parameters), factor))
         self.settle()
         scale(_gradients(self.transfers, parameters), factor)
 

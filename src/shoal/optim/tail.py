@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shoal.optim.part import Part, States, hidden
 from shoal.profiling.updates import attributes, settings
 from shoal.remote.far_tail import FarTail
-from shoal.remote.tail_messages import Group, Groups
+from shoal.remote.tail_messages import Groups, TailGroup
 from shoal.remote.wire import Data
 
 
@@ -70,6 +70,6 @@ class TailPart(Part):
         """The optimizer's groups: settings, and names of the parameters that the hosts have."""
         names = self._stage.names
         return tuple(
-            Group(Data(settings(group)), tuple(names[p] for p in group["params"] if p in names))
+            TailGroup(Data(settings(group)), tuple(names[p] for p in group["params"] if p in names))
             for group in self.optimizer.param_groups
         )

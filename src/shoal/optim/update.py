@@ -23,13 +23,13 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.optim.part import States
 from shoal.profiling.updates import make_step, part_of
-from shoal.remote.orders import Given
+from shoal.remote.orders import PieceOrder
 from shoal.remote.wire import Data
 
 
 def steps_of(
     transfer: OwnedTransfer, group_of: Mapping[nn.Parameter, int], rank: int
-) -> dict[int, Given]:
+) -> dict[int, PieceOrder]:
     """What a rank is to do with its pieces of a transfer, by number, as of now."""
     steps = {}
     for number, piece in enumerate(transfer.owned[rank]):
@@ -37,7 +37,7 @@ def steps_of(
         if parameter in group_of:
             whole = local_gradient(parameter)
             gradient = None if whole is None else piece.of(whole).clone()
-            steps[number] = Given(group_of[parameter], parameter in transfer.held, gradient)
+            steps[number] = PieceOrder(group_of[parameter], parameter in transfer.held, gradient)
     return steps
 
 
@@ -94,7 +94,7 @@ class PieceUpdate:
 
     def work(
         self,
-        steps: Mapping[int, Given],
+        steps: Mapping[int, PieceOrder],
         groups: Sequence[dict[str, Any]],
         attributes: Mapping[str, Any],
         parameters: Collection[Tensor] = (),
@@ -130,7 +130,7 @@ class PieceUpdate:
     def step(
         self,
         gradients: Sequence[Tensor | None],
-        steps: Mapping[int, Given],
+        steps: Mapping[int, PieceOrder],
         groups: Sequence[dict[str, Any]],
         attributes: Mapping[str, Any],
     ) -> list[Tensor]:

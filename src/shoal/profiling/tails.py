@@ -24,6 +24,7 @@ from shoal.profiling.products import ProductFacts
 from shoal.remote.channel import wire_bytes
 from shoal.remote.stage_output import in_micro_batches
 from shoal.remote.tail_hosts import (
+    MicroBatch,
     backward_message,
     forward_message,
     has_hooks,
@@ -32,7 +33,7 @@ from shoal.remote.tail_hosts import (
     modules_of,
     parameters_of,
 )
-from shoal.remote.tail_messages import Step
+from shoal.remote.tail_messages import TailStep
 from shoal.remote.wire import Data, written
 
 # of every module: what with, by position and name; output
@@ -342,13 +343,15 @@ def _bytes(
         for size in sizes
     ]
     messages: list[Any] = [
-        forward_message(activation, None if index else modes(every, parameters), index=index)
+        forward_message(
+            activation, None if index else modes(every, parameters), MicroBatch(index=index)
+        )
         for index, activation in enumerate(activations)
     ]
     messages.append(loss_message((sample.y,), {}))
     messages.append(
         backward_message([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss})
     )
-    messages.append(Step(0, None))
+    messages.append(TailStep(0, None))
     back = first_input.nbytes if first_input.requires_grad else 0
     return float(sum(map(wire_bytes, messages))), float(back + wire_bytes(loss))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import WorldError
-from shoal.remote.wire import Message, Reader, Written, written
+from shoal.remote.wire import Message, MessageReader, Written, written
 
 HEAD_BYTES = 64
 _LENGTH_BYTES = 8
@@ -57,7 +57,7 @@ def send(
         yield comm.send(part, to), part
 
 
-def receive(reader: Reader[M], source: int, comm: Comm, head_bytes: int = HEAD_BYTES) -> M:
+def receive(reader: MessageReader[M], source: int, comm: Comm, head_bytes: int = HEAD_BYTES) -> M:
     """Wait for a message.
 
     Raises:
@@ -108,8 +108,8 @@ class Channel(Generic[M]):
 
     def __init__(self, comm: Comm, peer: int, incoming: Any = None, most: int = _UNDER_WAY) -> None:
         self.comm, self.peer, self._most = comm, peer, most
-        self._reader: Reader[M] = Reader(incoming)
-        self._answers: dict[Any, Reader[Any]] = {}
+        self._reader: MessageReader[M] = MessageReader(incoming)
+        self._answers: dict[Any, MessageReader[Any]] = {}
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
 
     def post(self, content: Any) -> None:
@@ -143,7 +143,7 @@ class Channel(Generic[M]):
     def answer(self, kind: type[T]) -> T:
         """Wait for the answer to what was posted, which is of this type."""
         if kind not in self._answers:
-            self._answers[kind] = Reader(kind)
+            self._answers[kind] = MessageReader(kind)
         return cast(T, receive(self._answers[kind], self.peer, self.comm))
 
     def ask(self, message: Message, kind: type[T]) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -29,25 +30,35 @@ from shoal.remote.tail_hosts import (
 )
 from shoal.remote.tail_messages import (
     AddGradient,
-    Gradient,
     Groups,
     Modes,
-    Norm,
-    ReadGradient,
-    ReadState,
-    ReadValues,
-    Scale,
-    Step,
+    ReadTailGradient,
+    ReadTailState,
+    ReadTailValues,
     StepSettings,
-    WriteGradient,
-    WriteState,
-    WriteValues,
+    TailGradient,
+    TailNorm,
+    TailScale,
+    TailStep,
+    WriteTailGradient,
+    WriteTailState,
+    WriteTailValues,
 )
 from shoal.remote.wire import Data
 from shoal.tensors.crossing import EXACT, RowCrossing
 from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
+
+
+@dataclass(frozen=True)
+class TailFeed:
+    """The way in which a worker feeds its batches to the tail."""
+
+    micro_batches: int  # that a batch is cut into
+    crossing: RowCrossing = EXACT  # of activations and their gradients
+    # every rank calls the body as often as the others, however few rows it has
+    alike: bool = False
 
 
 @final
@@ -59,10 +70,7 @@ class FarTail:
         model: all of it.
         modules: those that make the tail, in the order in which they are called, by dotted name.
         loss_fn: what goes with it.
-        micro_batches: how many a batch is cut into.
-        crossing: how activations and their gradients cross.
-        alike: whether every rank is to call the body as often as the others, however few rows it
-            has.
+        feed: how batches go there.
     """
 
     def __init__(
@@ -71,18 +79,9 @@ class FarTail:
         model: nn.Module,
         modules: Mapping[str, nn.Module],
         loss_fn: Any,
-        micro_batches: int,
-        crossing: RowCrossing = EXACT,
-        *,
-        alike: bool,
+        feed: TailFeed,
     ) -> None:
-        self.hosts, self.model, self.modules, self.micro_batches = (
-            hosts,
-            model,
-            modules,
-            micro_batches,
-        )
-        self.alike, self.crossing = alike, crossing
+        self.hosts, self.model, self.modules, self.feed = hosts, model, modules, feed
         self.weighs: Weighing = UNWEIGHED  # this rank's rows, once an engine says it
         self.parameters = parameters_of(modules)
         self.names = {parameter: name for name, parameter in self.parameters.items()}
@@ -153,44 +152,44 @@ class FarTail:
     def step(self, number: int, groups: Groups, attributes: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these groups and attributes."""
         settings = StepSettings(self.cleared(), groups, Data(dict(attributes)))
-        self.hosts.tell(Step(number, settings if self.hosts.speaks else None))
+        self.hosts.tell(TailStep(number, settings if self.hosts.speaks else None))
 
     def norm(self, number: int, groups: Groups, order: float) -> Tensor:
         """The norm of the gradients of optimizer `number`."""
-        return self.hosts.ask(Norm(number, self.cleared(), groups, order), Tensor)
+        return self.hosts.ask(TailNorm(number, self.cleared(), groups, order), Tensor)
 
     def scale(self, number: int, groups: Groups, factor: Tensor) -> None:
         """Multiply the gradients of optimizer `number`."""
-        self.hosts.tell(Scale(number, self.cleared(), groups, factor))
+        self.hosts.tell(TailScale(number, self.cleared(), groups, factor))
 
     def state(self, number: int, groups: Groups) -> dict[str, Any]:
         """The state of optimizer `number` by name, in one-process form."""
-        answer = self.hosts.ask(ReadState(number, self.cleared(), groups), Data)
+        answer = self.hosts.ask(ReadTailState(number, self.cleared(), groups), Data)
         states: dict[str, Any] = answer.value
         return states
 
     def take_state(self, number: int, groups: Groups, states: Mapping[str, Any]) -> None:
         """Give optimizer `number` this state by name, in one-process form."""
         told = dict(states) if self.hosts.speaks else {}
-        self.hosts.tell(WriteState(number, self.cleared(), groups, Data(told)))
+        self.hosts.tell(WriteTailState(number, self.cleared(), groups, Data(told)))
         self.hosts.channel.settle()
 
     def values(self, name: str) -> Tensor:
         """A parameter."""
-        return self.hosts.ask(ReadValues(name), Tensor)
+        return self.hosts.ask(ReadTailValues(name), Tensor)
 
     def gradient(self, name: str) -> Tensor | None:
         """A parameter's gradient, if there is one."""
-        return self.hosts.ask(ReadGradient(name), Gradient).whole
+        return self.hosts.ask(ReadTailGradient(name), TailGradient).whole
 
     def write_values(self, name: str, whole: Tensor) -> None:
         """Give a parameter other values."""
-        self.hosts.tell(WriteValues(name, whole if self.hosts.speaks else None))
+        self.hosts.tell(WriteTailValues(name, whole if self.hosts.speaks else None))
         self.hosts.channel.settle()
 
     def write_gradient(self, name: str, whole: Tensor) -> None:
         """Give a parameter another gradient."""
-        self.hosts.tell(WriteGradient(name, whole if self.hosts.speaks else None))
+        self.hosts.tell(WriteTailGradient(name, whole if self.hosts.speaks else None))
         self.hosts.channel.settle()
 
     def _cuts(self) -> list[AtTail]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.remote.wire import Data, Record
+from shoal.remote.wire import Data, MessagePart
 
 _DO = (
     "define the optimizer's class in a module that every host has, or before shoal.init(), behind "
@@ -17,7 +17,7 @@ _DO = (
 )
 
 
-class OptimizerForm(Record, frozen=True):
+class OptimizerForm(MessagePart, frozen=True):
     """An optimizer without parameters and state."""
 
     kind: str  # "module:Class"

@@ -1,15 +1,16 @@
 """Orders to servers: what they are to do beside the workers (servers/servers.py).
 
-    End                             there is nothing more
+    OrdersDone                      there is nothing more
     Duplex                          measure the links, with all workers
     OpenModel, OpenTables           take part in a model, or have its tables
     OpenWeights                     have a model's weights, of workers that step by themselves
-    ToModel(Exchange, …)            do a server's part of what the workers of a model do
+    ToModel(SumGradients, …)        do a server's part of what the workers of a model do
     CloseModel, CloseTables         take no part any more, and forget it
 
 What workers and servers both know crosses by number: a model, its transfers that servers take part
 in, the parameters of a transfer, and a server's own pieces of it. An order of an ordinary step fits
-into its head, so it is one message of the network (docs/lab/decisions.md). Guarded by
+into its head, so it is one message of the network (docs/lab/decisions.md). On the wire an order has
+the name of its class, or its `tag`, which is shorter. Guarded by
 tests/remote/test_orders.py.
 """
 
@@ -27,7 +28,7 @@ from shoal.core.errors import UsageError, WorldError
 from shoal.core.placement import Owner
 from shoal.remote import channel
 from shoal.remote.optimizers import OptimizerForm
-from shoal.remote.wire import Data, Message, Reader, Record, Written, written
+from shoal.remote.wire import Data, Message, MessagePart, MessageReader, Written, written
 
 _HEAD_BYTES = 1 << 12
 # by number of the transfer, and of the server's piece of it
@@ -37,7 +38,7 @@ Numbers = tuple[tuple[int, int], ...]
 Residuals = dict[str, dict[str, Tensor]]  # by parameter name, and what it is
 
 
-class ParameterForm(Record, frozen=True):
+class ParameterForm(MessagePart, frozen=True):
     """A parameter without values."""
 
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class ParameterForm(Record, frozen=True):
     dtype: torch.dtype
 
 
-class ServedSite(Record, frozen=True):
+class ServedSite(MessagePart, frozen=True):
     """A site in which servers take part."""
 
     strategy: str
@@ -56,7 +57,7 @@ class ServedSite(Record, frozen=True):
     spans: dict[str, tuple[int, int]]  # of those of which it has a part
 
 
-class TableForm(Record, frozen=True):
+class TableForm(MessagePart, frozen=True):
     """A table without values."""
 
     name: str
@@ -65,8 +66,8 @@ class TableForm(Record, frozen=True):
     dtype: torch.dtype
 
 
-class Given(Record, frozen=True):
-    """How a piece is to be updated."""
+class PieceOrder(MessagePart, frozen=True):
+    """The order to update one piece."""
 
     group: int  # whose settings count
     at_owner: bool  # whether the owner has the gradient that counts
@@ -145,7 +146,7 @@ class ModelOrder(Message, frozen=True):
         raise NotImplementedError
 
 
-class Start(ModelOrder, frozen=True):
+class AnswerEachWorker(ModelOrder, frozen=True, tag="Start"):
     """Workers run ahead of one another from here on: answer each."""
 
     def do(self, owners: OwnersRole) -> None:
@@ -171,7 +172,7 @@ class TakeState(ModelOrder, frozen=True):
         owners.take_state(self.optimizer, self.states)
 
 
-class Exchange(ModelOrder, frozen=True):
+class SumGradients(ModelOrder, frozen=True, tag="Exchange"):
     """A backward: sum what workers send."""
 
     def do(self, owners: OwnersRole) -> None:
@@ -182,7 +183,7 @@ class UpdatePieces(ModelOrder, frozen=True):
     """A step of an optimizer: update these pieces, by transfer and piece, and send them back."""
 
     optimizer: int
-    given: dict[int, dict[int, Given]]
+    given: dict[int, dict[int, PieceOrder]]
     groups: Data  # settings
     attributes: Data
 
@@ -253,7 +254,7 @@ class Norms(ModelOrder, frozen=True):
         owners.norms(self.parameters, self.order)
 
 
-class Scale(ModelOrder, frozen=True):
+class ScaleGradients(ModelOrder, frozen=True, tag="Scale"):
     """Multiply these parameters' gradients."""
 
     parameters: Numbers
@@ -264,10 +265,10 @@ class Scale(ModelOrder, frozen=True):
 
 
 AnyModelOrder = (
-    Start
+    AnswerEachWorker
     | TakeValues
     | TakeState
-    | Exchange
+    | SumGradients
     | UpdatePieces
     | GatherState
     | GatherValues
@@ -276,7 +277,7 @@ AnyModelOrder = (
     | SumResiduals
     | TakeResiduals
     | Norms
-    | Scale
+    | ScaleGradients
 )
 
 
@@ -292,19 +293,19 @@ class ServerRole(Protocol):
     def close_tables(self, number: int) -> None: ...
 
 
-class Order(Message, frozen=True):
-    """What a server is to do."""
+class ServerOrder(Message, frozen=True):
+    """An order to a server."""
 
     def do(self, server: ServerRole) -> None:
         """Have it done."""
         raise NotImplementedError
 
 
-class End(Order, frozen=True):
+class OrdersDone(ServerOrder, frozen=True, tag="End"):
     """Nothing more follows."""
 
 
-class Duplex(Order, frozen=True):
+class Duplex(ServerOrder, frozen=True):
     """Measure what the links keep of their rate while both directions are in use."""
 
     lanes: int
@@ -314,7 +315,7 @@ class Duplex(Order, frozen=True):
         server.measure_duplex(self.lanes, self.nbytes)
 
 
-class OpenModel(Order, frozen=True):
+class OpenModel(ServerOrder, frozen=True):
     """Take part in a model."""
 
     sites: tuple[ServedSite, ...]
@@ -326,7 +327,7 @@ class OpenModel(Order, frozen=True):
         server.open_model(self)
 
 
-class OpenTables(Order, frozen=True):
+class OpenTables(ServerOrder, frozen=True):
     """Make tables, of zeros."""
 
     tables: tuple[TableForm, ...]
@@ -337,7 +338,7 @@ class OpenTables(Order, frozen=True):
         server.open_tables(self)
 
 
-class OpenWeights(Order, frozen=True):
+class OpenWeights(ServerOrder, frozen=True):
     """Have these weights, a slice a transfer, of workers that step by themselves."""
 
     slices: tuple[Tensor, ...]
@@ -348,7 +349,7 @@ class OpenWeights(Order, frozen=True):
         server.open_weights(self)
 
 
-class ToModel(Order, frozen=True):
+class ToModel(ServerOrder, frozen=True):
     """Do something for one model."""
 
     model: int
@@ -360,7 +361,7 @@ class ToModel(Order, frozen=True):
         server.do_for_model(self)
 
 
-class CloseModel(Order, frozen=True):
+class CloseModel(ServerOrder, frozen=True):
     """Forget a model: its workers go on without servers."""
 
     number: int  # of those that were opened
@@ -369,7 +370,7 @@ class CloseModel(Order, frozen=True):
         server.close_model(self.number)
 
 
-class CloseTables(Order, frozen=True):
+class CloseTables(ServerOrder, frozen=True):
     """Forget the tables of a model: workers have them themselves."""
 
     number: int  # of those that were opened
@@ -378,8 +379,10 @@ class CloseTables(Order, frozen=True):
         server.close_tables(self.number)
 
 
-AnyOrder = End | Duplex | OpenModel | OpenTables | OpenWeights | ToModel | CloseModel | CloseTables
-StepOrder = End | UpdatePieces  # of a worker that runs ahead
+AnyOrder = (
+    OrdersDone | Duplex | OpenModel | OpenTables | OpenWeights | ToModel | CloseModel | CloseTables
+)
+StepOrder = OrdersDone | UpdatePieces  # of a worker that runs ahead
 
 
 @dataclass(frozen=True)
@@ -400,7 +403,7 @@ def order_for(rank: int, order: AnyModelOrder | OfRank) -> AnyModelOrder:
     return order.of(rank) if isinstance(order, OfRank) else order
 
 
-def written_order(order: Order | UpdatePieces) -> Written:
+def written_order(order: ServerOrder | UpdatePieces) -> Written:
     """An order as bytes.
 
     Raises:
@@ -429,7 +432,7 @@ def send_orders(orders: Mapping[int, Written], comm: Comm) -> None:
         pending.wait()
 
 
-def receive_order(reader: Reader[Any], source: int, comm: Comm) -> Any:
+def receive_order(reader: MessageReader[Any], source: int, comm: Comm) -> Any:
     """Wait for an order.
 
     Raises:

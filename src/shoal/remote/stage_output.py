@@ -3,12 +3,12 @@
     worker w                                                   tail host w mod T (tail/stage.py)
       forward of micro-batch i  Forward  the activation    ──▶ joins its workers' rows, runs the
       … of the next, meanwhile                                 tail
-      loss_fn(output, target)   Loss     the target        ──▶ the loss of all of this worker's
+      loss_fn(output, target)   TailLoss the target        ──▶ the loss of all of this worker's
                                          the loss          ◀── rows
       backward                  Backward its weight        ──▶ gradients, last micro-batch first
       … of micro-batch i                 of the activation ◀── while that of the one before is
                                                                computed
-      optimizer.step()          Step     the settings      ──▶ an update as in one process
+      optimizer.step()          TailStep the settings      ──▶ an update as in one process
 
 What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever
 looks at it gets the output (`Output`), without a gradient. To all else the tail's parameters look
@@ -36,13 +36,13 @@ from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN
 from shoal.remote.far_tail import FarTail
-from shoal.remote.tail_hosts import backward_message, forward_message, loss_message
+from shoal.remote.tail_hosts import MicroBatch, backward_message, forward_message, loss_message
 from shoal.remote.tail_messages import Output
 from shoal.tensors.boundary import refuse_second_derivative
 
 
 @final
-class Run:
+class StagedRun:
     """One forward of the model, and what follows from it."""
 
     def __init__(self, tail: FarTail) -> None:
@@ -78,13 +78,11 @@ class Run:
         if back and activation is not None:
             self._forms[index] = torch.empty_like(activation, device="meta")
         modes = None if index else self._modes
-        code = None if activation is None else self.tail.crossing.narrowed(activation)
+        code = None if activation is None else self.tail.feed.crossing.narrowed(activation)
         message = forward_message(
             activation if code is None else code,
             modes,
-            run=self.number,
-            index=index,
-            oldest=self.tail.oldest,
+            MicroBatch(self.number, index, self.tail.oldest),
             of_gradients=self._of_gradients,
             back=back,
             wide=None if activation is None or code is None else activation.dtype,
@@ -112,7 +110,7 @@ class Run:
         self._note("wait for the loss", begin_s)
         if not torch.is_grad_enabled():
             return value
-        loss: Tensor = _Loss.apply(self, number, value, *tickets)  # type: ignore[no-untyped-call]
+        loss: Tensor = _StagedLoss.apply(self, number, value, *tickets)  # type: ignore[no-untyped-call]
         return loss
 
     def slope(self, number: int, grad: Tensor) -> bool:
@@ -134,8 +132,8 @@ class Run:
             )
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
-                if self.tail.crossing.narrows(form):
-                    gradient = self.tail.crossing.landing(form)
+                if self.tail.feed.crossing.narrows(form):
+                    gradient = self.tail.feed.crossing.landing(form)
                 else:
                     gradient = torch.empty(form.shape, dtype=form.dtype, device="cpu")
                 pending = hosts.channel.receive(gradient) if gradient.numel() else DONE
@@ -150,8 +148,8 @@ class Run:
         self._note(f"wait for the gradient of micro-batch {index}", begin_s)
         self._since_s = perf_counter()
         form = self._forms[index]
-        if self.tail.crossing.narrows(form):
-            gradient = self.tail.crossing.widened(gradient, form.dtype)
+        if self.tail.feed.crossing.narrows(form):
+            gradient = self.tail.feed.crossing.widened(gradient, form.dtype)
         return gradient
 
     def output(self) -> Tensor:
@@ -173,11 +171,11 @@ class StageOutput(Tensor):
     Whoever looks at it gets it without a gradient.
     """
 
-    _run: Run
+    _run: StagedRun
     _tickets: list[Tensor]
 
     @classmethod
-    def of(cls, run: Run, tickets: Sequence[Tensor]) -> StageOutput:
+    def of(cls, run: StagedRun, tickets: Sequence[Tensor]) -> StageOutput:
         """The output of these micro-batches."""
         output: StageOutput = torch.empty(0, device="cpu").as_subclass(cls)
         output._run, output._tickets = run, list(tickets)
@@ -192,7 +190,7 @@ class StageOutput(Tensor):
         """What autograd finds of each micro-batch."""
         return self._tickets
 
-    def is_of(self, run: Run) -> bool:
+    def is_of(self, run: StagedRun) -> bool:
         """Whether it is what that forward has put out."""
         return self._run is run
 
@@ -205,7 +203,7 @@ class StageOutput(Tensor):
         output = self._run.output()
         if not torch.is_grad_enabled() or not output.is_floating_point():
             return output
-        seen: Tensor = _Seen.apply(self._run, output, *self._tickets)  # type: ignore[no-untyped-call]
+        seen: Tensor = _FetchedOutput.apply(self._run, output, *self._tickets)  # type: ignore[no-untyped-call]
         return seen
 
     @classmethod
@@ -240,7 +238,9 @@ class _Sent(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Run, activation: Tensor, anchor: Tensor, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: StagedRun, activation: Tensor, anchor: Tensor, *parts: Tensor
+    ) -> Tensor:
         ctx.run, ctx.others = run, 1 + len(parts)
         ctx.index = run.tell_forward(activation, back=ctx.needs_input_grad[1])
         return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -258,11 +258,11 @@ class _Sent(torch.autograd.Function):
         return None, gradient, *[None] * ctx.others
 
 
-class _Loss(torch.autograd.Function):
+class _StagedLoss(torch.autograd.Function):
     """A loss that the tail has computed; back go, beside its own gradient, tickets' of 1."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, number: int, value: Tensor, *tickets: Tensor) -> Tensor:
+    def forward(ctx: Any, run: StagedRun, number: int, value: Tensor, *tickets: Tensor) -> Tensor:
         ctx.run, ctx.number, ctx.tickets = run, number, len(tickets)
         return value.clone()
 
@@ -281,11 +281,11 @@ class _Loss(torch.autograd.Function):
         )
 
 
-class _Seen(torch.autograd.Function):
+class _FetchedOutput(torch.autograd.Function):
     """An output that was brought from the tail."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, output: Tensor, *tickets: Tensor) -> Tensor:
+    def forward(ctx: Any, run: StagedRun, output: Tensor, *tickets: Tensor) -> Tensor:
         ctx.tickets, ctx.layers = len(tickets), run.tail.layers
         return output.clone()
 

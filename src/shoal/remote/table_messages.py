@@ -1,14 +1,16 @@
 """What a worker says to a server of one of its tables, which every server has some rows of.
 
-    Pull         ids                            answered by their rows
-    Push         ids, gradients of their rows
-    Step         the optimizer's settings
-    Read…        …Values, …Gradient, …State     answered by all rows, or the state
-    Write…       …Values, …Gradient, …State
-    Norm, Scale  of the gradient                Norm is answered
+    Pull                   ids                            answered by their rows
+    Push                   ids, gradients of their rows
+    TableStep              the optimizer's settings
+    ReadTable…             …Values, …Gradient, …State     answered by all rows, or the state
+    WriteTable…            …Values, …Gradient, …State
+    TableNorm, TableScale  of the gradient                TableNorm is answered
+    TableDone              there is nothing more
 
-A short message takes 64 bytes. Rows that are pulled or read come as they lie, without a message
-around them: the worker knows how many. Guarded by tests/remote/test_table_messages.py.
+A short message takes 64 bytes: on the wire it has the short name that is its `tag`. Rows that are
+pulled or read come as they lie, without a message around them: the worker knows how many. Guarded
+by tests/remote/test_table_messages.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class TableRole(Protocol):
 
     def pull(self, ids: Tensor) -> None: ...
     def push(self, ids: Tensor, gradients: Tensor) -> None: ...
-    def step(self, work: Work | None) -> None: ...
+    def step(self, work: TableUpdate | None) -> None: ...
     def read_values(self) -> None: ...
     def read_gradient(self) -> None: ...
     def read_state(self, optimizer: int) -> None: ...
@@ -37,7 +39,7 @@ class TableRole(Protocol):
 
 
 class TableMessage(Message, frozen=True):
-    """What a worker wants of a table."""
+    """A message of a worker about a table."""
 
     table: int  # by number
     has_gradient: bool  # whether this worker contributes to the gradient, so far
@@ -66,38 +68,38 @@ class Push(TableMessage, frozen=True):
         table.push(self.ids, self.gradients)
 
 
-class Work(Message, frozen=True):
-    """How an optimizer updates a table."""
+class TableUpdate(Message, frozen=True, tag="Work"):
+    """The update of a table by an optimizer."""
 
     optimizer: int
     settings: Data  # of the table's group
     attributes: Data
 
 
-class Step(TableMessage, frozen=True):
+class TableStep(TableMessage, frozen=True, tag="Step"):
     """Make a step; None: as another worker says."""
 
-    work: Work | None
+    work: TableUpdate | None
 
     def do(self, table: TableRole) -> None:
         table.step(self.work)
 
 
-class ReadValues(TableMessage, frozen=True):
+class ReadTableValues(TableMessage, frozen=True, tag="ReadValues"):
     """Give all rows."""
 
     def do(self, table: TableRole) -> None:
         table.read_values()
 
 
-class ReadGradient(TableMessage, frozen=True):
+class ReadTableGradient(TableMessage, frozen=True, tag="ReadGradient"):
     """Give the gradient."""
 
     def do(self, table: TableRole) -> None:
         table.read_gradient()
 
 
-class ReadState(TableMessage, frozen=True):
+class ReadTableState(TableMessage, frozen=True, tag="ReadState"):
     """Give an optimizer's state."""
 
     optimizer: int
@@ -106,7 +108,7 @@ class ReadState(TableMessage, frozen=True):
         table.read_state(self.optimizer)
 
 
-class WriteValues(TableMessage, frozen=True):
+class WriteTableValues(TableMessage, frozen=True, tag="WriteValues"):
     """Take other values; None: those that another worker gives."""
 
     rows: Tensor | None
@@ -115,7 +117,7 @@ class WriteValues(TableMessage, frozen=True):
         table.write_values(self.rows)
 
 
-class WriteGradient(TableMessage, frozen=True):
+class WriteTableGradient(TableMessage, frozen=True, tag="WriteGradient"):
     """Take another gradient; None: the one that another worker gives."""
 
     rows: Tensor | None
@@ -124,7 +126,7 @@ class WriteGradient(TableMessage, frozen=True):
         table.write_gradient(self.rows)
 
 
-class WriteState(TableMessage, frozen=True):
+class WriteTableState(TableMessage, frozen=True, tag="WriteState"):
     """Take another state for an optimizer; that of the first worker counts."""
 
     optimizer: int
@@ -134,7 +136,7 @@ class WriteState(TableMessage, frozen=True):
         table.write_state(self.optimizer, self.state)
 
 
-class Norm(TableMessage, frozen=True):
+class TableNorm(TableMessage, frozen=True, tag="Norm"):
     """Give the norm of the gradient."""
 
     order: float
@@ -143,7 +145,7 @@ class Norm(TableMessage, frozen=True):
         table.norm(self.order)
 
 
-class Scale(TableMessage, frozen=True):
+class TableScale(TableMessage, frozen=True, tag="Scale"):
     """Multiply the gradient."""
 
     factor: Tensor
@@ -152,12 +154,12 @@ class Scale(TableMessage, frozen=True):
         table.scale(self.factor)
 
 
-class End(Message, frozen=True):
+class TableDone(Message, frozen=True, tag="End"):
     """This worker asks no more."""
 
 
-class Gradient(Message, frozen=True):
-    """The answer to ReadGradient."""
+class GradientRows(Message, frozen=True, tag="Gradient"):
+    """The answer to ReadTableGradient."""
 
     rows: Tensor | None  # None: there is none
 
@@ -165,14 +167,14 @@ class Gradient(Message, frozen=True):
 AnyTableMessage = (
     Pull
     | Push
-    | Step
-    | ReadValues
-    | ReadGradient
-    | ReadState
-    | WriteValues
-    | WriteGradient
-    | WriteState
-    | Norm
-    | Scale
-    | End
+    | TableStep
+    | ReadTableValues
+    | ReadTableGradient
+    | ReadTableState
+    | WriteTableValues
+    | WriteTableGradient
+    | WriteTableState
+    | TableNorm
+    | TableScale
+    | TableDone
 )

@@ -4,14 +4,14 @@
       Pull                   ──▶
         their rows           ◀──   as soon as this worker's steps have been applied
       Push                   ──▶   kept until the step
-      Step                   ──▶   applied when every worker's gradients are there
-      Read…                  ──▶
+      TableStep              ──▶   applied when every worker's gradients are there
+      ReadTable…             ──▶
         all rows             ◀──
-      Write…                 ──▶   done when every worker has asked: what the first of them gives
+      WriteTable…            ──▶   done when every worker has asked: what the first of them gives
 
 Every worker asks for itself: one may evaluate or save alone. What takes all of them
-(`_Table.together`) is to look at gradients, also whether there are any, to clip or change them, and
-to change values or the optimizer's state; what rank 0 gives is taken.
+(`_TableShard.together`) is to look at gradients, also whether there are any, to clip or change
+them, and to change values or the optimizer's state; what rank 0 gives is taken.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
 section 3 (ranges of keys, pulled and pushed).
@@ -34,21 +34,21 @@ from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.trace import MAIN
 from shoal.remote.channel import Channel
 from shoal.remote.table_messages import (
-    End,
-    Gradient,
-    Norm,
+    GradientRows,
     Pull,
     Push,
-    ReadGradient,
-    ReadState,
-    ReadValues,
-    Scale,
-    Step,
+    ReadTableGradient,
+    ReadTableState,
+    ReadTableValues,
+    TableDone,
     TableMessage,
-    Work,
-    WriteGradient,
-    WriteState,
-    WriteValues,
+    TableNorm,
+    TableScale,
+    TableStep,
+    TableUpdate,
+    WriteTableGradient,
+    WriteTableState,
+    WriteTableValues,
 )
 from shoal.remote.wire import Data
 from shoal.tensors.cut import Cut, CutParameter, cut, cut_of, part_of
@@ -109,7 +109,7 @@ class Tables:
         """Tell the servers that this worker asks no more."""
         if not self._ended:
             for server in self.servers:
-                server.post(End())
+                server.post(TableDone())
             self.settle()
             self._ended = True
 
@@ -172,9 +172,9 @@ class FarTable(Cut):
         """Have optimizer `number` make a step by these settings and these attributes of its own."""
         self._tell()
         speaks = self.comm.rank == 0 or not self._tables.in_step
-        work = Work(number, Data(dict(group)), Data(dict(attributes))) if speaks else None
+        work = TableUpdate(number, Data(dict(group)), Data(dict(attributes))) if speaks else None
         for server in self._tables.servers:
-            self._post(server, Step(*self._about(), work))
+            self._post(server, TableStep(*self._about(), work))
 
     def part(self, whole: Tensor) -> Tensor:
         return whole[:0]
@@ -182,20 +182,20 @@ class FarTable(Cut):
     def whole(self, part: Tensor) -> Tensor:
         whole = self._empty()
         for server in self._tables.servers:  # all at once
-            self._post(server, ReadValues(*self._about()))
+            self._post(server, ReadTableValues(*self._about()))
         for server, rows in self._parts(whole):
             server.receive(rows).wait()
         return whole
 
     def write_values(self, whole: Tensor) -> None:
         """Give the servers other values (a collective: those of rank 0 are taken)."""
-        self._write(WriteValues, whole)
+        self._write(WriteTableValues, whole)
 
     def write_gradient(self, whole: Tensor) -> None:
         """Give the servers another gradient (a collective: that of rank 0 is taken)."""
-        self._write(WriteGradient, whole)
+        self._write(WriteTableGradient, whole)
 
-    def _write(self, kind: type[WriteValues | WriteGradient], whole: Tensor) -> None:
+    def _write(self, kind: type[WriteTableValues | WriteTableGradient], whole: Tensor) -> None:
         self._require_in_step("a parameter, or a gradient, is changed")
         for server, rows in self._parts(whole):
             self._post(server, kind(*self._about(), rows if self.comm.rank == 0 else None))
@@ -222,8 +222,8 @@ class FarTable(Cut):
             return self._seen
         self._require_in_step("a gradient is read")
         for server in self._tables.servers:  # all at once
-            self._post(server, ReadGradient(*self._about()))
-        parts = [server.answer(Gradient).rows for server in self._tables.servers]
+            self._post(server, ReadTableGradient(*self._about()))
+        parts = [server.answer(GradientRows).rows for server in self._tables.servers]
         rows = [part for part in parts if part is not None]
         if not rows:
             return None
@@ -240,13 +240,13 @@ class FarTable(Cut):
         self._require_in_step("optimizer.clip_grad_norm_")
         self._tell()
         for server in self._tables.servers:  # all at once
-            self._post(server, Norm(*self._about(), order))
+            self._post(server, TableNorm(*self._about(), order))
         return [server.answer(Tensor) for server in self._tables.servers]
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradient (a collective)."""
         for server in self._tables.servers:
-            self._post(server, Scale(*self._about(), factor))
+            self._post(server, TableScale(*self._about(), factor))
         if self._has_gradient():
             self._mark()
 
@@ -255,7 +255,7 @@ class FarTable(Cut):
         if not self._tables.stands:
             self._require_in_step("optimizer.state_dict, outside a checkpoint")
         for server in self._tables.servers:  # all at once
-            self._post(server, ReadState(*self._about(), number))
+            self._post(server, ReadTableState(*self._about(), number))
         states = [server.answer(Data).value for server in self._tables.servers]
         forms = [(size, *self.like.shape[1:]) for size in self._sizes]
 
@@ -283,7 +283,7 @@ class FarTable(Cut):
                 name: value.split(self._sizes)[index].clone() if name in shaped else value
                 for name, value in known.items()
             }
-            self._post(server, WriteState(*self._about(), number, Data(part)))
+            self._post(server, WriteTableState(*self._about(), number, Data(part)))
         self._tables.settle()
 
     def _about(self) -> tuple[int, bool]:

@@ -7,6 +7,7 @@ the same order (tail_messages.py). What they do with it: tail/stage.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.remote.channel import Channel
-from shoal.remote.tail_messages import Autocast, Backward, End, Forward, Loss, Modes, TailMessage
+from shoal.remote.tail_messages import (
+    Autocast,
+    Backward,
+    Forward,
+    Modes,
+    TailDone,
+    TailLoss,
+    TailMessage,
+)
 from shoal.remote.wire import Data
 
 T = TypeVar("T")
@@ -65,7 +74,7 @@ class TailHosts:
     def drain(self) -> None:
         """Tell the tail host that this worker asks no more."""
         if not self._ended:
-            self.tell(End())
+            self.tell(TailDone())
             self.channel.settle()
             self._ended = True
 
@@ -137,27 +146,35 @@ def has_hooks(module: nn.Module) -> bool:
     return any(own)
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """The number of a micro-batch, and of its forward."""
+
+    run: int = 0
+    index: int = 0  # in the run
+    oldest: int = 0  # the first run that this worker has still
+
+
 def forward_message(
     activation: Tensor | None,
     modes: Modes | None,
+    micro_batch: MicroBatch = MicroBatch(),
     *,
-    run: int = 0,
-    index: int = 0,
-    oldest: int = 0,
     of_gradients: bool = True,
     back: bool = True,
     wide: torch.dtype | None = None,
 ) -> Forward:
     """A micro-batch, and whether its gradient is to come back; with the first goes what is set."""
+    run, index, oldest = micro_batch.run, micro_batch.index, micro_batch.oldest
     return Forward(run, index, oldest, modes, of_gradients, back, _autocast(), activation, wide)
 
 
 def loss_message(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], *, run: int = 0, index: int = 0
-) -> Loss:
+) -> TailLoss:
     """What the loss is called with beside the output."""
     of_gradients = torch.is_grad_enabled()
-    return Loss(run, index, Data(args), Data(dict(kwargs)), of_gradients, _autocast())
+    return TailLoss(run, index, Data(args), Data(dict(kwargs)), of_gradients, _autocast())
 
 
 def backward_message(

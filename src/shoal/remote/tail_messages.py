@@ -1,18 +1,19 @@
 """What a worker says to its tail host (tail/stage.py), the same as every other worker.
 
-    Open           what the end of the model is
-    Forward        a micro-batch's activation
-    Output         answered by what the tail has put out
-    Loss           its arguments; answered by the loss
-    Backward       this worker's weight       answered by activations' gradients, as they lie
-    Step           the optimizer's settings
-    Read…, Write…  …Values, …Gradient, …State
-    AddGradient    one that was found without the tail
-    Norm, Scale    of the gradients           Norm is answered
-    End            there is nothing more
+    Open                   what the end of the model is
+    Forward                a micro-batch's activation
+    Output                 answered by what the tail has put out
+    TailLoss               its arguments; answered by the loss
+    Backward               this worker's weight; answered by activations' gradients, as they lie
+    TailStep               the optimizer's settings
+    ReadTail…, WriteTail…  …Values, …Gradient, …State
+    AddGradient            one that was found without the tail
+    TailNorm, TailScale    of the gradients; TailNorm is answered
+    TailDone               there is nothing more
 
 A tail host takes one message from each of its workers at a time, all of one type and `key`. A short
-one takes 64 bytes beside its tensors. Guarded by tests/remote/test_tail_messages.py.
+one takes 64 bytes beside its tensors: on the wire a message has the short name that is its `tag`.
+Guarded by tests/remote/test_tail_messages.py.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.remote.wire import Data, Message, Record
+from shoal.remote.wire import Data, Message, MessagePart
 
 
-class Modes(Record, frozen=True):
+class Modes(MessagePart, frozen=True):
     """What the model's code has set that the tail must be run with."""
 
     training: tuple[bool, ...]  # of every module of the tail, and of the loss
@@ -35,21 +36,21 @@ class Modes(Record, frozen=True):
     settings: tuple[Data | None, ...]
 
 
-class Autocast(Record, frozen=True):
+class Autocast(MessagePart, frozen=True):
     """The type that operations are cast to."""
 
     enabled: bool
     dtype: torch.dtype
 
 
-class Group(Record, frozen=True):
+class TailGroup(MessagePart, frozen=True):
     """An optimizer's group: its settings, and names of those parameters that tail hosts have."""
 
     settings: Data
     parameters: tuple[str, ...]
 
 
-Groups = tuple[Group, ...]
+Groups = tuple[TailGroup, ...]
 
 
 class TailRole(Protocol):
@@ -57,34 +58,39 @@ class TailRole(Protocol):
 
     def forward(self, asked: Mapping[int, Forward]) -> None: ...
     def output(self, asked: Mapping[int, Output]) -> None: ...
-    def loss(self, asked: Mapping[int, Loss]) -> None: ...
+    def loss(self, asked: Mapping[int, TailLoss]) -> None: ...
     def backward(self, asked: Mapping[int, Backward]) -> None: ...
-    def step(self, asked: Mapping[int, Step]) -> None: ...
-    def read_values(self, asked: Mapping[int, ReadValues]) -> None: ...
-    def read_gradient(self, asked: Mapping[int, ReadGradient]) -> None: ...
-    def read_state(self, asked: Mapping[int, ReadState]) -> None: ...
-    def write_values(self, asked: Mapping[int, WriteValues]) -> None: ...
-    def write_gradient(self, asked: Mapping[int, WriteGradient]) -> None: ...
-    def write_state(self, asked: Mapping[int, WriteState]) -> None: ...
+    def step(self, asked: Mapping[int, TailStep]) -> None: ...
+    def read_values(self, asked: Mapping[int, ReadTailValues]) -> None: ...
+    def read_gradient(self, asked: Mapping[int, ReadTailGradient]) -> None: ...
+    def read_state(self, asked: Mapping[int, ReadTailState]) -> None: ...
+    def write_values(self, asked: Mapping[int, WriteTailValues]) -> None: ...
+    def write_gradient(self, asked: Mapping[int, WriteTailGradient]) -> None: ...
+    def write_state(self, asked: Mapping[int, WriteTailState]) -> None: ...
     def add_gradient(self, asked: Mapping[int, AddGradient]) -> None: ...
-    def norm(self, asked: Mapping[int, Norm]) -> None: ...
-    def scale(self, asked: Mapping[int, Scale]) -> None: ...
+    def norm(self, asked: Mapping[int, TailNorm]) -> None: ...
+    def scale(self, asked: Mapping[int, TailScale]) -> None: ...
 
 
 class TailMessage(Message, frozen=True):
-    """What a worker wants of the tail."""
+    """A message of a worker to the tail."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the message's type, on the wire and in errors."""
+        return str(self.__struct_config__.tag)
 
     @property
     def key(self) -> str:
         """Its name in errors; messages of one key belong together."""
-        return type(self).__name__
+        return self.kind
 
     def do(self, tail: TailRole, asked: Mapping[int, Any]) -> None:
         """Have it done; `asked` is it, and what the other workers have sent for the same."""
         raise NotImplementedError
 
 
-class End(TailMessage, frozen=True):
+class TailDone(TailMessage, frozen=True, tag="End"):
     """This worker asks no more."""
 
 
@@ -127,7 +133,7 @@ class OfRun(TailMessage, frozen=True):
 
     @property
     def key(self) -> str:
-        return f"{type(self).__name__} of forward {self.run}"
+        return f"{self.kind} of forward {self.run}"
 
 
 class Output(OfRun, frozen=True):
@@ -137,7 +143,7 @@ class Output(OfRun, frozen=True):
         tail.output(asked)
 
 
-class Loss(OfRun, frozen=True):
+class TailLoss(OfRun, frozen=True, tag="Loss"):
     """Give the loss; its arguments beside the output are these."""
 
     index: int
@@ -166,7 +172,7 @@ class Backward(OfRun, frozen=True):
         tail.backward(asked)
 
 
-class StepSettings(Record, frozen=True):
+class StepSettings(MessagePart, frozen=True):
     """How an optimizer is to make a step."""
 
     cleared: tuple[bool, ...]
@@ -174,7 +180,7 @@ class StepSettings(Record, frozen=True):
     attributes: Data
 
 
-class Step(TailMessage, frozen=True):
+class TailStep(TailMessage, frozen=True, tag="Step"):
     """Make a step; None: as another worker of this host says."""
 
     optimizer: int
@@ -195,24 +201,24 @@ class OfParameter(TailMessage, frozen=True):
 
     @property
     def key(self) -> str:
-        return f"{type(self).__name__} of {self.name}"
+        return f"{self.kind} of {self.name}"
 
 
-class ReadValues(OfParameter, frozen=True):
+class ReadTailValues(OfParameter, frozen=True, tag="ReadValues"):
     """Give a parameter."""
 
     def do(self, tail: TailRole, asked: Mapping[int, Any]) -> None:
         tail.read_values(asked)
 
 
-class ReadGradient(OfParameter, frozen=True):
+class ReadTailGradient(OfParameter, frozen=True, tag="ReadGradient"):
     """Give a parameter's gradient."""
 
     def do(self, tail: TailRole, asked: Mapping[int, Any]) -> None:
         tail.read_gradient(asked)
 
 
-class WriteValues(OfParameter, frozen=True):
+class WriteTailValues(OfParameter, frozen=True, tag="WriteValues"):
     """Take other values; None: those that another worker of this host gives."""
 
     whole: Tensor | None
@@ -221,7 +227,7 @@ class WriteValues(OfParameter, frozen=True):
         tail.write_values(asked)
 
 
-class WriteGradient(OfParameter, frozen=True):
+class WriteTailGradient(OfParameter, frozen=True, tag="WriteGradient"):
     """Take another gradient; None: the one that another worker of this host gives."""
 
     whole: Tensor | None
@@ -249,10 +255,10 @@ class OfOptimizer(TailMessage, frozen=True):
 
     @property
     def key(self) -> str:
-        return f"{type(self).__name__} of optimizer {self.optimizer}"
+        return f"{self.kind} of optimizer {self.optimizer}"
 
 
-class Norm(OfOptimizer, frozen=True):
+class TailNorm(OfOptimizer, frozen=True, tag="Norm"):
     """Give the norm of the gradients."""
 
     order: float
@@ -261,7 +267,7 @@ class Norm(OfOptimizer, frozen=True):
         tail.norm(asked)
 
 
-class Scale(OfOptimizer, frozen=True):
+class TailScale(OfOptimizer, frozen=True, tag="Scale"):
     """Multiply the gradients."""
 
     factor: Tensor
@@ -270,14 +276,14 @@ class Scale(OfOptimizer, frozen=True):
         tail.scale(asked)
 
 
-class ReadState(OfOptimizer, frozen=True):
+class ReadTailState(OfOptimizer, frozen=True, tag="ReadState"):
     """Give the optimizer's state by name, in one-process form."""
 
     def do(self, tail: TailRole, asked: Mapping[int, Any]) -> None:
         tail.read_state(asked)
 
 
-class WriteState(OfOptimizer, frozen=True):
+class WriteTailState(OfOptimizer, frozen=True, tag="WriteState"):
     """Take this state by name, in one-process form; that of the first worker counts."""
 
     states: Data
@@ -286,27 +292,27 @@ class WriteState(OfOptimizer, frozen=True):
         tail.write_state(asked)
 
 
-class Gradient(Message, frozen=True):
-    """The answer to ReadGradient."""
+class TailGradient(Message, frozen=True, tag="Gradient"):
+    """The answer to ReadTailGradient."""
 
     whole: Tensor | None  # None: there is none
 
 
 AnyTailMessage = (
-    End
+    TailDone
     | Open
     | Forward
     | Output
-    | Loss
+    | TailLoss
     | Backward
-    | Step
-    | ReadValues
-    | ReadGradient
-    | ReadState
-    | WriteValues
-    | WriteGradient
-    | WriteState
+    | TailStep
+    | ReadTailValues
+    | ReadTailGradient
+    | ReadTailState
+    | WriteTailValues
+    | WriteTailGradient
+    | WriteTailState
     | AddGradient
-    | Norm
-    | Scale
+    | TailNorm
+    | TailScale
 )

@@ -23,11 +23,13 @@ from shoal.contracts.plain import DTYPES, NUMBERS, form_of, lowered, not_plain, 
 M = TypeVar("M")
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, eq=False, forbid_unknown_fields=True):
+class MessagePart(
+    msgspec.Struct, frozen=True, array_like=True, eq=False, forbid_unknown_fields=True
+):
     """Frozen data, as a field of a message."""
 
 
-class Message(Record, frozen=True, tag=True):
+class Message(MessagePart, frozen=True, tag=True):
     """Frozen data under the name of its class, which may cross."""
 
 
@@ -77,7 +79,7 @@ def written(message: Any) -> Written:
 
 
 @final
-class Reader(Generic[M]):
+class MessageReader(Generic[M]):
     """Reads messages of some types; for one thread.
 
     Args:

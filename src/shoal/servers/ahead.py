@@ -38,18 +38,18 @@ from shoal.engine.lanes import Answering, Errand
 from shoal.optim.owners import gather_values, put_values
 from shoal.optim.update import PieceUpdate, put_states
 from shoal.remote.orders import (
+    AnswerEachWorker,
     AnyModelOrder,
-    End,
-    Exchange,
     FetchAll,
     GatherState,
     GatherValues,
     Norms,
     OfRank,
+    OrdersDone,
     OwnersRole,
-    Scale,
-    Start,
+    ScaleGradients,
     StepOrder,
+    SumGradients,
     TakeState,
     TakeValues,
     Tell,
@@ -60,7 +60,7 @@ from shoal.remote.orders import (
     send_orders,
     written_order,
 )
-from shoal.remote.wire import Data, Reader
+from shoal.remote.wire import Data, MessageReader
 
 POLL_S = 0.5  # how often who waits looks whether a rank was lost
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class RunningAhead:
     def __call__(self, order: AnyModelOrder | OfRank, /) -> None:
         of_server = {server: order_for(server, order) for server in self._servers}
         first = of_server[self._servers[0]]
-        if isinstance(first, Exchange):
+        if isinstance(first, SumGradients):
             self._begin_backward()
         elif isinstance(first, UpdatePieces):
             self._update(
@@ -165,13 +165,13 @@ class RunningAhead:
             there = self._engine.routes.beside(
                 transfers[0], partial(_farewell, owning), "farewell to servers", back=False
             )
-            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, End()))):
+            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, OrdersDone()))):
                 farewell.wait("the end of the program")
         self.beside.close()
 
     def _start(self) -> None:
         if not self._backwards:
-            self._tell(Start())
+            self._tell(AnswerEachWorker())
 
     def _begin_backward(self) -> None:
         if any(steps != self._backwards for steps in self._steps):
@@ -225,7 +225,7 @@ def _farewell(transfers: Mapping[int, OwnedTransfer], comm: Comm) -> None:
 _CALLED: dict[type, str] = {
     FetchAll: "a gradient is read",
     Norms: "optimizer.clip_grad_norm_",
-    Scale: "optimizer.clip_grad_norm_",
+    ScaleGradients: "optimizer.clip_grad_norm_",
     GatherState: "optimizer.state_dict, outside a checkpoint",
     GatherValues: "the parameters, outside a checkpoint",
     TakeState: "optimizer.load_state_dict",
@@ -297,8 +297,8 @@ class AheadModel(OwnersRole):
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
     def _answer(self, worker: int, received: _Landed, comm: Comm) -> None:
-        reader, check = Reader[StepOrder](StepOrder), partial(comm.check, "serving")
-        while not isinstance(order := receive_order(reader, worker, comm), End):
+        reader, check = MessageReader[StepOrder](StepOrder), partial(comm.check, "serving")
+        while not isinstance(order := receive_order(reader, worker, comm), OrdersDone):
             answers = []
             for number, pieces in order.given.items():
                 transfer = self.transfers[number]

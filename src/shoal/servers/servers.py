@@ -1,10 +1,10 @@
 """Servers: ranks that own parameters and train nothing, and how they are told what to do.
 
     worker 0                                   every server
-      2  `Servers._send`  writes an order  ──▶ 4  `serve`        reads it, and has it done
-                                               6  `_Server`      finds the model it is for
-                                               7  `InStep`       does its part of it, over the
-                                                                 lanes that workers use
+      2  `Servers._send`  writes an order  ──▶ 4  `serve`           reads it, and has it done
+                                               6  `_RunningServer`  finds the model it is for
+                                               7  `InStep`          does its part of it, over the
+                                                                    lanes that workers use
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
 updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
@@ -41,13 +41,13 @@ from shoal.remote.orders import (
     CloseModel,
     CloseTables,
     Duplex,
-    End,
     OfRank,
     OpenModel,
     OpenTables,
     OpenWeights,
-    Order,
+    OrdersDone,
     ServedSite,
+    ServerOrder,
     TableForm,
     Tell,
     ToModel,
@@ -58,7 +58,7 @@ from shoal.remote.orders import (
     written_order,
 )
 from shoal.remote.tables import Tables
-from shoal.remote.wire import Data, Reader
+from shoal.remote.wire import Data, MessageReader
 from shoal.servers.ahead import AheadModel, RunningAhead
 from shoal.servers.geo import GeoModel
 from shoal.servers.geo import end as end_geo
@@ -214,7 +214,7 @@ class Servers:
         for tables in self._tables:
             tables.end()
         if self._lane is not None:
-            self._send(lambda server: End())
+            self._send(lambda server: OrdersDone())
             self._lane.drain()
 
     def abandon(self) -> None:
@@ -241,7 +241,7 @@ class Servers:
 
         self._send(for_server)
 
-    def _send(self, order: Callable[[int], Order]) -> None:
+    def _send(self, order: Callable[[int], ServerOrder]) -> None:
         """Send each server its order."""
         if self._lane is None:
             return
@@ -300,7 +300,7 @@ def serve(comm: Comm) -> list[Counter[int]]:
         WorldError: a rank was lost.
     """
     lane = Lane(comm.channel(_CHANNEL, idle=True), "orders")
-    server, reader = _Server(comm), Reader[AnyOrder](AnyOrder)
+    server, reader = _RunningServer(comm), MessageReader[AnyOrder](AnyOrder)
     # after an error nothing is closed: threads may wait for messages that will not come
     while True:
         received: SimpleQueue[AnyOrder] = SimpleQueue()
@@ -308,7 +308,7 @@ def serve(comm: Comm) -> list[Counter[int]]:
         errand = lane.run(partial(_read, reader, received), "orders")
         errand.wait("serving", meanwhile=server.check)
         order = received.get()
-        if isinstance(order, End):
+        if isinstance(order, OrdersDone):
             break
         order.do(server)  # 5
     server.finish()
@@ -316,13 +316,13 @@ def serve(comm: Comm) -> list[Counter[int]]:
     return server.observed()
 
 
-def _read(reader: Reader[AnyOrder], received: SimpleQueue[AnyOrder], comm: Comm) -> None:
+def _read(reader: MessageReader[AnyOrder], received: SimpleQueue[AnyOrder], comm: Comm) -> None:
     received.put(receive_order(reader, 0, comm))
 
 
 @final
-class _Server:
-    """What a server has: its part of each model, and the tables of some."""
+class _RunningServer:
+    """A server that runs: its part of each model, and the tables of some."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm

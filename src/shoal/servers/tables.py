@@ -2,13 +2,14 @@
 (remote/table_messages.py).
 
     each worker has a thread here, for all tables of a model:
-      Pull           wait until the worker's steps have been applied, but for as many as it may be
-                     ahead; its rows
-      Push           keep ids and gradients, as they come
-      Step           when all workers have made it: add up what they have kept, in the order of the
-                     ranks; one dense update by a copy of the optimizer, as in one process, where
-                     momentum moves rows nobody looked up
-      Read…, Write…  of gradients, and changes of values: when all workers have asked
+      Pull         wait until the worker's steps have been applied, but for as many as it may be
+                   ahead; its rows
+      Push         keep ids and gradients, as they come
+      TableStep    when all workers have made it: add up what they have kept, in the order of the
+                   ranks; one dense update by a copy of the optimizer, as in one process, where
+                   momentum moves rows nobody looked up
+      ReadTable…,  of gradients, and changes of values: when all workers have asked
+      WriteTable…
 
 Without a bound on the staleness each step is an update of its own, as it comes. Guarded by
 tests/equivalence/test_tables.py.
@@ -35,7 +36,13 @@ from shoal.profiling.updates import made_of, make_step
 from shoal.remote.channel import Channel
 from shoal.remote.optimizers import OptimizerForm
 from shoal.remote.orders import TableForm
-from shoal.remote.table_messages import AnyTableMessage, End, Gradient, TableRole, Work
+from shoal.remote.table_messages import (
+    AnyTableMessage,
+    GradientRows,
+    TableDone,
+    TableRole,
+    TableUpdate,
+)
 from shoal.remote.wire import Data
 from shoal.servers.ahead import POLL_S, Clocks
 from shoal.strategies.embedding import is_written
@@ -67,7 +74,9 @@ class ServedTables:
         self._in_step = staleness == 0
         index, servers = comm.rank - comm.workers, comm.size - comm.workers
         self._tables = [
-            _Table(form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness)
+            _TableShard(
+                form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness
+            )
             for form in forms
         ]
         answering = Answering()
@@ -83,8 +92,8 @@ class ServedTables:
 
     def _answer(self, worker: int, comm: Comm) -> None:
         channel = Channel[AnyTableMessage](comm, worker, AnyTableMessage)
-        desks = [_Desk(table, channel) for table in self._tables]
-        while not isinstance(message := channel.next(), End):
+        desks = [_TableService(table, channel) for table in self._tables]
+        while not isinstance(message := channel.next(), TableDone):
             desk = desks[message.table]
             desk.table.mark(worker, used=message.has_gradient)
             message.do(desk)
@@ -94,10 +103,10 @@ class ServedTables:
 
 
 @final
-class _Desk(TableRole):
-    """Where one worker is served from one table."""
+class _TableService(TableRole):
+    """One worker's service from one table."""
 
-    def __init__(self, table: _Table, channel: Channel[AnyTableMessage]) -> None:
+    def __init__(self, table: _TableShard, channel: Channel[AnyTableMessage]) -> None:
         self.table, self._channel, self._worker = table, channel, channel.peer
         self._check = partial(channel.comm.check, "serving")
 
@@ -107,7 +116,7 @@ class _Desk(TableRole):
     def push(self, ids: Tensor, gradients: Tensor) -> None:
         self.table.push(self._worker, ids, gradients)
 
-    def step(self, work: Work | None) -> None:
+    def step(self, work: TableUpdate | None) -> None:
         self.table.step(self._worker, work)
 
     def read_values(self) -> None:
@@ -115,7 +124,7 @@ class _Desk(TableRole):
 
     def read_gradient(self) -> None:
         rows = self._together("read gradients", None, lambda _: self.table.gradient())
-        self._channel.post(Gradient(rows))
+        self._channel.post(GradientRows(rows))
 
     def read_state(self, optimizer: int) -> None:
         self._channel.post(Data(self.table.state(self._worker, optimizer, self._check)))
@@ -142,12 +151,12 @@ class _Desk(TableRole):
 
 _Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
 # to a step: None where it has no gradient, or lets others speak
-_Brought = tuple[_Pushed | None, Work | None]
+_Brought = tuple[_Pushed | None, TableUpdate | None]
 
 
 @dataclass
-class _Meeting:
-    """Workers who wait until all have asked for the same."""
+class _JointRequest:
+    """A request that is done once all workers have made it."""
 
     asked: dict[int, tuple[str, Any]] = field(default_factory=dict)
     number: int = 0
@@ -156,7 +165,7 @@ class _Meeting:
 
 
 @final
-class _Table:
+class _TableShard:
     """A server's rows of one table, with their gradients and the optimizer's state."""
 
     def __init__(
@@ -174,7 +183,7 @@ class _Table:
         # None: it has no gradient
         self._pushed: dict[int, _Pushed | None] = dict.fromkeys(range(workers))
         self._dense: Tensor | None = None  # zeros, but within an update
-        self._meeting = _Meeting()
+        self._meeting = _JointRequest()
 
     def pull(self, worker: int, ids: Tensor, check: Callable[[], None]) -> Tensor:
         """The rows of these ids, as soon as this worker may have them."""
@@ -197,7 +206,7 @@ class _Table:
         with self.clocks.moved:
             self._pushed[worker] = (self._pushed[worker] or []) if used else None
 
-    def step(self, worker: int, work: Work | None) -> None:
+    def step(self, worker: int, work: TableUpdate | None) -> None:
         """Count a worker's step, and apply what may be."""
         with self.clocks.moved:
             for contributions in self.clocks.step(worker, (self._pushed[worker], work)):
@@ -313,7 +322,7 @@ class _Table:
 
         self.clocks.wait(worker, check_meeting)
 
-    def _require_same(self, meeting: _Meeting) -> None:
+    def _require_same(self, meeting: _JointRequest) -> None:
         for worker, (purpose, _) in meeting.asked.items():
             first = meeting.asked[min(meeting.asked)][0]
             if purpose != first:

@@ -40,7 +40,7 @@ from shoal.optim.part import Part
 from shoal.optim.table import TablePart
 from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
-from shoal.remote.orders import Exchange
+from shoal.remote.orders import SumGradients
 from shoal.remote.tables import Tables
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
@@ -199,7 +199,7 @@ def _started(
 def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners | None:
     """What updates parameters that have owners, if any has."""
     tell = at_servers.tell(opening, engine)
-    engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
+    engine.listen(Event.ROUND_OPENED, partial(tell, SumGradients()))
     owned = [transfer for transfer in engine.transfers if isinstance(transfer, OwnedTransfer)]
     if not owned:
         return None

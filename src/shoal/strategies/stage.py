@@ -45,7 +45,7 @@ from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_tail import AtTail, FarTail
-from shoal.remote.stage_output import Run, StageOutput, in_micro_batches, micro_batch_sizes
+from shoal.remote.stage_output import StagedRun, StageOutput, in_micro_batches, micro_batch_sizes
 from shoal.strategies.copies import plain
 from shoal.strategies.pieces import Pieces
 from shoal.tensors.cut import cut
@@ -178,10 +178,10 @@ class _Body:
     @property
     def error(self) -> float | None:
         """How far the last activations that were looked at were off."""
-        return self._tail.crossing.error
+        return self._tail.feed.crossing.error
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tail = self._tail
+        tail, feed = self._tail, self._tail.feed
         if tail.running is not None:
             return forward(*args, **kwargs)
         tensors = [
@@ -190,9 +190,9 @@ class _Body:
             if isinstance(leaf, Tensor) and leaf.dim()
         ]
         rows = len(tensors[0]) if tensors else 1
-        sizes = micro_batch_sizes(rows, tail.micro_batches, alike=tail.alike)
-        pieces = in_micro_batches((args, kwargs), rows, tail.micro_batches, alike=tail.alike)
-        run = Run(tail)
+        sizes = micro_batch_sizes(rows, feed.micro_batches, alike=feed.alike)
+        pieces = in_micro_batches((args, kwargs), rows, feed.micro_batches, alike=feed.alike)
+        run = StagedRun(tail)
         tickets: list[Tensor] = []
         beside = Pieces(tail.model, tail.layers) if len(pieces) > 1 else None
         try:
@@ -211,7 +211,7 @@ class _Body:
                 tickets += output.tickets
             if beside is not None:
                 beside.join()
-            for _ in range(len(pieces), tail.micro_batches):
+            for _ in range(len(pieces), feed.micro_batches):
                 run.tell_forward(None, back=False)
         finally:
             tail.running = None
@@ -226,7 +226,7 @@ class _First:
         self._tail = tail
 
     def called(self, forward: Callable[..., Any], activation: Tensor) -> StageOutput:
-        run: Run | None = self._tail.running
+        run: StagedRun | None = self._tail.running
         if run is None:
             raise UsageError(
                 "a module was called by itself that runs on tail hosts",

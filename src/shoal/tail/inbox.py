@@ -13,7 +13,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, RanksDiffer
 from shoal.engine.lanes import Answering
 from shoal.remote.channel import Channel
-from shoal.remote.tail_messages import AnyTailMessage, End
+from shoal.remote.tail_messages import AnyTailMessage, TailDone
 
 _AHEAD = 4  # messages of a worker that are kept
 _POLL_S = 0.5
@@ -88,7 +88,7 @@ class Inbox:
     def _receive(self, worker: int, comm: Comm) -> None:
         channel = Channel[AnyTailMessage](comm, worker, AnyTailMessage)
         message: AnyTailMessage | None = None
-        while not isinstance(message, End):
+        while not isinstance(message, TailDone):
             message = channel.next()  # 2  ahead of what is done
             with self._moved:
                 while len(self._boxes[worker]) >= _AHEAD:

@@ -5,11 +5,11 @@
                                 any order of arrival
       Forward    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail
                  on them
-      Loss       each worker's loss, over all of its micro-batches together: as one process would
+      TailLoss   each worker's loss, over all of its micro-batches together: as one process would
                  compute it
       Backward   one backward through all of it; each activation's gradient goes back as soon as it
                  is there
-      Step …     what one process would do, with this process's own optimizer
+      TailStep … what one process would do, with this process's own optimizer
 
 Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers,
 their layers are served by the plan's strategies. So whatever one of them does all do, in the same
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -31,7 +32,7 @@ from shoal.codecs.coded import codec_named
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
-from shoal.engine.passes import Block, Pass, Run
+from shoal.engine.passes import Block, TailPass, TailRun
 from shoal.optim.extend import extend
 from shoal.profiling.identity import model_digest
 from shoal.remote.channel import Channel
@@ -40,25 +41,25 @@ from shoal.remote.tail_messages import (
     AddGradient,
     Autocast,
     Backward,
-    End,
     Forward,
-    Gradient,
     Groups,
-    Loss,
     Modes,
-    Norm,
     OfOptimizer,
     Open,
     Output,
-    ReadGradient,
-    ReadState,
-    ReadValues,
-    Scale,
-    Step,
+    ReadTailGradient,
+    ReadTailState,
+    ReadTailValues,
+    TailDone,
+    TailGradient,
+    TailLoss,
+    TailNorm,
     TailRole,
-    WriteGradient,
-    WriteState,
-    WriteValues,
+    TailScale,
+    TailStep,
+    WriteTailGradient,
+    WriteTailState,
+    WriteTailValues,
 )
 from shoal.remote.wire import Data
 from shoal.session.attach import attach
@@ -71,34 +72,42 @@ from shoal.tensors.crossing import RowCrossing
 About = TypeVar("About", bound=OfOptimizer)
 
 
-@final
-class Tail(TailRole):
-    """The end of one model, on one of its hosts."""
+@dataclass(frozen=True)
+class TailModel:
+    """The end of one model, with what trains it."""
 
-    def __init__(
-        self,
-        hosts: TailHosts,
-        among: Comm,
-        modules: Sequence[nn.Module],
-        runs: Callable[[Tensor], Tensor],
-        loss_fn: Callable[..., Any],
-        optimizers: Sequence[Optimizer],
-        parameters: Mapping[str, nn.Parameter],
-        opening: Open,
-    ) -> None:
-        self._among = among  # the hosts themselves
+    modules: Sequence[nn.Module]  # in the order in which they are called
+    runs: Callable[[Tensor], Tensor]  # all of them
+    loss_fn: Callable[..., Any]
+    optimizers: Sequence[Optimizer]
+    parameters: Mapping[str, nn.Parameter]
+
+
+@final
+class ServedTail(TailRole):
+    """The end of one model, on one of its hosts.
+
+    Args:
+        hosts: the way to the workers.
+        among: the hosts themselves.
+        model: the end of the model.
+        opening: how workers want it to be run.
+    """
+
+    def __init__(self, hosts: TailHosts, among: Comm, model: TailModel, opening: Open) -> None:
+        self._among = among
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
         self._crossing = RowCrossing(codec_named(opening.codec) if opening.codec else None)
         self._workers, self._hosts = hosts.workers, len(hosts.hosts)
         self._all_workers = hosts.comm.workers
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
-        self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
-        self._optimizers, self._parameters = optimizers, parameters
-        self._forwards: dict[int, Run] = {}
+        self._modules, self._runs, self._loss_fn = model.modules, model.runs, model.loss_fn
+        self._optimizers, self._parameters = model.optimizers, model.parameters
+        self._forwards: dict[int, TailRun] = {}
 
     def serve(self, inbox: Inbox) -> None:
         """Do what workers ask, until they end."""
-        while not isinstance(first := (asked := inbox.next())[self._workers[0]], End):
+        while not isinstance(first := (asked := inbox.next())[self._workers[0]], TailDone):
             first.do(self, asked)
             for channel in self._channels.values():  # before memory is used again
                 channel.settle()
@@ -118,7 +127,7 @@ class Tail(TailRole):
             self._forwards = {
                 run: older_run for run, older_run in self._forwards.items() if run >= oldest
             }
-            self._forwards[first.run] = Run(first.of_gradients)
+            self._forwards[first.run] = TailRun(first.of_gradients)
         run = self._forwards[first.run]
         # 4  join the rows
         for worker, message in asked.items():
@@ -153,7 +162,7 @@ class Tail(TailRole):
                 joined.requires_grad_(first.of_gradients and any(block.back for block in blocks))
                 # it may begin in place
                 put_out = self._runs(joined.clone() if joined.requires_grad else joined)
-                run.passes.append(Pass(blocks, joined, put_out))
+                run.passes.append(TailPass(blocks, joined, put_out))
 
     def _set(self, modes: Modes) -> None:
         every = modules_of(self._modules, self._loss_fn)
@@ -164,7 +173,7 @@ class Tail(TailRole):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
-    def _whole(self, run: Run, worker: int) -> Tensor:
+    def _whole(self, run: TailRun, worker: int) -> Tensor:
         """All that the tail has put out for a worker, apart from its graph."""
         if worker not in run.whole:
             parts = [
@@ -185,7 +194,7 @@ class Tail(TailRole):
         if not self._forwards[number].of_gradients:
             del self._forwards[number]  # nothing follows an evaluation
 
-    def loss(self, asked: Mapping[int, Loss]) -> None:
+    def loss(self, asked: Mapping[int, TailLoss]) -> None:
         for worker, message in asked.items():
             run = self._forwards[message.run]
             with torch.set_grad_enabled(message.of_gradients), _cast(message.autocast):
@@ -217,7 +226,7 @@ class Tail(TailRole):
         waiting = [tail_pass for tail_pass in run.passes if tail_pass.activation.requires_grad]
         there: dict[int, Tensor] = {}
 
-        def ready(tail_pass: Pass, grad: Tensor) -> None:
+        def ready(tail_pass: TailPass, grad: Tensor) -> None:
             """A pass's input gradient has come. They go in the order in which workers wait."""
             there[id(tail_pass)] = grad / share
             while waiting and id(waiting[-1]) in there:
@@ -243,7 +252,7 @@ class Tail(TailRole):
         run.passes, run.losses = [], {}  # but outputs may still be looked at
         run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
 
-    def _slopes(self, run: Run, worker: int) -> list[Tensor]:
+    def _slopes(self, run: TailRun, worker: int) -> list[Tensor]:
         """The gradients of a worker's blocks of the output, in their order."""
         whole = self._whole(run, worker)
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
@@ -255,7 +264,7 @@ class Tail(TailRole):
         ]
         return list(grad.split(rows))
 
-    def _send_back(self, tail_pass: Pass, grad: Tensor) -> None:
+    def _send_back(self, tail_pass: TailPass, grad: Tensor) -> None:
         """The gradient of a pass's input to the workers, the last micro-batch first."""
         parts = grad.split([block.rows for block in tail_pass.blocks])
         for block, part in sorted(
@@ -272,7 +281,7 @@ class Tail(TailRole):
             if none:
                 parameter.grad = None
 
-    def step(self, asked: Mapping[int, Step]) -> None:
+    def step(self, asked: Mapping[int, TailStep]) -> None:
         first = asked[self._workers[0]]
         assert first.settings is not None  # it speaks for all
         self._clear(first.settings.cleared)
@@ -292,21 +301,21 @@ class Tail(TailRole):
             for group in groups
         ]
 
-    def read_values(self, asked: Mapping[int, ReadValues]) -> None:
+    def read_values(self, asked: Mapping[int, ReadTailValues]) -> None:
         parameter = self._parameters[asked[self._workers[0]].name]
         self._answer_all(parameter.detach().clone())  # of all tail hosts together
 
-    def read_gradient(self, asked: Mapping[int, ReadGradient]) -> None:
+    def read_gradient(self, asked: Mapping[int, ReadTailGradient]) -> None:
         gradient = self._parameters[asked[self._workers[0]].name].grad
-        self._answer_all(Gradient(None if gradient is None else gradient.detach().clone()))
+        self._answer_all(TailGradient(None if gradient is None else gradient.detach().clone()))
 
     @torch.no_grad()
-    def write_values(self, asked: Mapping[int, WriteValues]) -> None:
+    def write_values(self, asked: Mapping[int, WriteTailValues]) -> None:
         first = asked[self._workers[0]]
         assert first.whole is not None  # it speaks for all
         self._parameters[first.name].copy_(first.whole)
 
-    def write_gradient(self, asked: Mapping[int, WriteGradient]) -> None:
+    def write_gradient(self, asked: Mapping[int, WriteTailGradient]) -> None:
         first = asked[self._workers[0]]
         self._parameters[first.name].grad = first.whole
 
@@ -323,27 +332,27 @@ class Tail(TailRole):
         before = parameter.grad
         parameter.grad = mean if before is None else before + mean
 
-    def norm(self, asked: Mapping[int, Norm]) -> None:
+    def norm(self, asked: Mapping[int, TailNorm]) -> None:
         first = self._prepared(asked)
         optimizer: Any = self._optimizers[first.optimizer]  # which has been extended
         self._answer_all(optimizer.clip_grad_norm_(math.inf, first.order))
 
     @torch.no_grad()
-    def scale(self, asked: Mapping[int, Scale]) -> None:
+    def scale(self, asked: Mapping[int, TailScale]) -> None:
         first = self._prepared(asked)
         for group in self._optimizers[first.optimizer].param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is not None:
                     gradient.mul_(first.factor.to(gradient.dtype))
 
-    def read_state(self, asked: Mapping[int, ReadState]) -> None:
+    def read_state(self, asked: Mapping[int, ReadTailState]) -> None:
         """What an optimizer has of every parameter, in one-process form."""
         number = self._prepared(asked).optimizer
         state = self._optimizers[number].state_dict()["state"]
         names = enumerate(self._held(number))
         self._answer_all(Data({name: state[place] for place, name in names if place in state}))
 
-    def write_state(self, asked: Mapping[int, WriteState]) -> None:
+    def write_state(self, asked: Mapping[int, WriteTailState]) -> None:
         first = self._prepared(asked)
         optimizer, states = self._optimizers[first.optimizer], first.states.value
         whole = optimizer.state_dict()
@@ -406,7 +415,7 @@ def _made(
     model: nn.Module,
     loss_fn: Callable[..., Any],
     optimizers: Sequence[Optimizer],
-) -> Tail:
+) -> ServedTail:
     modules = {name: model.get_submodule(name) for name in opening.modules}
     parameters = parameters_of(modules)
     kept = set(parameters.values())
@@ -425,9 +434,8 @@ def _made(
     else:
         job = Job(tail, None, optimizers, weighs=False)
         attach(session, job, Prepared(_plan(tail, opening, len(hosts.hosts))))
-    return Tail(
-        hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening
-    )
+    served = TailModel(list(modules.values()), tail, loss_fn, optimizers, parameters)
+    return ServedTail(hosts, session.comm, served, opening)
 
 
 def _plan(tail: nn.Module, opening: Open, hosts: int) -> Plan:

@@ -22,8 +22,8 @@ EXECUTOR = "SHOAL_SPARK_EXECUTOR"  # a variable of a rank's process: its place, 
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rank a task is."""
+class TaskSeat:
+    """A task's seat: which rank it is."""
 
     rank: int
     host: str
@@ -31,8 +31,8 @@ class Place:
     settings: dict[str, str]  # variables of its process
 
 
-def seat_of(context: Any) -> Place:
-    """The place of this task, by its BarrierTaskContext."""
+def seat_of(context: Any) -> TaskSeat:
+    """Return the seat of this task, by its BarrierTaskContext."""
     rank = int(context.partitionId())
     hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
     with socket.socket() as free:  # where rank 0's store will listen
@@ -45,7 +45,7 @@ def seat_of(context: Any) -> Place:
     settings = variables(hosts[0], int(port), rank, len(hosts), local, hosts.count(hosts[rank]))
     del settings["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 holds the store
     settings |= {MARK: job, "SHOAL_HOST": hosts[rank], EXECUTOR: executor}
-    return Place(rank, hosts[rank], executor, settings)
+    return TaskSeat(rank, hosts[rank], executor, settings)
 
 
 def local_folder() -> str | None:

@@ -167,7 +167,7 @@ def check_slots(spark: Any, num_tasks: int, said: str) -> None:
         time.sleep(0.5)
 
 
-class Stage:
+class BarrierStage:
     """One action on a barrier stage, watched: executors that leave are named, and none is waited
     for without an end.
     """

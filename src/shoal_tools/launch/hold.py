@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
-from shoal_tools.launch.barrier import Place, local_folder, seat_of
+from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
 
@@ -40,8 +40,8 @@ _NOT_FOUND, _ENDED = 127, 143  # exit codes, as of a shell
 
 
 @dataclass(frozen=True)
-class Order:
-    """What every task is asked to do."""
+class TaskOrder:
+    """The order to every task."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -51,7 +51,7 @@ class Order:
     token: str = field(repr=False)
 
 
-def task_of(order: Order) -> Any:
+def task_of(order: TaskOrder) -> Any:
     """The function that Spark calls in each task."""
 
     def task(_: Iterator[Any]) -> Iterator[int]:
@@ -60,28 +60,28 @@ def task_of(order: Order) -> Any:
     return task
 
 
-def hold(order: Order) -> int:
+def hold(order: TaskOrder) -> int:
     """Run this task's rank to its end: its exit code.
 
     Raises:
         WorldError: the driver cannot be reached.
     """
-    place = seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())
+    seat = seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())
     try:
         desk: Any = Client(order.desk, authkey=order.token.encode())
     except OSError as error:
         raise WorldError(
-            f"{place.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
+            f"{seat.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
             f"where ranks' output goes ({error})",
         ) from error
     folder = tempfile.mkdtemp(prefix="shoal-", dir=local_folder())
     try:
-        desk.send_bytes(f"{place.rank} {place.host} {place.executor}".encode())
+        desk.send_bytes(f"{seat.rank} {seat.host} {seat.executor}".encode())
         try:
             desk.recv_bytes()  # go
         except (EOFError, OSError):  # the driver is gone, or does not want it
             return _ENDED
-        return _Rank(desk).run(order, place, Path(folder))
+        return _Rank(desk).run(order, seat, Path(folder))
     finally:
         desk.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -93,11 +93,11 @@ class _Rank:
     def __init__(self, desk: Any) -> None:
         self._desk, self._saying = desk, threading.Lock()
 
-    def run(self, order: Order, place: Place, folder: Path) -> int:
+    def run(self, order: TaskOrder, seat: TaskSeat, folder: Path) -> int:
         """The exit code, of a signal as the shell says it."""
         mark = f"{_TASK}={uuid.uuid4().hex}"
         try:
-            process = _started(order, place, folder, mark)
+            process = _started(order, seat, folder, mark)
         except OSError as error:
             self._say(ERR + f"shoal: the command cannot be started: {error}\n".encode())
             code = _NOT_FOUND
@@ -139,7 +139,7 @@ class _Rank:
             self._desk.send_bytes(message)
 
 
-def _started(order: Order, place: Place, folder: Path, mark: str) -> subprocess.Popen[bytes]:
+def _started(order: TaskOrder, seat: TaskSeat, folder: Path, mark: str) -> subprocess.Popen[bytes]:
     sent = {path: str(folder / Path(path).name) for path in order.files}
     for path, data in order.files.items():
         Path(sent[path]).write_bytes(data)
@@ -149,7 +149,7 @@ def _started(order: Order, place: Place, folder: Path, mark: str) -> subprocess.
     environment = {**os.environ, "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         _dying_with_us(words),
-        env={**environment, **place.settings, TOKEN: order.token, **order.environment, task: value},
+        env={**environment, **seat.settings, TOKEN: order.token, **order.environment, task: value},
         cwd=order.folder if os.path.isdir(order.folder) else folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -23,6 +23,7 @@ import math
 import os
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -62,6 +63,7 @@ SYNTAX = {
 
 
 @final
+@dataclass(eq=False)
 class Lab(Launcher):
     """Hosts as network namespaces with shaped links, `ranks_per_host` ranks on each.
 
@@ -94,50 +96,44 @@ class Lab(Launcher):
 
     name: ClassVar[str] = "lab"
 
-    def __init__(
-        self,
-        hosts: int = 2,
-        rate: str | None = "1gbit",
-        delay: str | None = None,
-        burst: str = "128kb",
-        ranks_per_host: int = 1,
-        congestion: str = "cubic",
-        queue: str = QUEUE,
-        cores: float | None = None,
-    ) -> None:
-        if not 1 <= hosts <= MAX_HOSTS:
+    hosts: int = 2
+    rate: str | None = "1gbit"
+    delay: str | None = None
+    burst: str = "128kb"
+    ranks_per_host: int = 1
+    congestion: str = "cubic"
+    queue: str = QUEUE
+    cores: float | None = None
+    # of the hosts in order, then of the switch; empty while it is down
+    namespaces: tuple[str, ...] = field(default=(), init=False)
+    # of the ranks, while it is up and they have quotas
+    _groups: list[Path] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= MAX_HOSTS:
             raise LabError(
                 f"a lab has 1 to {MAX_HOSTS} hosts",
-                got=f"hosts={hosts}",
+                got=f"hosts={self.hosts}",
                 do="ask for another number",
             )
-        if ranks_per_host < 1:
+        if self.ranks_per_host < 1:
             raise LabError(
                 "every host of a lab has at least one rank",
-                got=f"ranks_per_host={ranks_per_host}",
+                got=f"ranks_per_host={self.ranks_per_host}",
                 do="ask for another number",
             )
-        if cores is not None and not quota.LEAST_CORES <= cores < math.inf:
+        if self.cores is not None and not quota.LEAST_CORES <= self.cores < math.inf:
             raise LabError(
                 "a rank of a lab has some part of a core, or several",
-                got=f"cores={cores}",
+                got=f"cores={self.cores}",
                 expected=f"at least {quota.LEAST_CORES:g}",
             )
-        self.hosts = hosts
-        self.ranks_per_host = ranks_per_host
-        self.rate = None if rate in UNSHAPED else rate
-        self.delay = delay
-        self.burst, self.queue = burst, queue
-        self.congestion = congestion
-        self.cores = cores
-        self._groups: list[Path] = []  # of the ranks, while it is up and they have quotas
-        # of the hosts in order, then of the switch; empty while it is down
-        self.namespaces: tuple[str, ...] = ()
+        self.rate = None if self.rate in UNSHAPED else self.rate
         for option, value in (
             ("rate", self.rate),
-            ("burst", burst),
-            ("delay", delay),
-            ("queue", queue),
+            ("burst", self.burst),
+            ("delay", self.delay),
+            ("queue", self.queue),
         ):
             pattern, expected = SYNTAX[option]
             if value is not None and (

@@ -165,7 +165,7 @@ def run(
     """
     raise_limit()
     mark = uuid.uuid4().hex
-    ranks = _Ranks(commands, mark, grace_s, interrupts)
+    ranks = _RankProcesses(commands, mark, grace_s, interrupts)
     found: tuple[str, int | None] | None = None
     try:
         ranks.start()
@@ -187,7 +187,7 @@ def run(
     return Result(tuple(ranks.exit_codes), first)
 
 
-class _Ranks:
+class _RankProcesses:
     """The processes of one `run`, and the one loop that watches them."""
 
     def __init__(

@@ -23,9 +23,15 @@ from typing import Any, ClassVar, final
 from shoal.comm.rendezvous import token_of
 from shoal.contracts.launcher import Job, Launcher, Result
 from shoal.core.errors import UsageError
-from shoal_tools.launch.cluster import Stage, check_slots, missing_spark, session, waited_slots
+from shoal_tools.launch.cluster import (
+    BarrierStage,
+    check_slots,
+    missing_spark,
+    session,
+    waited_slots,
+)
 from shoal_tools.launch.desk import ERR, EXIT, GO, HELLO, LOST, OUT, SIGNAL, Desk
-from shoal_tools.launch.hold import PYTHON, Order, task_of
+from shoal_tools.launch.hold import PYTHON, TaskOrder, task_of
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines, check
 
 _KILLED, _ENDED = 137, 143  # exit codes of who was lost, and of who was ended: 128 + signal
@@ -70,16 +76,18 @@ class Spark(Launcher):
                 python = {sys.executable: PYTHON}
                 command = tuple(python.get(word, word) for word in job.command)
                 environment = {"COLUMNS": str(_columns()), **job.roles, **job.environment}
-                order = Order(
+                order = TaskOrder(
                     command, environment, files, str(Path.cwd()), (host, desk.port), token
                 )
-                return _Ranks(job, desk, interrupts, Stage(spark, job.ranks)).run(spark, order)
+                return _RankTasks(job, desk, interrupts, BarrierStage(spark, job.ranks)).run(
+                    spark, order
+                )
 
 
-class _Ranks:
+class _RankTasks:
     """All ranks of one launch, as the driver hears of them."""
 
-    def __init__(self, job: Job, desk: Desk, interrupts: Interrupts, stage: Stage) -> None:
+    def __init__(self, job: Job, desk: Desk, interrupts: Interrupts, stage: BarrierStage) -> None:
         self._job, self._desk, self._interrupts = job, desk, interrupts
         self._stage = stage
         self._codes: dict[int, int] = {}
@@ -91,7 +99,7 @@ class _Ranks:
         self._ending: list[tuple[float, int]] = []
         self._obeyed = 0  # how many interrupts have been acted on
 
-    def run(self, spark: Any, order: Order) -> Result:
+    def run(self, spark: Any, order: TaskOrder) -> Result:
         """Start the stage, and be here until it has ended."""
         stage, failed, ranks = self._stage, list[Exception](), range(self._job.ranks)
         seats = spark.sparkContext.parallelize(ranks, self._job.ranks).barrier()

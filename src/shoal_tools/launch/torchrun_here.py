@@ -30,7 +30,7 @@ _NAME = "shoal-here"
 
 
 @final
-class _Here(RendezvousHandler):
+class _LocalRendezvous(RendezvousHandler):
     """A meeting of one agent, with itself."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -65,7 +65,7 @@ class _Here(RendezvousHandler):
 
 
 if __name__ == "__main__":
-    rendezvous_handler_registry.register(_NAME, _Here)
+    rendezvous_handler_registry.register(_NAME, _LocalRendezvous)
     main(
         [
             "--nnodes",

@@ -14,7 +14,7 @@ from shoal.contracts.launcher import roles
 from shoal.core import errors
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.numbers import is_count, is_positive
-from shoal_tools.launch.cluster import Stage, check_slots
+from shoal_tools.launch.cluster import BarrierStage, check_slots
 from shoal_tools.spark.job import Outcome, Start, Work
 from shoal_tools.spark.pickles import dumps, loads
 from shoal_tools.spark.task import SCHEMA, task_of
@@ -93,7 +93,7 @@ def run(
     start = Start(pickled, secrets.token_hex(16), roles(num_servers, num_tail))
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
     stage = stage.repartition(1)  # Spark restarts a barrier stage only if it is not the last one
-    rows = Stage(spark, num_tasks).run(stage.collect)
+    rows = BarrierStage(spark, num_tasks).run(stage.collect)
     outcomes = sorted((Outcome(**row.asDict()) for row in rows), key=lambda each: each.rank)
     raise_first(outcomes)
     results = (loads(bytes(each.result), "a rank's result") for each in outcomes[:num_ranks])

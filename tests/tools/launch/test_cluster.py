@@ -9,7 +9,7 @@ import pytest
 
 from shoal.core.errors import WorldError
 from shoal_tools.launch import cluster
-from shoal_tools.launch.cluster import Stage
+from shoal_tools.launch.cluster import BarrierStage
 
 pytestmark = pytest.mark.quick
 
@@ -67,7 +67,7 @@ def test_too_few_executors_end_the_stage_and_the_one_that_left_is_named(
         raise Py4JError("cancelled")
 
     with pytest.raises(WorldError, match="none has come in its place") as caught:
-        Stage(spark, 2).run(action)
+        BarrierStage(spark, 2).run(action)
     assert "b:2" in caught.value.where and "room for 1 tasks, 2" in caught.value.got
     assert "the executor at b:2 has left" in capfd.readouterr().err
     assert not spark.sparkContext.tags
@@ -75,7 +75,7 @@ def test_too_few_executors_end_the_stage_and_the_one_that_left_is_named(
 
 def test_where_enough_are_left_the_stage_goes_on(spark: Any) -> None:
     seen = threading.Event()
-    stage = Stage(spark, 1)
+    stage = BarrierStage(spark, 1)
 
     def action() -> int:
         while not stage.left:
@@ -93,10 +93,10 @@ def test_what_spark_says_is_told_and_what_it_does_not_stays(spark: Any) -> None:
         raise Py4JError(said)
 
     with pytest.raises(WorldError, match="Spark gave the stage up") as caught:
-        Stage(spark, 1).run(action)
+        BarrierStage(spark, 1).run(action)
     assert caught.value.got == said.splitlines()[1]
     with pytest.raises(ZeroDivisionError):
-        Stage(spark, 1).run(lambda: 1 / 0)
+        BarrierStage(spark, 1).run(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,5 @@ def test_the_line_that_says_most_is_told(spark: Any, said: str, told: str) -> No
         raise Py4JError(said)
 
     with pytest.raises(WorldError) as caught:
-        Stage(spark, 1).run(action)
+        BarrierStage(spark, 1).run(action)
     assert caught.value.got == told

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shoal_tools.launch.barrier import Place
+from shoal_tools.launch.barrier import TaskSeat
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL
-from shoal_tools.launch.hold import PYTHON, Order, _Rank
+from shoal_tools.launch.hold import PYTHON, TaskOrder, _Rank
 
 pytestmark = [pytest.mark.quick, pytest.mark.processes]
 
@@ -40,8 +40,8 @@ class Desk:
 def held(folder: Path, *command: str, desk: Any = None, files: Any = None) -> tuple[int, Desk]:
     folder.mkdir()
     desk = desk or Desk()
-    order = Order(command, {"SHOWN": "yes"}, files or {}, "/no/such/folder", ("", 0), "secret")
-    place = Place(1, "b", "rank 1 on b", {"RANK": "1"})
+    order = TaskOrder(command, {"SHOWN": "yes"}, files or {}, "/no/such/folder", ("", 0), "secret")
+    place = TaskSeat(1, "b", "rank 1 on b", {"RANK": "1"})
     return _Rank(desk).run(order, place, folder), desk
 
 
