@@ -294,7 +294,7 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
     assert plan.choice("head.fc1") == Choice("head.fc1", "replicate", "tree")
     assert plan.choice("head.fc2") == Choice("head.fc2", "factor")
     explanation = explain(plan, NET, cluster(4, 25e6))
-    assert explanation.step_s == pytest.approx(plan.predicted_s)
+    assert explanation.step.total_s == pytest.approx(plan.predicted_s)
     rows = {row.layer: row for row in explanation.layers}
     assert rows["head.fc1"].reason.startswith(
         "pinned, edited, or not tried by the search: row would send"
@@ -380,7 +380,7 @@ def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
         for each in ("balanced", "round-robin")
     }
     plans["one rank"] = search(net, where, pins=pins, placement={"*": 3}, options=a_layer_each)
-    sent = {name: explain(plan, net, where).sent_bytes for name, plan in plans.items()}
+    sent = {name: explain(plan, net, where).step.sent_bytes for name, plan in plans.items()}
     assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-3)
     assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-3), (
         "each of four ranks owns one of four"

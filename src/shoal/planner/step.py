@@ -179,6 +179,14 @@ class Priced:
     backward_with: str  # the layer with which its change of the backward comes
 
 
+@dataclass(frozen=True)
+class StateTraffic:
+    """The state beside the gradients that ranks agree on in backward: its cost and its turn."""
+
+    phase: Phase | None = None  # None: there is no such state
+    goes_last: bool = False  # after the gradients; else before them
+
+
 @dataclass(frozen=True, eq=False)
 class _Flight:
     """A site's gradients on a lane."""
@@ -198,15 +206,10 @@ class Step:
         compute: Compute,
         sites: Sequence[Priced],
         lanes: Lanes,
-        of_state: Phase | None = None,
-        state_is_late: bool = False,
+        state: StateTraffic,
     ) -> None:
-        """Of state that agrees in backward, it is given what that costs, and whether it goes last.
-
-        Else it goes first.
-        """
         self._compute, self._sites, self._lanes = compute, sites, lanes
-        self._of_state, self._state_is_late = of_state, state_is_late
+        self._state = state
         self._cut = {p.site.layers[-1]: p for p in sites if p.cost.on_main_thread}
         self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
         self._crossing_s = 0.0  # in backward
@@ -285,7 +288,7 @@ class Step:
         come: set[str] = set()
         clock = 0.0
         self._state_sent: list[Job] = []
-        if not self._state_is_late:
+        if not self._state.goes_last:
             self._send_state(numbers, clock)
         for layer, seconds in self._last_rank():
             clock += seconds
@@ -302,14 +305,14 @@ class Step:
                 parts = lanes.parts(phase) if phase else ()
                 job = lanes.add(number, clock, *parts, direction=direction)  # 1
                 flights.append(_Flight(priced, number, direction, job))
-        if self._state_is_late:
+        if self._state.goes_last:
             self._send_state(numbers, clock)
         lanes.pay(clock)
         return flights
 
     def _send_state(self, numbers: Mapping[Direction, count[int]], clock: float) -> None:
         """Send what agrees in backward beside gradients."""
-        phase = self._of_state
+        phase = self._state.phase
         if phase is not None:
             lanes, direction = self._lanes, phase.direction
             number = next(numbers[direction])
@@ -317,7 +320,8 @@ class Step:
             self._state_sent.append(lanes.add(number, clock, *parts, direction=direction))
 
     def _state_traffic(self) -> tuple[Traffic, ...]:
-        return () if self._of_state is None else (self._of_state.traffic,)
+        phase = self._state.phase
+        return () if phase is None else (phase.traffic,)
 
     def _last_rank(self) -> Iterator[tuple[str, float]]:
         """The slowest rank's backward: each layer, and seconds since the one before.

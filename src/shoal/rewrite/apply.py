@@ -24,7 +24,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange, SplitExchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
-from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.strategy import Place, RowTraffic, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
@@ -90,7 +90,6 @@ def placed(
         stale=plan.staleness != 0,
         buckets=buckets or Buckets(),
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
-        chunks=plan.chunks,
     )
     periods = {every: Period(every) for every in plan.update_every.values() if every > 1}
 
@@ -106,7 +105,7 @@ def placed(
             layers={name: layers[name].module for name in site.layers},
             parameters={name: parameters[name] for name in spans or parameters},
             spans=spans,
-            codec=row_codec(site.exchange),
+            rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation, PredictedStep
 from shoal.core.foresight import Foresight, Help, Question, Scale
 from shoal.core.outcome import COMPUTE, EXCHANGES, Outcome, Term
 from shoal.core.plan import Choice, Plan
@@ -61,7 +61,8 @@ def explanation(layers: int) -> Explanation:
     """A plan of so many layers, in the order of their gradients."""
     rows = tuple(layer(number, layers) for number in reversed(range(layers)))
     sent = sum(row.chosen.sent_bytes for row in rows)
-    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.2, 0.4, 0.06, 0.04, sent, rows)
+    step = PredictedStep(0.2, 0.4, 0.06, 0.04, sent)
+    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, step, rows)
 
 
 def step_events(exchanges: int) -> list[Event]:
