@@ -40,7 +40,7 @@ from shoal.planner.local import with_local_steps
 from shoal.planner.search import repredicted
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import Predictor, as_planned
-from shoal.profiling.layers import profile_model
+from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.tails import tail_of
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import TailHosts
@@ -199,7 +199,8 @@ def profiled(
 ) -> tuple[ModelProfile, SyncNorms]:
     """What `profile_model` finds, batch norms that go by the rows of all ranks among it."""
     with sync_norms_alone(model, sync_batchnorm) as norms:
-        profile = profile_model(model, loss_fn, optimizers, sample, comm, micro_batches, **how)
+        options = ProfileOptions(micro_batches, **how)
+        profile = profile_model(model, loss_fn, optimizers, sample, comm, options)
     return replace(profile, norms=norms.described(profile)), norms
 
 
