@@ -22,7 +22,7 @@ from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site, rows_and_rest
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.planner.lanes import Lanes, Speeds
-from shoal.planner.step import Compute, Priced, StateTraffic, Step, Timeline
+from shoal.planner.step import Compute, Priced, StateTraffic, StepSimulation, Timeline
 from shoal.strategies.moving import phase_of
 from shoal.strategies.sync_batchnorm import phases_of
 
@@ -248,11 +248,11 @@ class Predictor:
         step_s = self._step(plan).seconds(most_s)
         return self._run(plan, None).step_s if self._bursts(step_s) else step_s
 
-    def _step(self, plan: Plan, burst_s: float = 0.0) -> Step:
+    def _step(self, plan: Plan, burst_s: float = 0.0) -> StepSimulation:
         """A step under a plan, that begins with so many seconds of a burst."""
         sites = [self._priced(site) for site in self._sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes, self._speeds, burst_s)
-        return Step(self._compute, sites, lanes, self._state)
+        return StepSimulation(self._compute, sites, lanes, self._state)
 
     def _bursts(self, step_s: float) -> bool:
         """Whether what a step leaves of a burst changes the next one."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
-from shoal.contracts.probe import Layer, Probe, Step, Trial
+from shoal.contracts.probe import Layer, MeasuredStep, Probe, Trial
 from shoal.contracts.sample import ComputeLoss, LossFn, Sample
 from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.errors import SampleError
@@ -48,8 +48,8 @@ from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
-from shoal.profiling.terms import Outputs, Seen, agreed_terms, seen
-from shoal.profiling.timeline import Clock, usual, watch_step
+from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
+from shoal.profiling.timeline import DeviceClock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
 
@@ -130,7 +130,7 @@ def profile_model(
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
         here = agreed(comm, lambda: seen(checked, options.counted, outputs), _CHECKING, SampleError)
-        of_ranks = comm.gather_objects(here, "measuring the model: rows", Seen, Terms)
+        of_ranks = comm.gather_objects(here, "measuring the model: rows", SampleTerms, Terms)
     _meet(comm)  # every rank has put the random state back
     profile = replace(
         _maximum(profiles), terms=agreed_terms(of_ranks, of_batch=compute_loss is not None)
@@ -204,7 +204,7 @@ def _measured_step(
     comm: Comm,
     changes: Changes,
     outputs: Outputs,
-) -> tuple[Readers, Step]:
+) -> tuple[Readers, MeasuredStep]:
     """Warm up while probes look on, then measure some steps in a row, as in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the
@@ -219,10 +219,10 @@ def _measured_step(
     Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
     that was interrupted is ten times as long, and who waits lets others have the core.
     """
-    parameters, clock = list(sample.model.parameters()), Clock(_device(layers))
+    parameters, clock = list(sample.model.parameters()), DeviceClock(_device(layers))
     start = time.perf_counter()
 
-    def warm_up() -> tuple[Readers, Step]:
+    def warm_up() -> tuple[Readers, MeasuredStep]:
         with ExitStack() as looking_on:
             readers = looking_on.enter_context(Readers(sample.model, layers).watching())
             looking_on.enter_context(_seen_by(probes, layers))
@@ -241,7 +241,7 @@ def _measured_step(
         changes.backward_ended()
         return readers, step
 
-    def measure() -> Step:
+    def measure() -> MeasuredStep:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
@@ -270,7 +270,11 @@ def _measured_step(
 
 
 def _measure_on(
-    steps: list[Step], number: int, measure: Callable[[], Step], turn: int, comm: Comm
+    steps: list[MeasuredStep],
+    number: int,
+    measure: Callable[[], MeasuredStep],
+    turn: int,
+    comm: Comm,
 ) -> None:
     """Measure until there are so many steps; ranks begin each turn together."""
     for index in range(len(steps), number):
@@ -297,7 +301,7 @@ def _agree(seconds: Sequence[float]) -> bool:
     return max(medians) <= (1 + _AGREE) * min(medians)
 
 
-def _layer_profile(layer: Layer, step: Step, outside: str) -> LayerProfile:
+def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
     """What was measured of every layer alike."""
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
