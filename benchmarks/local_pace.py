@@ -80,7 +80,7 @@ def main() -> None:
             figures[name].append(step_s)
             sent_by_step += [sent] if name == "local" else []
     attached = current().attached[mine.model]
-    stated = explain(plan, attached.profile, attached.cluster, alternatives=False).sent_bytes
+    stated = explain(plan, attached.profile, attached.cluster, alternatives=False).step.sent_bytes
     if world.is_main:
         ratios = [local / plain for local, plain in zip(*reversed(figures.values()), strict=True)]
         print(f"{plan.locally}; turns of {steps} steps")

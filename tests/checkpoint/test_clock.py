@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.checkpoint.clock import Clock
+from shoal.checkpoint.clock import CheckpointClock
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.03, 0.7, 5.0])
@@ -13,7 +13,7 @@ def test_it_comes_in_time_and_few_steps_decide(
     step_s: float, every_s: float, late_s: float
 ) -> None:
     now_s, decides, decisions, saved = 0.0, 1, 0, list[float]()
-    clock = Clock(every_s, late_s, lambda: now_s)
+    clock = CheckpointClock(every_s, late_s, lambda: now_s)
     last_s, most = 0.0, 20_000
     for step in range(1, most + 1):
         now_s = step * step_s
@@ -36,6 +36,6 @@ def test_it_comes_in_time_and_few_steps_decide(
 
 def test_time_that_no_step_took_hurries_nobody() -> None:
     """As after a restart, or where the clock does not move between two steps."""
-    clock = Clock(10.0, 1.0, lambda: 0.0)
+    clock = CheckpointClock(10.0, 1.0, lambda: 0.0)
     assert clock.next_decision(120) >= 121
     assert clock.next_decision(120) >= 121

@@ -42,6 +42,7 @@ from shoal.core.facts import Topology
 from shoal.exchange.direct import Direct
 from shoal.front.joining import using
 from shoal.planner.search import search
+from shoal.planner.search_options import Constraints
 from shoal_tools.testing.traced import TracedComm
 
 
@@ -555,16 +556,18 @@ def test_what_transfers_remember_is_saved_and_restored_by_parameter_name(way: st
 
 def test_servers_take_it_with_the_exchange_that_they_take() -> None:
     net = model(layer("only", 0.5, 4000))
-    plan = search(net, cluster_of(2, servers=1), pins={"*": "server:direct+toy"})
+    plan = search(net, cluster_of(2, servers=1), Constraints(pins={"*": "server:direct+toy"}))
     assert [choice.way for choice in plan.choices] == ["server:direct+toy"]
     with pytest.raises(PlanError, match=r"ring\+toy cannot carry server(.|\n)*one of direct\n"):
-        search(net, cluster_of(2, servers=1), pins={"*": "server:ring+toy"})
+        search(net, cluster_of(2, servers=1), Constraints(pins={"*": "server:ring+toy"}))
 
 
 def test_no_codec_is_planned_unasked() -> None:
     net = model(layer("only", 0.5, 40_000_000))
-    plan = search(net, cluster(4, 1e6), strategies=["replicate", "sliced"])
+    plan = search(net, cluster(4, 1e6), Constraints(strategies=["replicate", "sliced"]))
     assert not any("+" in choice.exchange for choice in plan.choices)
-    pinned = search(net, cluster(4, 1e6), pins={"*": "sliced:direct + toy( block = 64 )"})
+    pinned = search(
+        net, cluster(4, 1e6), Constraints(pins={"*": "sliced:direct + toy( block = 64 )"})
+    )
     assert {choice.exchange for choice in pinned.choices} == {"direct+toy(block=64)"}
     assert pinned.predicted_s < plan.predicted_s / 3  # a quarter of the bytes, and a little more

@@ -27,6 +27,7 @@ from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Topology
 from shoal.front.joining import using
 from shoal.planner.search import search
+from shoal.planner.search_options import Constraints
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def test_the_planner_takes_it_where_it_is_fast() -> None:
     where = cluster(4, 25e6)
     slow, fast = (Pace(Price(1e-4, second), Price(0.0, 0.0)) for second in (4e-8, 1e-8))
     others = dict.fromkeys(("allreduce", "direct", "ring", "tree", "hierarchical"), slow)
-    plan = search(net, replace(where, paces={**others, "relay": fast}), strategies=["replicate"])
+    plan = search(
+        net, replace(where, paces={**others, "relay": fast}), Constraints(strategies=["replicate"])
+    )
     assert {choice.exchange for choice in plan.choices} == {"relay"}
 
 

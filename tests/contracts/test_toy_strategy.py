@@ -24,7 +24,7 @@ from shoal.core.cost import Cost
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, ModelProfile
 from shoal.core.role import Role
-from shoal.profiling.layers import profile_model
+from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.strategies.replicate import Replicate
 
 
@@ -115,7 +115,8 @@ def test_its_facts_are_in_the_profile_and_looking_is_no_use_of_a_weight() -> Non
         "2": ZeroFacts(0.0, 1),
     }
     assert found.layer("0").outside_use == found.layer("2").outside_use == ""
-    without = profile_model(model(), F.cross_entropy, [], batches()[0], ThreadComm(), probes=[])
+    unasked = ProfileOptions(probes=[])
+    without = profile_model(model(), F.cross_entropy, [], batches()[0], ThreadComm(), unasked)
     assert without.layer("1").measured(ZeroFacts) == ZeroFacts()
 
 

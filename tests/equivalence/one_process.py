@@ -35,7 +35,7 @@ from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
-from shoal.profiling.layers import profile_model
+from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.untraced import RANDOM_STATE
 from shoal.servers.servers import serve
 
@@ -181,8 +181,8 @@ def served_by(
     needs beside them.
     """
     kind = of(Strategy)[strategy_and_exchange(strategy)[0]]()
-    how |= {"probes": probes_of([type(kind)])}
-    profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm(), **how)
+    options = ProfileOptions(probes=probes_of([type(kind)]), **how)
+    profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm(), options)
     served: dict[str, str] = {}
     for layer in profile.layers:
         together = {layer.name: strategy, **kind.needs(layer)}

@@ -39,6 +39,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import named
 from shoal.front.joining import using
 from shoal.planner.search import search
+from shoal.planner.search_options import Constraints
 from shoal.profiling.layers import profile_model
 from shoal.tensors.cut import part_of
 
@@ -247,7 +248,7 @@ def test_a_layer_with_fewer_columns_than_ranks_is_refused(way):
         profile = profile_model(
             model.double(), F.cross_entropy, [sgd(model.parameters())], (x, y), ThreadComm()
         )
-        search(profile, cluster_of(4), pins={"*": way})
+        search(profile, cluster_of(4), Constraints(pins={"*": way}))
 
 
 @CUT
@@ -383,7 +384,7 @@ def test_the_planner_cuts_what_is_worth_it(classes, cut):
     sample = numbers(4, 32, dtype=torch.float32), integers(classes, 4)
     profile = profile_model(model, F.cross_entropy, [sgd(model.parameters())], sample, ThreadComm())
     cluster = Cluster(Topology(("a", "b", "c", "d")), Link(1e-4, 2e7))
-    plan = search(profile, cluster, strategies=["replicate", *CUTS])
+    plan = search(profile, cluster, Constraints(strategies=["replicate", *CUTS]))
     assert (plan.choice("head").strategy in CUTS) == cut
     assert plan.choice("body").strategy == "replicate"
 
@@ -442,4 +443,4 @@ def test_a_limit_that_no_plan_keeps_is_refused():
     with pytest.raises(
         PlanError, match=r"no plan was found that keeps the limit of memory(.|\n)*more ranks"
     ):
-        search(profile, cluster_of(4), memory_limit=10_000)
+        search(profile, cluster_of(4), Constraints(memory_limit=10_000))

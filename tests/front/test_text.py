@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal.core.cost import Pace, Price
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation, PredictedStep
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice
 from shoal.front import text
@@ -31,7 +31,8 @@ def way(layer: str, strategy: str, exchange: str = "", refusal: str = "") -> Alt
 
 
 def explanation_of(*layers: LayerExplanation) -> Explanation:
-    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, layers)
+    step = PredictedStep(0.1, 0.2, 0.05, 0.05, 1.5e6)
+    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, step, layers)
 
 
 def layer(name: str, parameters: int, *others: Alternative) -> LayerExplanation:
@@ -138,7 +139,7 @@ def test_reasons_of_500_layers_fit_80_columns() -> None:
 
 
 def test_a_placement_is_shown_where_it_is_not_the_default() -> None:
-    plain = Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, ())
+    plain = explanation_of()
     assert "placement round-robin" in printed(
         text.explained(replace(plain, placement="round-robin"))
     )
@@ -148,7 +149,7 @@ def test_a_placement_is_shown_where_it_is_not_the_default() -> None:
 
 
 def test_ranks_that_a_plan_has_nothing_to_do_for_are_named() -> None:
-    plain = Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, ())
+    plain = explanation_of()
     assert "nothing to do" not in printed(text.explained(plain))
     idle = "rank 4 (h4)", "rank 5 (h5)"
     assert "nothing to do for rank 4 (h4), rank 5 (h5)" in printed(

@@ -13,6 +13,7 @@ from shoal.core.outer import Outer
 from shoal.core.plan import Plan
 from shoal.planner.measured import corrected, has_terms, outcome_of
 from shoal.planner.search import repredicted, search
+from shoal.planner.search_options import Constraints
 from shoal.planner.timeline import Predictor, as_planned
 
 pytestmark = pytest.mark.quick
@@ -22,7 +23,7 @@ CUT = model(linear("last", 0.5, 4096, 4096, rows=8, product_s=0.1), layer("first
 
 
 def plan_of(profile: ModelProfile = PROFILE, **pins: str) -> Plan:
-    return search(profile, CLUSTER, pins=pins or {"*": "replicate:direct"})
+    return search(profile, CLUSTER, Constraints(pins=pins or {"*": "replicate:direct"}))
 
 
 def spent(plan: Plan, times: float = 1.0) -> Spending:

@@ -16,7 +16,7 @@ from shoal.core.plan import Choice
 from shoal.planner.explain import explain
 from shoal.planner.options import least_cut_bytes
 from shoal.planner.search import CUT_WORTH, LANES, OTHER_WORTH, search
-from shoal.planner.search_options import DEFAULT, SearchOptions
+from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.products import ProductFacts
@@ -40,7 +40,7 @@ def strategies_of(profile_layer_choices: tuple[Choice, ...]) -> dict[str, str]:
 
 
 def test_fat_layers_send_factors_and_convolutions_gradients() -> None:
-    plan = search(NET, cluster(4, 25e6), strategies=WHOLE)
+    plan = search(NET, cluster(4, 25e6), Constraints(strategies=WHOLE))
     assert strategies_of(plan.choices) == {
         "head.fc2": "factor",
         "head.fc1": "factor",
@@ -88,7 +88,7 @@ def test_a_layer_that_ranks_may_call_unlike_often_is_cut_by_a_pin_only() -> None
         if row.layer == "wide"
     }
     assert "looks at a tensor's values" in (told["column"] or "")
-    pinned = search(net, where, pins={"wide": "column"})
+    pinned = search(net, where, Constraints(pins={"wide": "column"}))
     assert strategies_of(pinned.choices)["wide"] == "column"
 
 
@@ -103,7 +103,10 @@ def test_rows_come_in_chunks_where_each_has_a_product_to_hide_under(
     net = model(cut, layer("conv", 2.0, 1))
     plan = plan_for(net, cluster(4, 1e7), pins={"cut": "column"})
     assert plan.chunks == chunks
-    assert plan.predicted_s <= search(net, cluster(4, 1e7), pins={"cut": "column"}).predicted_s
+    assert (
+        plan.predicted_s
+        <= search(net, cluster(4, 1e7), Constraints(pins={"cut": "column"})).predicted_s
+    )
 
 
 def test_owners_share_an_update_that_takes_long() -> None:
@@ -112,7 +115,7 @@ def test_owners_share_an_update_that_takes_long() -> None:
     assert strategies_of(plan.choices)["fc"] == "sliced"
     assert (
         plan.predicted_s < 3.4
-        and search(net, cluster(4, 1e10), strategies=["replicate"]).predicted_s >= 3.5
+        and search(net, cluster(4, 1e10), Constraints(strategies=["replicate"])).predicted_s >= 3.5
     )
 
 
@@ -120,10 +123,15 @@ def test_where_memory_is_to_be_low_buckets_on_their_way_are_a_fifth_of_the_model
     # 160 MB
     net = model(*(layer(f"conv{i}", 0.5 * i, 10_000_000) for i in range(1, 5)), optimizer_s=0.0)
     slow_to_start = cluster(4, 1e8, latency_s=0.05)
-    assert search(net, slow_to_start, strategies=["sliced"]).bucket_bytes > 5_400_000
-    assert search(net, slow_to_start, strategies=["sliced"], memory="low").bucket_bytes == 4 << 20
+    assert search(net, slow_to_start, Constraints(strategies=["sliced"])).bucket_bytes > 5_400_000
+    assert (
+        search(net, slow_to_start, Constraints(strategies=["sliced"], memory="low")).bucket_bytes
+        == 4 << 20
+    )
     tiny = model(layer("conv", 0.5, 1000))
-    assert search(tiny, slow_to_start, memory="low").bucket_bytes == 1 << 20, "the smallest"
+    assert search(tiny, slow_to_start, Constraints(memory="low")).bucket_bytes == 1 << 20, (
+        "the smallest"
+    )
 
 
 def test_of_many_layers_small_neighbours_change_together_at_hardly_any_loss(
@@ -153,7 +161,7 @@ def test_the_choice_flips_where_the_formula_says(ranks: int) -> None:
     crossing = 2 * inputs * outputs / (ranks * (inputs + outputs))
     for rows, expected in ((int(crossing * 0.9), "factor"), (int(crossing * 1.1) + 1, "replicate")):
         net = model(linear("fc", 0.0, inputs, outputs, rows=rows), backward_s=0.0, forward_s=0.0)
-        plan = search(net, cluster(ranks, 1e5), strategies=["replicate", "factor"])
+        plan = search(net, cluster(ranks, 1e5), Constraints(strategies=["replicate", "factor"]))
         assert strategies_of(plan.choices) == {"fc": expected}
         (row,) = explain(plan, net, cluster(ranks, 1e5)).layers
         assert f"K < {crossing:.0f}" in row.flips
@@ -223,7 +231,7 @@ def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> Non
         for carriers in itertools.product(*map(predictor.carriers, bucketed))
         for bucket_bytes in DEFAULT.bucket_bytes
     )
-    found = search(net, where, strategies=WHOLE)
+    found = search(net, where, Constraints(strategies=WHOLE))
     assert found.predicted_s * found_worth(found.choices) <= 1.01 * best
 
 
@@ -275,26 +283,30 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(seed: i
         for nbytes in sizes
     )
     options = SearchOptions(bucket_bytes=sizes)
-    found = search(net, where, strategies=[*whole, *cuts], options=options)
+    found = search(net, where, Constraints(strategies=[*whole, *cuts]), options=options)
     assert found.predicted_s * found_worth(found.choices) <= 1.01 * best
 
 
 def test_a_pinned_exchange_with_options_is_priced_by_its_own_pace() -> None:
     net, slow = cluster(4, 25e6), Pace(Price(0.0, 1.0), Price(0.0, 0.0))
     pin = {"*": "replicate:ring( chunk_bytes = 4096 )"}
-    plan = search(NET, net, pins=pin)
+    plan = search(NET, net, Constraints(pins=pin))
     assert {choice.exchange for choice in plan.choices} == {"ring(chunk_bytes=4096)"}
-    slower = search(NET, replace(net, paces={"ring(chunk_bytes=4096)": slow}), pins=pin)
+    slower = search(
+        NET, replace(net, paces={"ring(chunk_bytes=4096)": slow}), Constraints(pins=pin)
+    )
     assert slower.predicted_s > 1e6 > plan.predicted_s
-    assert search(NET, replace(net, paces={"ring": slow}), pins=pin) == plan
+    assert search(NET, replace(net, paces={"ring": slow}), Constraints(pins=pin)) == plan
 
 
 def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
-    plan = search(NET, cluster(4, 25e6), pins={"head.*": "replicate:tree", "head.fc2": "factor"})
+    plan = search(
+        NET, cluster(4, 25e6), Constraints(pins={"head.*": "replicate:tree", "head.fc2": "factor"})
+    )
     assert plan.choice("head.fc1") == Choice("head.fc1", "replicate", "tree")
     assert plan.choice("head.fc2") == Choice("head.fc2", "factor")
     explanation = explain(plan, NET, cluster(4, 25e6))
-    assert explanation.step_s == pytest.approx(plan.predicted_s)
+    assert explanation.step.total_s == pytest.approx(plan.predicted_s)
     rows = {row.layer: row for row in explanation.layers}
     assert rows["head.fc1"].reason.startswith(
         "pinned, edited, or not tried by the search: row would send"
@@ -322,13 +334,14 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
 )
 def test_a_wrong_pin_is_refused_with_a_way_out(pins: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        search(NET, cluster(4, 25e6), pins=pins)
+        search(NET, cluster(4, 25e6), Constraints(pins=pins))
 
 
 def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
     where = replace(cluster(4, 25e6), servers=("s0", "s1"))
     by_workers, by_servers = (
-        search(NET, where, pins={"*": strategy}) for strategy in ("replicate", "server")
+        search(NET, where, Constraints(pins={"*": strategy}))
+        for strategy in ("replicate", "server")
     )
     assert explain(by_workers, NET, where).idle == ("rank 4 (s0)", "rank 5 (s1)")
     assert explain(by_servers, NET, where).idle == ()
@@ -349,7 +362,7 @@ def test_where_workers_run_ahead_servers_own_all_and_nothing_else_is_compared() 
 
 def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
     where = cluster(4, 25e6)
-    plan = search(NET, where, placement={"head.fc2": 1}, strategies=WHOLE)
+    plan = search(NET, where, Constraints(placement={"head.fc2": 1}, strategies=WHOLE))
     assert strategies_of(plan.choices) == {
         "head.fc2": "sliced",
         "head.fc1": "factor",
@@ -376,11 +389,13 @@ def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
     )
     pins = {"*": f"sliced:{carrier}"}
     plans = {
-        each: search(net, where, pins=pins, placement=each, options=a_layer_each)
+        each: search(net, where, Constraints(pins=pins, placement=each), options=a_layer_each)
         for each in ("balanced", "round-robin")
     }
-    plans["one rank"] = search(net, where, pins=pins, placement={"*": 3}, options=a_layer_each)
-    sent = {name: explain(plan, net, where).sent_bytes for name, plan in plans.items()}
+    plans["one rank"] = search(
+        net, where, Constraints(pins=pins, placement={"*": 3}), options=a_layer_each
+    )
+    sent = {name: explain(plan, net, where).step.sent_bytes for name, plan in plans.items()}
     assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-3)
     assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-3), (
         "each of four ranks owns one of four"
@@ -391,7 +406,7 @@ def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
 
 def test_a_layer_that_no_allowed_strategy_serves_is_named() -> None:
     with pytest.raises(PlanError, match=r"body\.conv(.|\n)*add \"replicate\""):
-        search(NET, cluster(4, 25e6), strategies=["factor"])
+        search(NET, cluster(4, 25e6), Constraints(strategies=["factor"]))
 
 
 def test_of_many_layers_the_largest_are_compared_with_what_else_there_is() -> None:

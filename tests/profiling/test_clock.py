@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.profiling import timeline
-from shoal.profiling.timeline import Clock
+from shoal.profiling.timeline import DeviceClock
 
 pytestmark = pytest.mark.exact_times
 
@@ -35,7 +35,7 @@ class Shared:
 
 def usual(core: Shared, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(timeline, "time", core)
-    return Clock(torch.device("cpu")).usual(core.work)
+    return DeviceClock(torch.device("cpu")).usual(core.work)
 
 
 def test_alone_one_long_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,5 +60,5 @@ def test_what_takes_long_is_run_twice_after_a_warm_up(monkeypatch: pytest.Monkey
 def test_what_is_warm_is_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Shared((0.2, 0.2))
     monkeypatch.setattr(timeline, "time", core)
-    assert Clock(torch.device("cpu")).usual(core.work, warm=True) == pytest.approx(0.2)
+    assert DeviceClock(torch.device("cpu")).usual(core.work, warm=True) == pytest.approx(0.2)
     assert core.times == 2

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, SampleError
 from shoal.core.facts import LayerProfile, ModelProfile
-from shoal.profiling.layers import profile_model
+from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.products import ProductCost, ProductFacts
 from shoal.strategies.embedding import IdFacts
 
@@ -30,7 +30,9 @@ pytestmark = pytest.mark.exact_times
 
 def profile(model: nn.Module, loss_fn: Any, sample: Any, **options: Any) -> ModelProfile:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return profile_model(model, loss_fn, [optimizer], sample, ThreadComm(), **options)
+    return profile_model(
+        model, loss_fn, [optimizer], sample, ThreadComm(), ProfileOptions(**options)
+    )
 
 
 def shape(layer: LayerProfile) -> tuple[int, int, int]:

@@ -9,40 +9,40 @@ import torch
 from torch import nn
 
 from shoal.profiling.fit import fit_line
-from shoal.profiling.products import Product, ProductCost, measure_products
+from shoal.profiling.products import ProductCost, ProductShape, measure_products
 
 
 def test_equal_layers_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[Product] = []
+    measured: list[ProductShape] = []
     monkeypatch.setattr(
         "shoal.profiling.products._measure",
         lambda product, _: measured.append(product) or ProductCost(1.0, 2.0),
     )
     rows = {"a": 8, "b": 8, "c": 9}
-    products = {name: Product.of(nn.Linear(4, 5), k) for name, k in rows.items()}
+    products = {name: ProductShape.of(nn.Linear(4, 5), k) for name, k in rows.items()}
     costs = measure_products({name: product for name, product in products.items() if product}, 2)
     assert len(measured) == 2 and costs == dict.fromkeys(rows, ProductCost(1.0, 2.0))
 
 
 def test_what_is_no_product_has_none() -> None:
-    assert Product.of(nn.LayerNorm(4), 8) is None
-    assert Product.of(nn.Linear(4, 5), 0) is None
+    assert ProductShape.of(nn.LayerNorm(4), 8) is None
+    assert ProductShape.of(nn.Linear(4, 5), 0) is None
 
 
 def test_work_is_the_gradient_product() -> None:
-    linear = Product(False, 8, 4, 5, torch.float64, torch.device("cpu")).work(6)()
+    linear = ProductShape(False, 8, 4, 5, torch.float64, torch.device("cpu")).work(6)()
     assert (
         isinstance(linear, torch.Tensor)
         and linear.shape == (5, 4)
         and linear.dtype == torch.float64
     )
-    table = Product(True, 8, 7, 3, torch.float32, torch.device("cpu")).work(6)()
+    table = ProductShape(True, 8, 7, 3, torch.float32, torch.device("cpu")).work(6)()
     assert isinstance(table, torch.Tensor) and table.shape == (7, 3) and 0 < table.sum() < 6 * 3
 
 
 @pytest.mark.parametrize("embedding", [False, True])
 def test_work_done_anew_takes_new_memory_each_time(embedding: bool) -> None:
-    product = Product(embedding, 8, 4, 5, torch.float32, torch.device("cpu"))
+    product = ProductShape(embedding, 8, 4, 5, torch.float32, torch.device("cpu"))
     kept, anew = product.work(6, product.buffer()), product.work(6)
     results = [kept(), kept(), anew(), anew()]
     pointers = [result.data_ptr() for result in results if isinstance(result, torch.Tensor)]
@@ -50,12 +50,12 @@ def test_work_done_anew_takes_new_memory_each_time(embedding: bool) -> None:
 
 
 def test_sizes_are_the_ranks_apart_and_bounded() -> None:
-    small = Product(False, 8, 4, 5, torch.float32, torch.device("cpu"))
+    small = ProductShape(False, 8, 4, 5, torch.float32, torch.device("cpu"))
     assert small.sizes(3) == (8, 24) and small.sizes(1) == (8, 32)
-    large = Product(False, 1 << 20, 4096, 4096, torch.float32, torch.device("cpu"))
+    large = ProductShape(False, 1 << 20, 4096, 4096, torch.float32, torch.device("cpu"))
     low, high = large.sizes(4)
     assert high * 4096 * 4096 <= 2e9 and low == high // 4
-    huge = Product(False, 8, 1 << 20, 1 << 20, torch.float32, torch.device("cpu"))
+    huge = ProductShape(False, 8, 1 << 20, 1 << 20, torch.float32, torch.device("cpu"))
     assert huge.sizes(4) == (1, 4)
 
 

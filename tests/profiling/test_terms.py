@@ -15,7 +15,7 @@ from shoal.contracts.sample import LossFn, Sample
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, TARGET, Terms
 from shoal.profiling import terms
-from shoal.profiling.terms import Outputs, Seen, agreed_terms, count_of, seen
+from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, count_of, seen
 
 
 class Model(nn.Module):
@@ -177,7 +177,7 @@ def test_an_input_of_another_form_than_the_samples_is_refused() -> None:
 
 def test_ranks_that_show_other_places_take_one_that_all_have() -> None:
     by_first, by_output = Terms(), Terms(OUTPUT)
-    ranks = [Seen("mean", (by_first, by_output)), Seen("mean", (by_output,))]
+    ranks = [SampleTerms("mean", (by_first, by_output)), SampleTerms("mean", (by_output,))]
     assert agreed_terms(ranks) == by_output
 
 

@@ -16,8 +16,8 @@ _MOST_STEPS = 10_000
 
 
 @final
-class Clock:
-    """One rank's.
+class CheckpointClock:
+    """Clock of one rank that says when a checkpoint is due.
 
     Args:
         every_s: seconds from one checkpoint to the next.

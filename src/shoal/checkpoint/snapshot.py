@@ -55,7 +55,7 @@ class Snapshot:
     keeps: bool = True
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # by file and name
-    forms: dict[str, dict[str, tensors.Form]] = field(default_factory=dict)
+    forms: dict[str, dict[str, tensors.TensorForm]] = field(default_factory=dict)
 
     def encoded(self, file: str, value: Any, strip: str = "") -> Any:
         """A value as JSON; its tensors go into the file of that name, `strip` not in their names.
@@ -73,7 +73,7 @@ class Snapshot:
         if isinstance(tensor, Spread):
             assert self.copies is not None
             part = tensors.form_of(name, tensor.part)
-            there[name] = tensors.Form(part.dtype, tuple(tensor.shape))
+            there[name] = tensors.TensorForm(part.dtype, tuple(tensor.shape))
             kept = self.copies.copied(file, name, tensor.part)
             self.spreads[file + SUFFIX, name] = Spread(kept, tensor.cut)
             return name

@@ -52,8 +52,8 @@ Checksums = dict[str, str]  # of each tensor, and of the header
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a file says of a tensor."""
+class TensorForm:
+    """Type and shape of a tensor, as a file states them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Form:
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
-def form_of(name: str, tensor: Tensor) -> Form:
+def form_of(name: str, tensor: Tensor) -> TensorForm:
     """The form of a tensor.
 
     Raises:
@@ -77,10 +77,12 @@ def form_of(name: str, tensor: Tensor) -> Form:
             expected="a dense tensor of " + ", ".join(sorted(DTYPES.values())),
             do="leave it out, or convert it before",
         )
-    return Form(tensor.dtype, tuple(tensor.shape))
+    return TensorForm(tensor.dtype, tuple(tensor.shape))
 
 
-def write(path: Path, forms: Mapping[str, Form], tensor: Callable[[str], Tensor]) -> Checksums:
+def write(
+    path: Path, forms: Mapping[str, TensorForm], tensor: Callable[[str], Tensor]
+) -> Checksums:
     """Write a file, durably.
 
     Args:
@@ -108,12 +110,12 @@ def write(path: Path, forms: Mapping[str, Form], tensor: Callable[[str], Tensor]
     return checksums
 
 
-def ordered(forms: Mapping[str, Form]) -> list[str]:
+def ordered(forms: Mapping[str, TensorForm]) -> list[str]:
     """The names in the order of the file: large types first, so that all are aligned."""
     return sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
 
 
-def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:
+def _header(names: list[str], forms: Mapping[str, TensorForm]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:

@@ -35,8 +35,8 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """One layer in one step."""
+class MeasuredLayer:
+    """Calls and seconds of one layer in a measured step."""
 
     calls: int
     calls_vary: bool  # from step to step
@@ -49,10 +49,10 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step: layers by name, and the seconds into backward until each gradient came."""
+class MeasuredStep:
+    """A measured step: layers by name, and the seconds into backward until each gradient came."""
 
-    layers: dict[str, Watched]
+    layers: dict[str, MeasuredLayer]
     ready_s: dict[str, float]
     forward_s: float
     backward_s: float
@@ -64,9 +64,9 @@ class Step:
         """Seconds of forward, loss and backward."""
         return self.forward_s + self.backward_s
 
-    def times(self, factor: float) -> Step:
+    def times(self, factor: float) -> MeasuredStep:
         """The same step, that many times as long."""
-        return Step(
+        return MeasuredStep(
             layers={
                 name: replace(
                     watched,
@@ -96,7 +96,7 @@ class Trial:
     optimizers: tuple[Optimizer, ...]
     ranks: int
     micro_batches: int | None  # that a batch is cut into, if tail hosts may run the model's end
-    step: Step  # the median of some
+    step: MeasuredStep  # the median of some
     read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 

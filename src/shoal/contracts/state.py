@@ -16,8 +16,8 @@ OF_LOSS = "(loss)."
 
 
 @dataclass(frozen=True, eq=False)
-class State:
-    """Where a tensor is. Its module may put another one there; it is not kept alive."""
+class TensorSlot:
+    """The place of one tensor in a module, which may put another one there. Keeps neither alive."""
 
     name: str
     module: ref[nn.Module]
@@ -42,9 +42,9 @@ class State:
         return module._buffers if self.is_buffer else module._parameters
 
 
-def states(model: nn.Module, loss_fn: object) -> dict[str, State]:
+def states(model: nn.Module, loss_fn: object) -> dict[str, TensorSlot]:
     """All of a model and its loss by name, each once, in the same order on every rank."""
-    found: dict[str, State] = {}
+    found: dict[str, TensorSlot] = {}
     seen: set[int] = set()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     for prefix, root in (("", model), (OF_LOSS, loss)):
@@ -60,5 +60,5 @@ def states(model: nn.Module, loss_fn: object) -> dict[str, State]:
                     continue
                 seen.add(id(tensor))
                 name = prefix + (f"{path}.{leaf}" if path else leaf)
-                found[name] = State(name, ref(module), leaf, is_buffer)
+                found[name] = TensorSlot(name, ref(module), leaf, is_buffer)
     return found

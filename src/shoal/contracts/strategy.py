@@ -26,8 +26,16 @@ from shoal.core.role import Role
 
 
 @dataclass(frozen=True)
+class RowTraffic:
+    """The form in which the rows of a cut layer cross the network."""
+
+    chunks: int = 1  # messages that the rows of one rank come in
+    codec: Codec | None = None  # writes rows in fewer bytes; None: they cross as they are
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a strategy works: modules by layer name, their parameters, and this rank."""
+    """One site in the model: its modules and parameters, this rank, and the ways to others."""
 
     layers: Mapping[str, nn.Module]
     # the site's own trainable ones, by dotted name, in the plan's order
@@ -44,8 +52,7 @@ class Place:
     # among the ranks that train, for the main thread: where any layer is cut over them,
     comm: Comm | None = None
     period: Period | None = None  # of steps, where gradients are not applied in each
-    chunks: int = 1  # whose rows come in so many
-    codec: Codec | None = None  # in which they cross
+    rows: RowTraffic = field(default_factory=RowTraffic)  # of a layer that is cut
     tables: TableWay | None = None  # where servers have tables
     tail: TailWay | None = None  # where hosts of its own run the end of the model
     # this rank's rows, for what leaves it in backward

@@ -49,13 +49,29 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TailExplanation:
     """The end of the model on hosts of its own."""
 
     layers: tuple[str, ...]
     micro_batches: int
     joined: bool  # these go through it at once
     routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """One step under a plan as it is predicted: its seconds by parts, and its bytes."""
+
+    forward_s: float
+    backward_s: float
+    exposed_s: float  # communication that hides under nothing
+    optimizer_s: float
+    sent_bytes: float  # by the busiest rank
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.forward_s + self.backward_s + self.exposed_s + self.optimizer_s
 
 
 @dataclass(frozen=True)
@@ -67,14 +83,10 @@ class Explanation:
     latency_s: float
     bucket_bytes: int
     lanes: int
-    forward_s: float
-    backward_s: float
-    exposed_s: float  # communication that hides under nothing
-    optimizer_s: float
-    sent_bytes: float  # by the busiest rank in one step
+    step: PredictedStep
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # who owns what
-    stage: Stage | None = None
+    stage: TailExplanation | None = None
     # ranks that are there to serve layers, or to run the last, and were given none
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that agrees in each backward
@@ -82,8 +94,3 @@ class Explanation:
     # the same plan without its codecs, where it has some: seconds of a step, and bytes sent
     without_codecs: tuple[float, float] | None = None
     local: str = ""  # the local steps and their rule, where ranks step by themselves
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a step."""
-        return self.forward_s + self.backward_s + self.exposed_s + self.optimizer_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shoal.core.explanation import Explanation
 from shoal.core.foresight import Foresight
 from shoal.core.outcome import Outcome
-from shoal.core.trace import Event, Rate
+from shoal.core.trace import LinkRate, TraceEvent
 
 PREDICTED = "predicted"  # the track of the planner's step
 MOST_POINTS = 1000  # of a curve
@@ -62,8 +62,8 @@ class Track:
     """
 
     name: str  # such as "rank 0 (h0)", or PREDICTED
-    events: tuple[Event, ...]
-    rates: tuple[Rate, ...] = ()
+    events: tuple[TraceEvent, ...]
+    rates: tuple[LinkRate, ...] = ()
     left_out: int = 0  # events that came after the last one here
 
 

@@ -10,8 +10,8 @@ STEPS = "steps"  # not a thread: whole steps
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that a thread, or the planner's idea of one, was busy with."""
+class TraceEvent:
+    """A piece of work of one thread, measured or predicted."""
 
     what: str
     thread: str
@@ -20,8 +20,8 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Rate:
-    """What a link carries from a moment on, until the next one is told."""
+class LinkRate:
+    """The rate of a link from one moment to the next that is told."""
 
     link: str
     at_s: float
@@ -32,12 +32,12 @@ class Rate:
 class Recorder:
     """Events and rates of one rank, in seconds since it was made."""
 
-    events: list[Event] = field(default_factory=list)
-    rates: list[Rate] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
+    rates: list[LinkRate] = field(default_factory=list)
     start_s: float = field(default_factory=perf_counter)
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
         """Note what began at `begin_s` (time.perf_counter) and ends now; from any thread."""
         self.events.append(
-            Event(what, thread, begin_s - self.start_s, perf_counter() - self.start_s)
+            TraceEvent(what, thread, begin_s - self.start_s, perf_counter() - self.start_s)
         )

@@ -29,7 +29,7 @@ _FORM = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class NameWithOptions:
     """A name and its options, as somebody wrote them."""
 
     name: str
@@ -50,7 +50,7 @@ def written(thing: Contract) -> str:
     return f"{thing.name}({', '.join(options)})" if options else thing.name
 
 
-def parsed(text: str) -> list[Named]:
+def parsed(text: str) -> list[NameWithOptions]:
     """The names that are written in a text, joined by `+`, each with its options.
 
     Raises:
@@ -67,11 +67,11 @@ def parsed(text: str) -> list[Named]:
     # also of a NUL, and of brackets that are too deep
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if not set("(+") & set(text):  # then it is meant as a name, whatever is in it
-            return [Named(text, {}, text)]
+            return [NameWithOptions(text, {}, text)]
         raise PlanError(f"{text!r} is no name with options", do=_FORM) from error
 
 
-def _named(node: ast.expr, text: str) -> Named:
+def _named(node: ast.expr, text: str) -> NameWithOptions:
     call = node if isinstance(node, ast.Call) else None
     name = node if call is None else call.func
     if not isinstance(name, ast.Name) or (call is not None and call.args):
@@ -81,10 +81,10 @@ def _named(node: ast.expr, text: str) -> Named:
         if option.arg is None:
             raise ValueError(text)
         options[option.arg] = ast.literal_eval(option.value)
-    return Named(name.id, options, text)
+    return NameWithOptions(name.id, options, text)
 
 
-def built(contract: type[T], named: Named) -> T:
+def built(contract: type[T], named: NameWithOptions) -> T:
     """The thing of a contract that is meant.
 
     Raises:

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, final
 
 from shoal.checkpoint.background import Background
-from shoal.checkpoint.clock import Clock
+from shoal.checkpoint.clock import CheckpointClock
 from shoal.checkpoint.fetched import fetched
 from shoal.checkpoint.parts import Bringing
 from shoal.checkpoint.run import RunFolder, name_of, step_of
@@ -89,7 +89,9 @@ class Checkpoints:
         _check(every_s, keep)
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
         self._run, self._copies = RunFolder(Path(folder)), Copies()
-        self._clock = Clock(every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s))
+        self._clock = CheckpointClock(
+            every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s)
+        )
         self._background = Background(self._failed)
         first = self._comm.topology.local_ranks
         self._writers = [r for r in range(self._comm.size) if not (first[r] if local else r)]

@@ -272,7 +272,7 @@ def plan_by_options(
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
     how = how_profiled(options, options.micro_batches if has_tail else None)
-    profile = profiled(job, sample, comm, request.features, {**how, "counted": True})
+    profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
     device = device_of(model)
     measured = (

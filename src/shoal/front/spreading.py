@@ -38,7 +38,7 @@ from shoal.optim.extend import extend
 from shoal.planner.search import repredicted
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
-from shoal.profiling.layers import profile_model
+from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.tails import tail_of
 from shoal.remote.far_tail import FarTail, TailFeed
 from shoal.remote.tail_hosts import TailHosts
@@ -163,19 +163,15 @@ def follow(
     return loss
 
 
-def how_profiled(options: Options, micro_batches: int | None) -> dict[str, Any]:
+def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
     """How a model is to be profiled.
 
     Args:
         options: what is asked.
         micro_batches: per batch; None where the end of the model is not elsewhere.
     """
-    return {
-        "micro_batches": micro_batches,
-        "buffers": options.buffers,
-        "compute_loss": options.compute_loss,
-        "counted": options.count is not None,
-    }
+    counted = options.count is not None
+    return ProfileOptions(micro_batches, options.buffers, options.compute_loss, counted)
 
 
 def _micro_batches(session: Session, request: Request) -> int | None:
@@ -185,7 +181,7 @@ def _micro_batches(session: Session, request: Request) -> int | None:
 
 
 def profiled(
-    job: Job, sample: Any, comm: Comm, features: Features, how: Mapping[str, Any]
+    job: Job, sample: Any, comm: Comm, features: Features, how: ProfileOptions
 ) -> ModelProfile:
     """The profile of a model, as its features have it.
 
@@ -198,7 +194,7 @@ def profiled(
     """
     with ExitStack() as stack:
         changes = [stack.enter_context(feature.measuring(job.model)) for feature in features]
-        profile = profile_model(job.model, job.loss_fn, job.optimizers, sample, comm, **how)
+        profile = profile_model(job.model, job.loss_fn, job.optimizers, sample, comm, how)
         for change in changes:
             profile = change(profile)
     return profile

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.contracts.feature import lines_of
-from shoal.core.explanation import Explanation, LayerExplanation, Stage
+from shoal.core.explanation import Explanation, LayerExplanation, TailExplanation
 from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.numbers import how_many
 from shoal.core.placement import BALANCED, Placement
@@ -148,7 +148,7 @@ def _and_more(count: int) -> str:
     return f" and {count} more" if count else ""
 
 
-def _routes(stage: Stage) -> RenderableType:
+def _routes(stage: TailExplanation) -> RenderableType:
     at_once = "which go through it at once" if stage.joined else "one after the other"
     layers = ", ".join(stage.layers)
     title = f"the end of the model, {layers}: {stage.micro_batches} micro-batches a step, {at_once}"
@@ -163,17 +163,18 @@ def _routes(stage: Stage) -> RenderableType:
 
 
 def _step(explanation: Explanation) -> Text:
+    step = explanation.step
     parts = {
-        "forward": explanation.forward_s,
-        "backward": explanation.backward_s,
-        "communication that hides under nothing": explanation.exposed_s,
-        "optimizer": explanation.optimizer_s,
+        "forward": step.forward_s,
+        "backward": step.backward_s,
+        "communication that hides under nothing": step.exposed_s,
+        "optimizer": step.optimizer_s,
     }
     rate = explanation.rate_bytes_per_s
     return Text(
-        f"predicted step {_ms(explanation.step_s)} = "
+        f"predicted step {_ms(step.total_s)} = "
         + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
-        + f"\nthe busiest rank sends {megabytes(explanation.sent_bytes)} a step over {_rate(rate)} "
+        + f"\nthe busiest rank sends {megabytes(step.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
         + _local(explanation.local)

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from shoal.codecs.coded import codec_named
 from shoal.contracts.strategy import Strategy
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Route, Stage
+from shoal.core.explanation import (
+    Alternative,
+    Explanation,
+    LayerExplanation,
+    PredictedStep,
+    Route,
+    TailExplanation,
+)
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
@@ -59,11 +66,13 @@ def explain(
         latency_s=cluster.link.latency_s,
         bucket_bytes=plan.bucket_bytes,
         lanes=plan.lanes,
-        forward_s=timeline.forward_s,
-        backward_s=timeline.backward_s,
-        exposed_s=timeline.end_s - timeline.backward_s + timeline.waited_s,
-        optimizer_s=timeline.optimizer_s,
-        sent_bytes=timeline.sent_bytes,
+        step=PredictedStep(
+            forward_s=timeline.forward_s,
+            backward_s=timeline.backward_s,
+            exposed_s=timeline.end_s - timeline.backward_s + timeline.waited_s,
+            optimizer_s=timeline.optimizer_s,
+            sent_bytes=timeline.sent_bytes,
+        ),
         layers=tuple(
             _layer(plan, choice, predictor, timeline.step_s, choice.layer in compared)
             for choice in plan.choices
@@ -95,7 +104,7 @@ def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]
     return tuple(f"rank {rank} ({host})" for rank, host in enumerate(idle, start=cluster.size))
 
 
-def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
+def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> TailExplanation | None:
     """Who sends what to whom, where tail hosts run the end of the model."""
     at_tail = [
         choice.layer for choice in plan.choices if predictor.role(choice.strategy).is_at_tail
@@ -108,7 +117,7 @@ def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
         number = worker % len(cluster.tail)
         to = f"rank {cluster.size + number} ({cluster.tail[number]})"
         routes.append(Route(f"rank {worker} ({host})", to, tail.sent_bytes, tail.received_bytes))
-    return Stage(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
+    return TailExplanation(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
 
 
 def _layer(

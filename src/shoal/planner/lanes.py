@@ -29,8 +29,8 @@ _QUICK = 10.0  # as fast as this passes a burst, if the processor sends it so fa
 _OVER_S = 1e-12  # what is left of a part that is over, for rounding
 
 
-class Part(NamedTuple):
-    """Seconds of a job, were it alone with what it takes there."""
+class JobPart(NamedTuple):
+    """A part of a lane's job: its seconds, were it alone with what it takes."""
 
     seconds: float
     processor: float = 0.0  # how much of a processor it takes meanwhile, at most 1
@@ -39,19 +39,21 @@ class Part(NamedTuple):
 
 
 @final
-class Job:
-    """What a lane does at one go."""
+class LaneJob:
+    """A queued job of one lane: parts that follow one another."""
 
     __slots__ = ("after", "end_s", "left_s", "part", "parts", "ready_s", "sent_s", "taken")
 
-    def __init__(self, ready_s: float, parts: Iterable[Part], after: Job | None = None) -> None:
+    def __init__(
+        self, ready_s: float, parts: Iterable[JobPart], after: LaneJob | None = None
+    ) -> None:
         self.ready_s = ready_s  # not before
         self.after = after  # nor before this one is over, which may be another lane's
         self.sent_s = self.end_s = inf  # its last byte is through; it is over
         self.parts = deque(parts)  # those to come
-        self.begin(Part(0.0))
+        self.begin(JobPart(0.0))
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: JobPart) -> None:
         """Have this part under way."""
         self.part, self.left_s = part, part.seconds
         self.taken = part[1:]  # what it takes
@@ -69,7 +71,7 @@ class Speeds:
         self._duplex = cluster.duplex
         self._known: dict[Any, tuple[list[float], float, float]] = {}
         self._core_part = cluster.core_part
-        self._parts: dict[tuple[int, float], tuple[Phase, tuple[Part, ...]]] = {}
+        self._parts: dict[tuple[int, float], tuple[Phase, tuple[JobPart, ...]]] = {}
 
     def of(
         self, taken: tuple[tuple[float, int, float], ...], computes: bool, bursts: bool
@@ -87,14 +89,14 @@ class Speeds:
             self._known[key] = self._worked_out(taken, computes, bursts)
         return self._known[key]
 
-    def parts(self, phase: Phase, first_s: float) -> tuple[Part, ...]:
+    def parts(self, phase: Phase, first_s: float) -> tuple[JobPart, ...]:
         """A phase as parts of a job, which computes for so long before all."""
         key = id(phase), first_s  # which is kept, so that no other phase comes to have its number
         if key not in self._parts:
             self._parts[key] = phase, self._parts_of(phase, first_s)
         return self._parts[key][1]
 
-    def _parts_of(self, phase: Phase, first_s: float) -> tuple[Part, ...]:
+    def _parts_of(self, phase: Phase, first_s: float) -> tuple[JobPart, ...]:
         pace, rounds = phase.pace, phase.traffic.rounds
         nbytes = (
             phase.traffic.worst if phase.shown == 1 else phase.traffic.scaled(phase.shown).worst
@@ -102,18 +104,18 @@ class Speeds:
         busy_byte_s = pace.cpu.byte_s / self._core_part
         busy_s = rounds * pace.cpu.round_s / self._core_part
         byte_s = max(pace.wall.byte_s, busy_byte_s)
-        sent = Part(0.0, link=phase.direction)
+        sent = JobPart(0.0, link=phase.direction)
         if byte_s:
             shares = busy_byte_s / byte_s, phase.direction, pace.wall.byte_s / byte_s
-            sent = Part(nbytes * byte_s, *shares)
+            sent = JobPart(nbytes * byte_s, *shares)
         return tuple(
             part
             for part in (
-                Part(first_s + phase.before_s, processor=1.0),
+                JobPart(first_s + phase.before_s, processor=1.0),
                 sent,
-                Part(busy_s, processor=1.0),
-                Part(max(0.0, rounds * pace.wall.round_s - busy_s)),
-                Part(phase.after_s, processor=1.0),
+                JobPart(busy_s, processor=1.0),
+                JobPart(max(0.0, rounds * pace.wall.round_s - busy_s)),
+                JobPart(phase.after_s, processor=1.0),
             )
             if part.seconds or part is sent
         )
@@ -174,11 +176,11 @@ class Lanes:
         self._speeds = speeds
         self.turn = cluster.turn
         directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
-        self._lanes: dict[Direction, list[deque[Job]]] = {
+        self._lanes: dict[Direction, list[deque[LaneJob]]] = {
             direction: [deque() for _ in range(number)] for direction in directions
         }
         self.burst_s, self._most_burst_s = burst_s, cluster.link.burst_s
-        self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
+        self._main: deque[LaneJob] = deque()  # what the main thread itself sends and waits for
         self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
         self.now_s = 0.0  # what has been run
         # from when on how much of the link: 1 is all that it carries
@@ -188,13 +190,13 @@ class Lanes:
         self,
         index: int,
         ready_s: float,
-        *parts: Part,
+        *parts: JobPart,
         direction: Direction = Direction.BOTH,
-        after: Job | None = None,
-    ) -> Job:
+        after: LaneJob | None = None,
+    ) -> LaneJob:
         """Queue a job on the lane of site `index` of those that take this direction."""
         lanes = self._lanes[direction]
-        return self._queue(Job(ready_s, parts, after), lanes[index % len(lanes)])
+        return self._queue(LaneJob(ready_s, parts, after), lanes[index % len(lanes)])
 
     def named(self, index: int, direction: Direction) -> tuple[str, str]:
         """The names of the lanes for a site's gradients, and for its parameters."""
@@ -209,13 +211,13 @@ class Lanes:
         Returns:
             The new clock.
         """
-        job = self._queue(Job(clock, self.parts(phase)), self._main)
+        job = self._queue(LaneJob(clock, self.parts(phase)), self._main)
         if beside_s:
             self.pay(clock + beside_s)
         self.finish([job])
         return max(job.end_s, self.now_s)
 
-    def parts(self, phase: Phase, first_s: float = 0.0) -> tuple[Part, ...]:
+    def parts(self, phase: Phase, first_s: float = 0.0) -> tuple[JobPart, ...]:
         """A phase as parts of a job, which computes for so long before all."""
         return self._speeds.parts(phase, first_s)
 
@@ -226,7 +228,7 @@ class Lanes:
             left_s -= self._advance(left_s)
         return self.now_s
 
-    def finish(self, jobs: Iterable[Job]) -> None:
+    def finish(self, jobs: Iterable[LaneJob]) -> None:
         """Have the main thread, at the clock that it has paid for, wait until these are over."""
         for job in jobs:
             while job.end_s == inf:
@@ -268,7 +270,7 @@ class Lanes:
         left_s = self.burst_s + (1 - used) * seconds
         self.burst_s = min(left_s, self._most_burst_s) if left_s > _OVER_S else 0.0
 
-    def _end_part(self, lane: deque[Job]) -> None:
+    def _end_part(self, lane: deque[LaneJob]) -> None:
         job = lane[0]
         if job.part.link:
             job.sent_s = self.now_s
@@ -284,13 +286,13 @@ class Lanes:
             if other and other[0].after is job:
                 self._begin(other)
 
-    def _queue(self, job: Job, lane: deque[Job]) -> Job:
+    def _queue(self, job: LaneJob, lane: deque[LaneJob]) -> LaneJob:
         lane.append(job)
         if len(lane) == 1:
             self._begin(lane)
         return job
 
-    def _begin(self, lane: deque[Job]) -> None:
+    def _begin(self, lane: deque[LaneJob]) -> None:
         job = lane[0]
         waits = job.after is not None and job.after.end_s == inf
-        job.begin(Part(inf if waits else max(0.0, job.ready_s - self.now_s)))
+        job.begin(JobPart(inf if waits else max(0.0, job.ready_s - self.now_s)))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from shoal.contracts.exchange import SplitExchange
 from shoal.core.cost import Pace, total
-from shoal.core.explanation import Explanation
+from shoal.core.explanation import Explanation, PredictedStep
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
@@ -73,11 +73,13 @@ def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfil
     compute_s = profile.forward_s + profile.backward_s + profile.optimizer_s
     return replace(
         explanation,
-        forward_s=profile.forward_s,
-        backward_s=profile.backward_s,
-        exposed_s=max(0.0, plan.predicted_s - compute_s),
-        optimizer_s=profile.optimizer_s,
-        sent_bytes=explanation.sent_bytes / plan.local_steps,
+        step=PredictedStep(
+            forward_s=profile.forward_s,
+            backward_s=profile.backward_s,
+            exposed_s=max(0.0, plan.predicted_s - compute_s),
+            optimizer_s=profile.optimizer_s,
+            sent_bytes=explanation.step.sent_bytes / plan.local_steps,
+        ),
         without_codecs=None,
         local=plan.locally,
     )

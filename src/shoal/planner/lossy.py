@@ -22,7 +22,8 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
-from shoal.planner.search_options import SearchOptions
+from shoal.planner.options import known, resolve
+from shoal.planner.search_options import Constraints, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
 WORTH = 0.1  # of the step: what a codec must gain
@@ -38,11 +39,8 @@ def with_codecs(
     profile: ModelProfile,
     cluster: Cluster,
     codecs: Sequence[str],
-    *,
-    strategies: Sequence[str],
-    pinned: Sequence[str],
+    constraints: Constraints,
     options: SearchOptions,
-    memory_limit: float | None = None,
 ) -> Plan:
     """The plan, or one that is a tenth shorter with codecs.
 
@@ -51,18 +49,19 @@ def with_codecs(
         profile: the model.
         cluster: the ranks, with what codecs take.
         codecs: that may be used, as plans write them.
-        strategies: that may be used.
-        pinned: layers that stay as they are.
+        constraints: what the plan must keep. Layers with pins stay as they are.
         options: sizes of buckets that are tried.
-        memory_limit: bytes that a rank may hold between steps.
     """
     if plan.staleness != 0:
         return plan
     predictor = Predictor(as_planned(profile, plan), cluster)
     best, off_by = replace(plan, predicted_s=predictor.as_is(plan).step_s), -1.0
     for codec in sorted(map(codec_named, codecs), key=_off_by_and_bytes):
-        tried = _Tried(predictor, plan, codec, strategies, pinned, options, memory_limit)
-        coded = tried.best()
+        allowed = _allowed_ways(predictor, codec, constraints)
+        trial = _CodecTrial(
+            predictor, plan, allowed, options.bucket_bytes, constraints.memory_limit
+        )
+        coded = trial.best()
         worth = WORTH if codec.most_error > off_by else 0.0
         if coded.predicted_s < best.predicted_s * (1 - worth):
             best, off_by = coded, codec.most_error
@@ -94,26 +93,32 @@ def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice
     ]
 
 
-class _Tried:
-    """One codec, in a plan."""
+def _allowed_ways(
+    predictor: Predictor, codec: Codec, constraints: Constraints
+) -> dict[str, list[Choice]]:
+    """Ways to serve each layer without a pin with a codec, as far as strategies are allowed."""
+    layers, strategies = predictor.profile.layers, known(constraints.strategies)
+    pinned = resolve(constraints.pins or {}, [layer.name for layer in layers])
+    return {
+        layer.name: [way for way in ways(predictor, layer, codec) if way.strategy in strategies]
+        for layer in layers
+        if layer.name not in pinned
+    }
+
+
+class _CodecTrial:
+    """A search for the layers of one plan that one codec should serve."""
 
     def __init__(
         self,
         predictor: Predictor,
         plan: Plan,
-        codec: Codec,
-        strategies: Sequence[str],
-        pinned: Sequence[str],
-        options: SearchOptions,
+        allowed: Mapping[str, Sequence[Choice]],
+        sizes: Sequence[int],
         memory_limit: float | None,
     ) -> None:
         self._predictor, self._exact = predictor, plan
-        self._sizes, self._limit = options.bucket_bytes, memory_limit
-        self._ways: dict[str, list[Choice]] = {
-            layer.name: [way for way in ways(predictor, layer, codec) if way.strategy in strategies]
-            for layer in predictor.profile.layers
-            if layer.name not in pinned
-        }
+        self._ways, self._sizes, self._limit = allowed, sizes, memory_limit
 
     def best(self) -> Plan:
         """The shortest: all layers alike first, then some of them as before."""

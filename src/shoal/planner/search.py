@@ -18,10 +18,10 @@ from dataclasses import replace
 from itertools import combinations, product
 from math import inf
 
-from shoal.core.buckets import BUCKETS_A_LANE, MEMORY
+from shoal.core.buckets import BUCKETS_A_LANE
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
-from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
+from shoal.core.placement import check_placement, owners_of
 from shoal.core.plan import Choice, Plan
 from shoal.planner.options import (
     PLAIN,
@@ -33,7 +33,7 @@ from shoal.planner.options import (
     resolve,
     with_needed,
 )
-from shoal.planner.search_options import DEFAULT, SearchOptions
+from shoal.planner.search_options import DEFAULT, UNCONSTRAINED, Constraints, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
 LANES = 3  # in flight at once: with one, the link idles between buckets
@@ -55,13 +55,7 @@ _End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step
 def search(
     profile: ModelProfile,
     cluster: Cluster,
-    *,
-    pins: Mapping[str, str] | None = None,
-    strategies: Iterable[str] | None = None,
-    placement: Placement = BALANCED,
-    stale: bool = False,
-    memory: str = MEMORY[0],
-    memory_limit: float | None = None,
+    constraints: Constraints = UNCONSTRAINED,
     options: SearchOptions = DEFAULT,
 ) -> Plan:
     """The plan with the shortest predicted step that it finds.
@@ -69,42 +63,35 @@ def search(
     Args:
         profile: the model, as profiled.
         cluster: the ranks and their links.
-        pins: by dotted layer name or glob, the strategy ("factor"), or strategy and exchange
-            ("replicate:ring").
-        strategies: names of those it may choose among; all by default.
-        placement: who owns what, where layers are given to owners. A layer with a parameter that is
-            given to a rank is served by what has owners.
-        stale: the plan is for workers that run ahead of one another.
-        memory: with "low", buckets are so small that those which have memory at one time make a
-            fifth of the model.
-        memory_limit: bytes that a rank may hold between steps: parameters, gradients, buckets and
-            optimizer state.
+        constraints: what the plan must keep.
         options: sizes of buckets and the like that it tries.
 
     Raises:
         PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses
             it; or a placement that cannot be; or no plan was found that keeps the limit of memory.
     """
-    allowed = known(strategies)
-    check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
+    allowed, placement = known(constraints.strategies), constraints.placement
+    servers, stale = len(cluster.servers), cluster.ahead
+    check_placement(placement, profile.names, cluster.size, servers, stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
-    pinned = with_needed(predictor, resolve(pins or {}, [layer.name for layer in profile.layers]))
-    choices = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
-    pairs = pairs_of(predictor, choices, allowed, pinned, every=memory_limit is not None)
-    options = within_memory(options, profile, memory)
-    plan = _Search(predictor, choices, options, memory_limit, pairs).best()
+    pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
+    pinned, limit = with_needed(predictor, pins), constraints.memory_limit
+    choices = options_of(predictor, allowed, pinned, every_cut=limit is not None)
+    pairs = pairs_of(predictor, choices, allowed, pinned, every=limit is not None)
+    options = within_memory(options, profile, constraints.memory)
+    plan = _Descent(predictor, choices, options, limit, pairs).best()
     return replace(plan, placement=placement)
 
 
 def within_memory(options: SearchOptions, profile: ModelProfile, memory: str) -> SearchOptions:
-    """The options, with the sizes of buckets that such a `memory` allows (see `search`)."""
+    """The options, with the sizes of buckets that such a `memory` allows (see `Constraints`)."""
     if memory != "low":
         return options
     most_bytes = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES)
     return replace(options, bucket_bytes=options.sizes_within(most_bytes))
 
 
-class _Search:
+class _Descent:
     """One descent: how buckets are carried, and each layer's strategy and exchange."""
 
     def __init__(

@@ -1,10 +1,13 @@
-"""What a search tries beside the ways to serve a layer: sizes of buckets, numbers of chunks."""
+"""Settings of a search: what it tries beside ways to serve layers, and what plans must keep."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
+from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import LEAST_PART_BYTES
 
 _START_BYTES = 4 << 20
@@ -65,4 +68,20 @@ class SearchOptions:
         return within or (self.least_bytes,)
 
 
+@dataclass(frozen=True)
+class Constraints:
+    """Limits that the user sets to the plans of a search."""
+
+    # strategy ("factor"), or strategy and exchange ("replicate:ring"), by dotted layer name or glob
+    pins: Mapping[str, str] | None = None
+    strategies: Iterable[str] | None = None  # names of those that may be used; None: all
+    # who owns what; a layer with a parameter that is given to a rank is served by what has owners
+    placement: Placement = BALANCED
+    # with "low", the buckets that have memory at one time make a fifth of the model
+    memory: str = MEMORY[0]
+    # bytes of a rank between steps: parameters, gradients, buckets and optimizer state
+    memory_limit: float | None = None
+
+
 DEFAULT = SearchOptions()
+UNCONSTRAINED = Constraints()

@@ -11,15 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.contracts.strategy import Strategy
-from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan, rows_and_rest
 from shoal.core.registry import named, of
 from shoal.planner.lossy import with_codecs
-from shoal.planner.options import known, resolve
 from shoal.planner.search import repredicted, search, within_memory
-from shoal.planner.search_options import DEFAULT, SearchOptions
+from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
 from shoal.profiling.tails import tail_of
 
 _CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
@@ -44,26 +42,17 @@ def plan_for(
         staleness: steps that a worker may be ahead of the slowest, with servers.
         options: what is tried.
         codecs: that it may use, as plans write them.
-        how: as for `search`.
+        how: the fields of `Constraints`.
     """
-    cluster = replace(cluster, ahead=staleness != 0)
+    cluster, constraints = replace(cluster, ahead=staleness != 0), Constraints(**how)
     made = replace(
-        search(profile, cluster, stale=cluster.ahead, options=options, **how),
+        search(profile, cluster, constraints, options),
         micro_batches=micro_batches,
         staleness=staleness,
     )
     if codecs:
-        pins = resolve(how.get("pins") or {}, [layer.name for layer in profile.layers])
-        made = with_codecs(
-            made,
-            profile,
-            cluster,
-            codecs,
-            strategies=known(how.get("strategies")),
-            pinned=list(pins),
-            options=within_memory(options, profile, how.get("memory", MEMORY[0])),
-            memory_limit=how.get("memory_limit"),
-        )
+        within = within_memory(options, profile, constraints.memory)
+        made = with_codecs(made, profile, cluster, codecs, constraints, within)
     if any(of(Strategy)[choice.strategy].role.is_cut for choice in made.choices):
         made = min(
             (repredicted(replace(made, chunks=c), profile, cluster) for c in options.chunks),
@@ -115,7 +104,7 @@ def with_sharing(
                 got=f"stage:{way}",
                 expected=", ".join(usable),
             )
-    inner = search(end, hosts, pins=pinned, strategies=usable, options=options)
+    inner = search(end, hosts, Constraints(pins=pinned, strategies=usable), options)
     for choice in inner.choices:
         before = plan.choice(choice.layer)
         way = f"{before.rows}:{choice.way}" if before.rows else choice.way

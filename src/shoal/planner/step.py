@@ -42,12 +42,12 @@ from typing import final
 from shoal.core.cost import Cost, Direction, Phase, Traffic, Update, Wait, total
 from shoal.core.facts import UpdatePace
 from shoal.core.plan import Site
-from shoal.core.trace import MAIN, Event, Rate
-from shoal.planner.lanes import Job, Lanes
+from shoal.core.trace import MAIN, LinkRate, TraceEvent
+from shoal.planner.lanes import LaneJob, Lanes
 
 
 @dataclass(frozen=True)
-class Span:
+class SiteSpan:
     """One site on its lane: seconds since backward began."""
 
     site: Site
@@ -67,7 +67,7 @@ class Timeline:
     backward_s: float  # of the main thread, with what lanes take from it
     end_s: float  # since backward began, until every gradient is there that is waited for
     optimizer_s: float  # of what is not updated by owners
-    spans: tuple[Span, ...]
+    spans: tuple[SiteSpan, ...]
     traffics: tuple[Traffic, ...]  # of the sites
     late: int  # sites that are still on their way to servers when backward ends
     burst_s: float = 0.0  # of the link that pass for free when it ends
@@ -95,28 +95,28 @@ class Timeline:
         """Bytes through the busiest direction of the busiest rank's link."""
         return total(self.traffics).worst
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """The step as events from the start of its backward, as a trace should show it."""
         optimizer_end_s = self.end_s + self.optimizer_s
         forward_end_s = optimizer_end_s + self.forward_s + self.waited_s
         events = [
-            Event("backward", MAIN, 0.0, self.backward_s),
-            Event("wait for gradients", MAIN, self.backward_s, self.end_s),
-            Event("optimizer", MAIN, self.end_s, optimizer_end_s),
-            Event("forward, waits included", MAIN, optimizer_end_s, forward_end_s),
+            TraceEvent("backward", MAIN, 0.0, self.backward_s),
+            TraceEvent("wait for gradients", MAIN, self.backward_s, self.end_s),
+            TraceEvent("optimizer", MAIN, self.end_s, optimizer_end_s),
+            TraceEvent("forward, waits included", MAIN, optimizer_end_s, forward_end_s),
         ]
         for number, span in enumerate(self.spans):
             there, back = span.lanes
             label = f"site {number} ({span.site.strategy}: {', '.join(span.site.layers[:2])})"
-            events.append(Event(f"exchange {label}", there, span.ready_s, span.end_s))
+            events.append(TraceEvent(f"exchange {label}", there, span.ready_s, span.end_s))
             if span.back_s:
                 begin_s = max(span.end_s, self.end_s)
-                events.append(Event(f"update and return {label}", back, begin_s, span.back_s))
+                events.append(TraceEvent(f"update and return {label}", back, begin_s, span.back_s))
         return events
 
-    def rates(self, bytes_per_s: float) -> list[Rate]:
+    def rates(self, bytes_per_s: float) -> list[LinkRate]:
         """What the link carries, in the busier direction, at so many bytes a second."""
-        return [Rate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
+        return [LinkRate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,14 @@ class Priced:
     backward_with: str  # the layer with which its change of the backward comes
 
 
+@dataclass(frozen=True)
+class StateTraffic:
+    """The state beside the gradients that ranks agree on in backward: its cost and its turn."""
+
+    phase: Phase | None = None  # None: there is no such state
+    goes_last: bool = False  # after the gradients; else before them
+
+
 @dataclass(frozen=True, eq=False)
 class _Flight:
     """A site's gradients on a lane."""
@@ -186,27 +194,22 @@ class _Flight:
     priced: Priced
     lane: int  # its number among the sites that go in this direction
     direction: Direction
-    sent: Job
+    sent: LaneJob
 
 
 @final
-class Step:
-    """Runs one step of sites on lanes."""
+class StepSimulation:
+    """A predicted step: its sites run on lanes, beside the compute of the main thread."""
 
     def __init__(
         self,
         compute: Compute,
         sites: Sequence[Priced],
         lanes: Lanes,
-        of_state: Phase | None = None,
-        state_is_late: bool = False,
+        state: StateTraffic,
     ) -> None:
-        """Of state that agrees in backward, it is given what that costs, and whether it goes last.
-
-        Else it goes first.
-        """
         self._compute, self._sites, self._lanes = compute, sites, lanes
-        self._of_state, self._state_is_late = of_state, state_is_late
+        self._state = state
         self._cut = {p.site.layers[-1]: p for p in sites if p.cost.on_main_thread}
         self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
         self._crossing_s = 0.0  # in backward
@@ -259,7 +262,7 @@ class Step:
 
     def _on_the_way_back(
         self, flights: Sequence[_Flight], late: int | None, end_s: float
-    ) -> tuple[int, dict[_Flight, Job]]:
+    ) -> tuple[int, dict[_Flight, LaneJob]]:
         """How many sites at servers are late, and what is sent back."""
         at_servers = [flight for flight in flights if _returns(flight) is Direction.IN]
         if late is None:
@@ -284,8 +287,8 @@ class Step:
         flights: list[_Flight] = []
         come: set[str] = set()
         clock = 0.0
-        self._state_sent: list[Job] = []
-        if not self._state_is_late:
+        self._state_sent: list[LaneJob] = []
+        if not self._state.goes_last:
             self._send_state(numbers, clock)
         for layer, seconds in self._last_rank():
             clock += seconds
@@ -302,14 +305,14 @@ class Step:
                 parts = lanes.parts(phase) if phase else ()
                 job = lanes.add(number, clock, *parts, direction=direction)  # 1
                 flights.append(_Flight(priced, number, direction, job))
-        if self._state_is_late:
+        if self._state.goes_last:
             self._send_state(numbers, clock)
         lanes.pay(clock)
         return flights
 
     def _send_state(self, numbers: Mapping[Direction, count[int]], clock: float) -> None:
         """Send what agrees in backward beside gradients."""
-        phase = self._of_state
+        phase = self._state.phase
         if phase is not None:
             lanes, direction = self._lanes, phase.direction
             number = next(numbers[direction])
@@ -317,7 +320,8 @@ class Step:
             self._state_sent.append(lanes.add(number, clock, *parts, direction=direction))
 
     def _state_traffic(self) -> tuple[Traffic, ...]:
-        return () if self._of_state is None else (self._of_state.traffic,)
+        phase = self._state.phase
+        return () if phase is None else (phase.traffic,)
 
     def _last_rank(self) -> Iterator[tuple[str, float]]:
         """The slowest rank's backward: each layer, and seconds since the one before.
@@ -363,9 +367,9 @@ class Step:
 
     def _returned(
         self, flights: Sequence[_Flight], first: Sequence[_Flight], end_s: float
-    ) -> dict[_Flight, Job]:
+    ) -> dict[_Flight, LaneJob]:
         """Send parameters back, updated by their owners, from the end of backward on."""  # 4
-        returned: dict[_Flight, Job] = {}
+        returned: dict[_Flight, LaneJob] = {}
         for flight in dict.fromkeys((*first, *reversed(flights))):
             site, cost = flight.priced.site, flight.priced.cost
             if phase := cost.after_step:
@@ -386,7 +390,7 @@ class Step:
         )
 
     def _forward(
-        self, end_s: float, begin_s: float, returned: Mapping[_Flight, Job]
+        self, end_s: float, begin_s: float, returned: Mapping[_Flight, LaneJob]
     ) -> tuple[float, float]:
         """Seconds of the forward: computing, and waiting for parameters and cut layers.
 
@@ -423,10 +427,10 @@ class Step:
             return clock
         return self._lanes.wait(clock, phase, phase.beside_s)
 
-    def _span(self, flight: _Flight, back: Job | None) -> Span:
+    def _span(self, flight: _Flight, back: LaneJob | None) -> SiteSpan:
         sent, back_s = flight.sent, back.end_s if back else 0.0
         names = self._lanes.named(flight.lane, flight.direction)
-        return Span(flight.priced.site, sent.ready_s, sent.sent_s, sent.end_s, back_s, names)
+        return SiteSpan(flight.priced.site, sent.ready_s, sent.sent_s, sent.end_s, back_s, names)
 
 
 def _on_lane(phase: Phase | None) -> Phase | None:
@@ -444,9 +448,9 @@ def _returns(flight: _Flight) -> Direction | None:
     return phase.direction if phase else None
 
 
-def _by_layer(returned: Mapping[_Flight, Job]) -> Mapping[str, Iterable[Job]]:
+def _by_layer(returned: Mapping[_Flight, LaneJob]) -> Mapping[str, Iterable[LaneJob]]:
     """What each layer's forward waits for."""
-    back: dict[str, list[Job]] = defaultdict(list)
+    back: dict[str, list[LaneJob]] = defaultdict(list)
     for flight, job in returned.items():
         if _is_needed(flight.priced.cost.after_step):
             for layer in flight.priced.site.layers:

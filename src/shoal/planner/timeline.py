@@ -7,7 +7,7 @@ What is worked out for a site is kept, so that a search pays for it once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from operator import attrgetter
@@ -22,7 +22,7 @@ from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site, rows_and_rest
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.planner.lanes import Lanes, Speeds
-from shoal.planner.step import Compute, Priced, Step, Timeline
+from shoal.planner.step import Compute, Priced, StateTraffic, StepSimulation, Timeline
 from shoal.strategies.moving import phase_of
 from shoal.strategies.sync_batchnorm import phases_of
 
@@ -42,20 +42,20 @@ class Predictor:
         self.profile = profile
         self.cluster = cluster
         self._layers = {layer.name: layer for layer in profile.layers}
-        self._nbytes = {layer.name: layer.nbytes for layer in profile.layers}
         # of those that are not updated in each step
         self.update_every = {
             layer.name: layer.setting.every for layer in profile.layers if layer.setting.every > 1
         }
         self._norms = phases_of(profile.norms, cluster)
-        self._compute = _compute(profile, self._nbytes, self._norms)
+        self._compute = _compute(profile, self._norms)
         self._strategies = {name: kind() for name, kind in of(Strategy).items()}
         self._roles = {name: kind.role for name, kind in self._strategies.items()}
         self._placed = any(
             p.owner is not None for layer in profile.layers for p in layer.parameters
         )
-        self._of_state = phase_of(profile.moving, cluster)
-        self._state_is_late = any(state.in_backward for state in profile.moving)
+        self._state = StateTraffic(
+            phase_of(profile.moving, cluster), any(state.in_backward for state in profile.moving)
+        )
         self._speeds = Speeds(cluster)
         self._exchanges: dict[str, Exchange] = {}
         self._prices: dict[Site, Priced] = {}
@@ -93,7 +93,7 @@ class Predictor:
         return self._needs[layer, strategy]
 
     def _sites(self, plan: Plan) -> Iterator[Site]:
-        return plan.sites(self._nbytes, self._roles, placed=self._placed)
+        return plan.sites(self._compute.nbytes, self._roles, placed=self._placed)
 
     def role(self, strategy: str) -> Role:
         """What part a strategy plays."""
@@ -211,7 +211,7 @@ class Predictor:
         held = 0.0
         for site in self._sites(plan):
             cost = self.cost(site)
-            nbytes = sum(self._nbytes[name] for name in site.layers) / site.parts
+            nbytes = sum(self._compute.nbytes[name] for name in site.layers) / site.parts
             updated = cost.update.main + cost.update.lane
             held += nbytes * (cost.held + state_per_byte * updated) + cost.memory_bytes
         return held
@@ -248,11 +248,11 @@ class Predictor:
         step_s = self._step(plan).seconds(most_s)
         return self._run(plan, None).step_s if self._bursts(step_s) else step_s
 
-    def _step(self, plan: Plan, burst_s: float = 0.0) -> Step:
+    def _step(self, plan: Plan, burst_s: float = 0.0) -> StepSimulation:
         """A step under a plan, that begins with so many seconds of a burst."""
         sites = [self._priced(site) for site in self._sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes, self._speeds, burst_s)
-        return Step(self._compute, sites, lanes, self._of_state, self._state_is_late)
+        return StepSimulation(self._compute, sites, lanes, self._state)
 
     def _bursts(self, step_s: float) -> bool:
         """Whether what a step leaves of a burst changes the next one."""
@@ -289,8 +289,8 @@ class Predictor:
         bytes.
         """
         costs = self.costs(plan)
-        if self._of_state is not None:
-            costs.append(Cost(in_backward=self._of_state))
+        if self._state.phase is not None:
+            costs.append(Cost(in_backward=self._state.phase))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]
         lanes_s = self._of_lanes_s(costs)
         updates, owned = {}, 0.0  # owned: a part of all bytes
@@ -306,9 +306,7 @@ class Predictor:
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
 
-def _compute(
-    profile: ModelProfile, nbytes: Mapping[str, int], norms: tuple[Phase, Phase] | None
-) -> Compute:
+def _compute(profile: ModelProfile, norms: tuple[Phase, Phase] | None) -> Compute:
     """A step in which nothing is sent but by norms over all ranks.
 
     The main thread waits for those. They are taken to be all over the model, so that every moment
@@ -325,7 +323,7 @@ def _compute(
         backward_s,
         needed_s=tuple((layer.name, layer.needed_s * later) for layer in in_forward),
         ready_s=tuple((layer.name, layer.ready_s * later_back) for layer in profile.layers),
-        nbytes=nbytes,
+        nbytes={layer.name: layer.nbytes for layer in profile.layers},
         counts={layer.name: len(layer.parameters) for layer in profile.layers},
         update=profile.update,
         update_bytes_s=profile.update_bytes_s,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.core.trace import Rate, Recorder
+from shoal.core.trace import LinkRate, Recorder
 
 _COUNTERS = Path("/proc/net/dev")
 _EACH_S = 0.002
@@ -60,6 +60,6 @@ def _watch(recorder: Recorder, ended: threading.Event) -> None:
         for link, count in counts.items():
             rate = (count - before.get(link, count)) * 8e-6 / (now_s - then_s)
             if rate != told.get(link, 0.0):
-                recorder.rates.append(Rate(link, then_s - recorder.start_s, rate))
+                recorder.rates.append(LinkRate(link, then_s - recorder.start_s, rate))
             told[link] = rate
         before, then_s = counts, now_s

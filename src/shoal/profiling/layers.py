@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
-from shoal.contracts.probe import Layer, Probe, Step, Trial
+from shoal.contracts.probe import Layer, MeasuredStep, Probe, Trial
 from shoal.contracts.sample import ComputeLoss, LossFn, Sample
 from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.errors import SampleError
@@ -48,8 +48,8 @@ from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
-from shoal.profiling.terms import Outputs, Seen, agreed_terms, seen
-from shoal.profiling.timeline import Clock, usual, watch_step
+from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
+from shoal.profiling.timeline import DeviceClock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
 
@@ -63,17 +63,26 @@ _TURN_S = 0.03  # in which ranks that share cores have all had their turns
 _BUDGET_S = 20.0  # for more than one
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Settings of a profile, the same on every rank."""
+
+    # parts of a batch, if the end of the model may run on hosts of its own
+    micro_batches: int | None = None
+    # what measures for strategies; None: all that any known strategy asks for
+    probes: Iterable[type[Probe]] | None = None
+    buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it
+    compute_loss: ComputeLoss | None = None  # takes (model, batch) and returns a scalar
+    counted: bool = False  # the training loop will say the terms of each batch's loss
+
+
 def profile_model(
     model: nn.Module,
     loss_fn: LossFn | None,
     optimizers: Sequence[Optimizer],
     sample: Any,
     comm: Comm,
-    micro_batches: int | None = None,
-    probes: Iterable[type[Probe]] | None = None,
-    buffers: Ways = "agree",
-    compute_loss: ComputeLoss | None = None,
-    counted: bool = False,
+    options: ProfileOptions = ProfileOptions(),
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
@@ -85,13 +94,7 @@ def profile_model(
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of
             keyword arguments. With a `compute_loss`, a batch as that takes it.
         comm: the ranks that measure together; with one rank nothing is exchanged.
-        micro_batches: that a batch is cut into, where the end of the model may run on hosts of its
-            own.
-        probes: what measures for strategies, the same on every rank. By default all that any known
-            strategy asks for.
-        buffers: how what forward changes comes to agree, as `parallelize` is given it.
-        compute_loss: takes (model, batch) and returns a scalar.
-        counted: whether the terms of each batch's loss are going to be said.
+        options: what is measured beside the step, and how.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -101,61 +104,67 @@ def profile_model(
             any).
         RanksDiffer: the ranks have different models.
     """
+    compute_loss = options.compute_loss
     checked = agreed(
         comm, lambda: Sample.of(model, loss_fn, sample, compute_loss), _CHECKING, SampleError
     )
     require_same_model(model, comm)
     layers = trainable_layers(model)
-    clock = Clock(_device(layers))
-    asked = probes_of(of(Strategy).values()) if probes is None else probes
+    asked = probes_of(of(Strategy).values()) if options.probes is None else options.probes
     probing = [kind() for kind in asked]
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
         changes = Changes(model, checked.function)
         outputs = Outputs()
-        readers, step = _measured_step(
-            checked, layers, probing, clock, comm, changes, outputs
-        )  # 1, 2
+        readers, step = _measured_step(checked, layers, probing, comm, changes, outputs)  # 1, 2
         trial = Trial(
             checked,
             layers,
             tuple(optimizers),
             comm.size,
-            micro_batches,
+            options.micro_batches,
             step,
             frozenset(readers.read),
         )
-        facts = [
-            agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probing
-        ]  # 3
-        by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
-        outside = outside_use(model, layers, readers.borrowed, by_outputs)
-        update = OptimizerCost.of(optimizers, rows_of_gradients(trial))
-        on_this_rank = ModelProfile(
-            layers=tuple(
-                replace(
-                    _layer_profile(layer, step, outside[layer.name]),
-                    may_vary=readers.decided.get(layer.name, ""),
-                    facts=tuple(found[layer.name] for found in facts),
-                )
-                for layer in layers
-            ),
-            forward_s=step.forward_s,
-            backward_s=step.backward_s,
-            optimizer_s=update.seconds,
-            update=update.pace,
-            state_bytes=update.state_bytes,
-            digest=model_digest(model),
-        )
+        on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
-        moves = moving(checked, changes, comm, step.total_s, buffers)  # 5
-        here = agreed(comm, lambda: seen(checked, counted, outputs), _CHECKING, SampleError)
-        of_ranks = comm.gather_objects(here, "measuring the model: rows", Seen, Terms)
+        moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
+        here = agreed(comm, lambda: seen(checked, options.counted, outputs), _CHECKING, SampleError)
+        of_ranks = comm.gather_objects(here, "measuring the model: rows", SampleTerms, Terms)
     _meet(comm)  # every rank has put the random state back
     profile = replace(
         _maximum(profiles), terms=agreed_terms(of_ranks, of_batch=compute_loss is not None)
     )
     return replace(_complete(_in_backward_order(profile)), moving=moves)  # 4
+
+
+def _profile_here(
+    trial: Trial, readers: Readers, probes: Sequence[Probe], comm: Comm
+) -> ModelProfile:
+    """Profile the model as this rank finds it, with what each probe measures of each layer."""
+    step, model = trial.step, trial.sample.model
+    facts = [  # 3
+        agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probes
+    ]
+    by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
+    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs)
+    update = OptimizerCost.of(trial.optimizers, rows_of_gradients(trial))
+    return ModelProfile(
+        layers=tuple(
+            replace(
+                _layer_profile(layer, step, outside[layer.name]),
+                may_vary=readers.decided.get(layer.name, ""),
+                facts=tuple(found[layer.name] for found in facts),
+            )
+            for layer in trial.layers
+        ),
+        forward_s=step.forward_s,
+        backward_s=step.backward_s,
+        optimizer_s=update.seconds,
+        update=update.pace,
+        state_bytes=update.state_bytes,
+        digest=model_digest(model),
+    )
 
 
 def _meet(comm: Comm) -> None:
@@ -192,11 +201,10 @@ def _measured_step(
     sample: Sample,
     layers: Sequence[Layer],
     probes: Sequence[Probe],
-    clock: Clock,
     comm: Comm,
     changes: Changes,
     outputs: Outputs,
-) -> tuple[Readers, Step]:
+) -> tuple[Readers, MeasuredStep]:
     """Warm up while probes look on, then measure some steps in a row, as in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the
@@ -211,10 +219,10 @@ def _measured_step(
     Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
     that was interrupted is ten times as long, and who waits lets others have the core.
     """
-    parameters = list(sample.model.parameters())
+    parameters, clock = list(sample.model.parameters()), DeviceClock(_device(layers))
     start = time.perf_counter()
 
-    def warm_up() -> tuple[Readers, Step]:
+    def warm_up() -> tuple[Readers, MeasuredStep]:
         with ExitStack() as looking_on:
             readers = looking_on.enter_context(Readers(sample.model, layers).watching())
             looking_on.enter_context(_seen_by(probes, layers))
@@ -233,7 +241,7 @@ def _measured_step(
         changes.backward_ended()
         return readers, step
 
-    def measure() -> Step:
+    def measure() -> MeasuredStep:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
@@ -262,7 +270,11 @@ def _measured_step(
 
 
 def _measure_on(
-    steps: list[Step], number: int, measure: Callable[[], Step], turn: int, comm: Comm
+    steps: list[MeasuredStep],
+    number: int,
+    measure: Callable[[], MeasuredStep],
+    turn: int,
+    comm: Comm,
 ) -> None:
     """Measure until there are so many steps; ranks begin each turn together."""
     for index in range(len(steps), number):
@@ -289,7 +301,7 @@ def _agree(seconds: Sequence[float]) -> bool:
     return max(medians) <= (1 + _AGREE) * min(medians)
 
 
-def _layer_profile(layer: Layer, step: Step, outside: str) -> LayerProfile:
+def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
     """What was measured of every layer alike."""
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from shoal.contracts.batch import mapped
 from shoal.contracts.comm import Comm
 from shoal.contracts.sample import Sample
-from shoal.contracts.state import State, states
+from shoal.contracts.state import TensorSlot, states
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.facts import MovingState
 from shoal.profiling.identity import content
@@ -244,7 +244,7 @@ def _rows_alike(batch: Any) -> Any:
     return mapped(batch, lambda t: t[:1].expand_as(t).clone() if t.dim() and len(t) else t)
 
 
-def _known_alike(state: State) -> bool:
+def _known_alike(state: TensorSlot) -> bool:
     """Whether all ranks have the same by what it is."""
     module = state.module()
     return isinstance(module, nn.SyncBatchNorm | Synchronised) or (
@@ -253,7 +253,7 @@ def _known_alike(state: State) -> bool:
 
 
 def _found(
-    sample: Sample, known: Mapping[str, State], names: Sequence[str], comm: Comm, tries: int
+    sample: Sample, known: Mapping[str, TensorSlot], names: Sequence[str], comm: Comm, tries: int
 ) -> dict[str, str]:
     """How each of these is to agree."""
     ways = {name: "mean" if _is_torchs_own(known[name]) else "first" for name in names}
@@ -269,7 +269,7 @@ def _found(
     return ways
 
 
-def _is_torchs_own(state: State) -> bool:
+def _is_torchs_own(state: TensorSlot) -> bool:
     """Whether it is a running statistic of a norm of torch's, which training does not read."""
     module = state.module()
     forward = getattr(type(module), "forward", None)
@@ -280,13 +280,13 @@ def _is_torchs_own(state: State) -> bool:
     )
 
 
-def _is_float(state: State) -> bool:
+def _is_float(state: TensorSlot) -> bool:
     tensor = state.tensor
     return tensor is not None and tensor.is_floating_point()
 
 
 def _only_written(
-    sample: Sample, known: Mapping[str, State], names: Sequence[str], comm: Comm, tries: int
+    sample: Sample, known: Mapping[str, TensorSlot], names: Sequence[str], comm: Comm, tries: int
 ) -> set[str]:
     """Those whose values no rank's training depends on, found by so many tries."""
     if tries < 2 + _DISTURBANCES:
@@ -315,7 +315,7 @@ def _only_written(
 
 
 def _outcome(
-    sample: Sample, start: Traces, values: Mapping[str, tuple[State, Tensor]], steps: int = 2
+    sample: Sample, start: Traces, values: Mapping[str, tuple[TensorSlot, Tensor]], steps: int = 2
 ) -> str:
     """A digest of what some steps give, with these values, or how they fail."""
     digest = hashlib.blake2b(digest_size=16)
@@ -344,8 +344,8 @@ def _outcome(
 
 
 def _disturbed(
-    known: Mapping[str, State], names: Sequence[str], number: int
-) -> dict[str, tuple[State, Tensor]]:
+    known: Mapping[str, TensorSlot], names: Sequence[str], number: int
+) -> dict[str, tuple[TensorSlot, Tensor]]:
     """Other values: far above, far below, and at random."""
     values = {}
     generator = torch.Generator().manual_seed(number)
@@ -384,7 +384,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(content(a) == content(b))
 
 
-def _digest_of(state: State) -> str:
+def _digest_of(state: TensorSlot) -> str:
     tensor = state.tensor
     return "" if tensor is None else _digest([tensor])
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.core.facts import UpdatePace
 from shoal.core.rows import held_bytes, in_rows
-from shoal.profiling.timeline import Clock
+from shoal.profiling.timeline import DeviceClock
 from shoal.profiling.updates import unhooked_step
 
 # 32 MB of float32, as much of gradients, and state: beyond caches, and small beside a model's own
@@ -117,7 +117,7 @@ def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
     tensors = [parameter for group in scratch.groups for parameter in group["params"]]
     if not tensors:
         return OptimizerCost(0.0, 0.0, UpdatePace())
-    clock = Clock(tensors[0].device)
+    clock = DeviceClock(tensors[0].device)
     try:
         copy = _like(optimizer, scratch.groups)
         measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
@@ -133,7 +133,7 @@ def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
     return OptimizerCost(seconds, state_bytes / scratch.held, pace)
 
 
-def _pace(optimizer: Optimizer, rows: Mapping[Tensor, int], clock: Clock) -> UpdatePace:
+def _pace(optimizer: Optimizer, rows: Mapping[Tensor, int], clock: DeviceClock) -> UpdatePace:
     """By a step of one parameter of one element, and a step of many such."""
     small = [
         (group, _element(parameter, parameter in rows))
@@ -206,7 +206,7 @@ def _options(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in accepted}
 
 
-def _copy_seconds(tensors: list[Tensor], clock: Clock) -> float:
+def _copy_seconds(tensors: list[Tensor], clock: DeviceClock) -> float:
     """Seconds to pass over these tensors' bytes once, at the rate of a copy in memory."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     source = torch.zeros(max(nbytes, 1 << 20), dtype=torch.uint8, device=tensors[0].device)

@@ -58,7 +58,7 @@ def reads_state(trial: Optimizer, name: str) -> bool:
     Also where it cannot be called without arguments.
     """
     state = trial.state
-    watched = _Watched(state)
+    watched = _WatchedState(state)
     trial.state = watched
     try:
         getattr(trial, name)()
@@ -70,8 +70,8 @@ def reads_state(trial: Optimizer, name: str) -> bool:
 
 
 @final
-class _Watched(defaultdict[Any, Any]):
-    """A state that notes that somebody looks at it."""
+class _WatchedState(defaultdict[Any, Any]):
+    """An optimizer state that notes whether somebody reads it."""
 
     def __init__(self, state: Any) -> None:
         super().__init__(dict, state)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from shoal.contracts.probe import Layer, Probe, Trial, Watched
+from shoal.contracts.probe import Layer, MeasuredLayer, Probe, Trial
 from shoal.core.facts import Excerpt, Facts, LayerProfile
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import page_faults
 from shoal.profiling.sparse import says_sparse
-from shoal.profiling.timeline import Clock
+from shoal.profiling.timeline import DeviceClock
 
 _MOST_WORK = 1e9  # multiplications in one measurement: larger ones only take longer to say the same
 _MOST_ELEMENTS = 1 << 23  # of an operand with so many rows, and of a result: it outgrows caches
@@ -71,7 +71,9 @@ class ProductProbe(Probe):
 def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
     """What each layer's product costs, and how much of its gradient's memory was new each step."""
     products = {
-        layer.name: Product.of(layer.module, rows_of(layer.module, trial.step.layers[layer.name]))
+        layer.name: ProductShape.of(
+            layer.module, rows_of(layer.module, trial.step.layers[layer.name])
+        )
         for layer in trial.layers
     }
     costs = measure_products(
@@ -93,15 +95,15 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
     return 0, 0
 
 
-def rows_of(module: nn.Module, watched: Watched) -> int:
+def rows_of(module: nn.Module, watched: MeasuredLayer) -> int:
     """K: what the layer puts out, counted in rows of N."""
     outputs = shape_of(module)[1]
     return watched.output_elements // outputs if outputs else 0
 
 
 @dataclass(frozen=True)
-class Product:
-    """One kind of product; equal layers share one measurement."""
+class ProductShape:
+    """Sizes and type of one product; equal layers share one measurement."""
 
     embedding: bool
     rows: int  # K
@@ -111,7 +113,7 @@ class Product:
     device: torch.device
 
     @classmethod
-    def of(cls, module: nn.Module, rows: int) -> Product | None:
+    def of(cls, module: nn.Module, rows: int) -> ProductShape | None:
         """The product that a module's weight gradient is, or None if it is none or was not run."""
         if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
             return None
@@ -169,15 +171,15 @@ class ProductCost:
     page_faults: int = 0
 
 
-def measure_products(products: Mapping[str, Product], ranks: int) -> dict[str, ProductCost]:
+def measure_products(products: Mapping[str, ProductShape], ranks: int) -> dict[str, ProductCost]:
     """The cost of each layer's product. All ranks call this at the same time."""
     costs = {product: _measure(product, ranks) for product in dict.fromkeys(products.values())}
     return {name: costs[product] for name, product in products.items()}
 
 
 @torch.no_grad()
-def _measure(product: Product, ranks: int) -> ProductCost:
-    clock, times = Clock(product.device), 1.0
+def _measure(product: ProductShape, ranks: int) -> ProductCost:
+    clock, times = DeviceClock(product.device), 1.0
     if not product.embedding and product.inputs * product.outputs > _MOST_ELEMENTS:
         part = replace(product, outputs=max(1, _MOST_ELEMENTS // product.inputs))
         product, times = part, product.outputs / part.outputs

@@ -71,7 +71,7 @@ class Measured:
             UsageError: the text is no profile, or one of another format.
         """
         try:
-            form = msgspec.json.decode(text, type=_Form)
+            form = msgspec.json.decode(text, type=_ProfileFile)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise _unread(source, str(error)) from error
         if form.format != FORMAT:
@@ -105,8 +105,8 @@ class Measured:
         return cls.from_json(text, source=str(path))
 
 
-class _Form(msgspec.Struct):
-    """The file."""
+class _ProfileFile(msgspec.Struct):
+    """Fields of the file."""
 
     format: int
     profile: ModelProfile

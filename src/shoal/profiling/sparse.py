@@ -13,10 +13,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.contracts.probe import Layer, Probe, Step, Trial
+from shoal.contracts.probe import Layer, MeasuredStep, Probe, Trial
 from shoal.core.facts import Facts
 from shoal.core.rows import in_rows
-from shoal.profiling.timeline import Clock
+from shoal.profiling.timeline import DeviceClock
 from shoal.profiling.untraced import drop_gradients
 
 
@@ -39,7 +39,7 @@ class SparseProbe(Probe):
         gradients = trial.once(_gradients)
         found = [gradients[name] for name in layer.parameters if name in gradients]
         rows = sum(_num_rows(gradient) for gradient in found)
-        clock = Clock(next(iter(layer.parameters.values())).device)
+        clock = DeviceClock(next(iter(layer.parameters.values())).device)
         own_s = sum(clock.usual(gradient.coalesce) for gradient in found)
         ranks = max(2, trial.ranks)
         all_s = sum(clock.usual(_sum_of(gradient, ranks)) for gradient in found)
@@ -51,7 +51,7 @@ def says_sparse(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and bool(module.sparse)
 
 
-def is_sparse(layer: Layer, parameter: str, step: Step) -> bool:
+def is_sparse(layer: Layer, parameter: str, step: MeasuredStep) -> bool:
     """Whether a parameter's gradient is a sparse tensor, as the sample shows or its module says."""
     unused = parameter not in step.ready_s
     return parameter in step.sparse or (unused and says_sparse(layer.module))

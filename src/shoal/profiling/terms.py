@@ -49,8 +49,8 @@ _LossOf = Callable[[Sequence[int]], float]  # of these rows
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor or list of a batch: the way to it, and its size."""
+class _BatchItem:
+    """A tensor or list in a batch: the way to it, and its size."""
 
     path: _Path
     size: _Size
@@ -65,8 +65,8 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one rank's sample shows."""
+class SampleTerms:
+    """Places in the sample of one rank where terms of the loss can be counted."""
 
     kind: str  # of the loss
     places: tuple[Terms, ...]  # where the terms can be counted
@@ -104,7 +104,7 @@ def _copied(output: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.detach().clone(), output)
 
 
-def seen(sample: Sample, counted: bool = False, outputs: Outputs | None = None) -> Seen:
+def seen(sample: Sample, counted: bool = False, outputs: Outputs | None = None) -> SampleTerms:
     """What this rank's sample shows, after a step. Runs the model and the loss some times more.
 
     Nothing need be seen of a `compute_loss` whose terms are `counted`.
@@ -119,7 +119,7 @@ def seen(sample: Sample, counted: bool = False, outputs: Outputs | None = None) 
         if sample.loss_fn is not None:
             found = _of_loss(sample, sample.loss_fn, outputs and outputs.copy)
         elif counted and sample.compute_loss is not None:
-            found = Seen(_UNKNOWN, (Terms(),))
+            found = SampleTerms(_UNKNOWN, (Terms(),))
         else:
             found = _of_whole_loss(sample)
     return replace(found, kept=kept)
@@ -147,7 +147,7 @@ def keep(module: nn.Module, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
-def agreed_terms(ranks: Sequence[Seen], of_batch: bool = False) -> Terms:
+def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
     """What every rank's sample shows, the same for all.
 
     `of_batch` says that nothing but the whole batch is there to count.
@@ -197,7 +197,7 @@ def count_of(terms: Terms, value: Any) -> float:
     return float(prod(size[dim] for dim in terms.dims if dim < len(size)))
 
 
-def _of_loss(sample: Sample, loss_fn: LossFn, output: Any = None) -> Seen:
+def _of_loss(sample: Sample, loss_fn: LossFn, output: Any = None) -> SampleTerms:
     if output is None:
         with torch.enable_grad():  # as in training: some models look (checkpointing)
             output = pytree.tree_map(_detached, sample.output())
@@ -206,7 +206,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, output: Any = None) -> Seen:
     y = sample.y
     target = next(_sizes(y), None)
     if target is None or not target[1][0]:
-        return Seen(_UNKNOWN, (Terms(),))
+        return SampleTerms(_UNKNOWN, (Terms(),))
     number = target[1][0]
 
     def loss_of(rows: Sequence[int]) -> float:
@@ -223,20 +223,22 @@ def _of_loss(sample: Sample, loss_fn: LossFn, output: Any = None) -> Seen:
         INPUT: list(_sizes(arguments(sample.model, sample.x))),
         OUTPUT: list(_sizes(output))[:1],
     }
-    return Seen(kind, tuple(_places(sources, [[target[1][d] for d in each] for each in counted])))
+    return SampleTerms(
+        kind, tuple(_places(sources, [[target[1][d] for d in each] for each in counted]))
+    )
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _of_whole_loss(sample: Sample) -> Seen:
+def _of_whole_loss(sample: Sample) -> SampleTerms:
     """Of a function of the whole batch, which alone tells the terms."""
     model = sample.model
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # no dropout, and no statistics
 
-    def loss_by(place: _Place) -> _LossOf:
+    def loss_by(place: _BatchItem) -> _LossOf:
         number = place.size[0]
 
         def loss_of(rows: Sequence[int]) -> float:
@@ -251,20 +253,20 @@ def _of_whole_loss(sample: Sample) -> Seen:
     try:
         if sample.compute_loss is not None:
             return _of_batch(sample.x, loss_by)
-        place = _Place((), next(_sizes(arguments(model, sample.x)), ((), (0,)))[1])
-        return Seen(_kind(loss_by(place), min(place.size[0], _FEW)), place.terms)
+        place = _BatchItem((), next(_sizes(arguments(model, sample.x)), ((), (0,)))[1])
+        return SampleTerms(_kind(loss_by(place), min(place.size[0], _FEW)), place.terms)
     finally:
         sample.renew()
         for module, mode in modes:
             module.training = mode
 
 
-def _of_batch(batch: Any, loss_by: Callable[[_Place], _LossOf]) -> Seen:
+def _of_batch(batch: Any, loss_by: Callable[[_BatchItem], _LossOf]) -> SampleTerms:
     """Where a batch has its rows, and what the loss is of them."""
-    places = [_Place(path, size) for path, size in _sizes_of_batch(batch)]
+    places = [_BatchItem(path, size) for path, size in _sizes_of_batch(batch)]
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
     targets = [place for place in places if is_pair and place.path[:1] == (1,)][:1]
-    by_number: dict[int, _Place] = {}
+    by_number: dict[int, _BatchItem] = {}
     for place in targets or places:
         by_number.setdefault(place.size[0], place)
     if is_pair and _has_objects(batch[1]):
@@ -288,7 +290,7 @@ def _of_batch(batch: Any, loss_by: Callable[[_Place], _LossOf]) -> Seen:
 
     number = max(shown or kinds, key=likely)
     same = [place for place in (*places[:1], by_number[number]) if place.size[0] == number]
-    return Seen(kinds[number], tuple(terms for place in same for terms in place.terms))
+    return SampleTerms(kinds[number], tuple(terms for place in same for terms in place.terms))
 
 
 def _matters(loss_of: _LossOf, number: int) -> bool:
@@ -444,7 +446,7 @@ def _may_be_rows(values: list[Any]) -> bool:
     return len(values) > 2 and len({value.shape for value in values}) == 1
 
 
-def _is_plain(batch: Any, by_number: Mapping[int, _Place], first: Sequence[_Place]) -> bool:
+def _is_plain(batch: Any, by_number: Mapping[int, _BatchItem], first: Sequence[_BatchItem]) -> bool:
     """Whether rows are known although the loss shows none.
 
     They are where the target of a pair is a tensor, or all tensors have as many.

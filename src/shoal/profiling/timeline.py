@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal.contracts.probe import Layer, Step, Watched
+from shoal.contracts.probe import Layer, MeasuredLayer, MeasuredStep
 from shoal.contracts.sample import Sample, tensors_in
 from shoal.profiling.processor import page_faults
 
@@ -36,7 +36,7 @@ _FEWEST, _FEWEST_LONG, _MOST, _ENOUGH_S = 3, 2, 25, 0.05
 _ALONE, _SHARED_S = 0.9, 0.06
 
 
-class Clock:
+class DeviceClock:
     """Takes moments without waiting for the device, and tells the seconds between them later."""
 
     def __init__(self, device: torch.device) -> None:
@@ -95,9 +95,9 @@ class Clock:
 def watch_step(
     sample: Sample,
     layers: Sequence[Layer],
-    clock: Clock,
+    clock: DeviceClock,
     forward_ended: Callable[[], None] | None = None,
-) -> Step:
+) -> MeasuredStep:
     """Watch one forward and backward; gradients are left in `.grad`, hooks are removed.
 
     `forward_ended` is called between the two.
@@ -116,9 +116,9 @@ def watch_step(
         end, faults = clock.mark(), page_faults() - faults
     forward_s = _billed(watch.forward_log, middle, clock)
     backward_s = _billed(watch.backward_log, end, clock)
-    return Step(
+    return MeasuredStep(
         layers={
-            layer.name: Watched(
+            layer.name: MeasuredLayer(
                 calls=watch.calls[layer.name],
                 calls_vary=False,
                 input_elements=watch.input_elements[layer.name],
@@ -140,13 +140,13 @@ def watch_step(
     )
 
 
-def usual(steps: Sequence[Step], warm: Step) -> Step:
+def usual(steps: Sequence[MeasuredStep], warm: MeasuredStep) -> MeasuredStep:
     """The median of each time over steps of one model; counts are the last step's.
 
     Of the step before, to warm up, only how often it called layers counts.
     """
     last, used = steps[-1], {name for step in steps for name in step.ready_s}
-    return Step(
+    return MeasuredStep(
         layers={
             name: replace(
                 watched,
@@ -171,7 +171,7 @@ def usual(steps: Sequence[Step], warm: Step) -> Step:
 class _Watch:
     """The hooks' notebook. Each log entry is a moment and the layer whose time begins then."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
         # forward hooks fire there too, when activation checkpointing runs forward again
         self.in_backward = False
@@ -234,7 +234,7 @@ class _Watch:
         return note
 
 
-def _billed(log: Sequence[tuple[Mark, str]], end: Mark, clock: Clock) -> dict[str, float]:
+def _billed(log: Sequence[tuple[Mark, str]], end: Mark, clock: DeviceClock) -> dict[str, float]:
     """Give each entry's layer the seconds until the next entry."""
     seconds: dict[str, float] = defaultdict(float)
     for (start, name), (stop, _) in pairwise([*log, (end, NOBODY)]):

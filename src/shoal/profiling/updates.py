@@ -140,7 +140,7 @@ class UpdateProbe(Probe):
         )
 
 
-def _together(trial: Trial) -> dict[Tensor, Together]:
+def _together(trial: Trial) -> dict[Tensor, JointUpdate]:
     sparse = {
         parameter
         for layer in trial.layers
@@ -151,10 +151,8 @@ def _together(trial: Trial) -> dict[Tensor, Together]:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Why a parameter's elements must be updated together, '' where they need not, and why not even
-    by themselves.
-    """
+class JointUpdate:
+    """Reasons why elements of a parameter must be updated together; "" where they need not."""
 
     whole: str  # why no part of it can be updated by itself
     joint: str = ""  # why not even all of it
@@ -164,7 +162,7 @@ def whole_updates(
     parameters: Iterable[Tensor],
     optimizers: Iterable[Optimizer],
     sparse: Set[Tensor] = frozenset(),
-) -> dict[Tensor, Together]:
+) -> dict[Tensor, JointUpdate]:
     """The parameters of which no part can be updated by itself, and why.
 
     Some have gradients that are sparse tensors.
@@ -197,7 +195,7 @@ def whole_updates(
             reason = "a parameter of it shares memory with another one, "
             reason += "which two owners would both update"
         if reason:
-            reasons[parameter] = Together(reason, reason)
+            reasons[parameter] = JointUpdate(reason, reason)
     return reasons
 
 
@@ -226,7 +224,7 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
     return found
 
 
-def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -> Together:
+def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -> JointUpdate:
     """Why the group's parameters must be updated together, those with such gradients."""
     matrix, convolution = _SHAPES
     trials: list[tuple[Sequence[int], _Gradient]] = [
@@ -242,7 +240,7 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -
     if not joint:
         tensor = _TrialTensor.of(optimizer, group, matrix, _drawn, sparse)
         joint = _used_by_methods(optimizer, tensor)
-    return Together(whole or joint, joint)
+    return JointUpdate(whole or joint, joint)
 
 
 def _used_by_methods(optimizer: Optimizer, tensor: _TrialTensor) -> str:
@@ -380,7 +378,7 @@ def _tried(
     shape: Sequence[int],
     gradient: _Gradient,
     sparse: bool,
-) -> Together:
+) -> JointUpdate:
     """Why they must, as a tensor of this shape shows with such gradients."""
     name = type(optimizer).__name__
     tensor = _TrialTensor.of(optimizer, group, shape, gradient, sparse)
@@ -408,7 +406,7 @@ def _tried(
         whole = (
             f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
         )
-    return Together(whole or joint, joint)
+    return JointUpdate(whole or joint, joint)
 
 
 class _Unfit(Exception):

@@ -23,7 +23,7 @@ from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
-from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.strategy import Place, RowTraffic, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
@@ -85,7 +85,6 @@ def placed(
         stale=plan.staleness != 0,
         buckets=buckets or Buckets(),
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
-        chunks=plan.chunks,
     )
     periods = {every: Period(every) for every in plan.update_every.values() if every > 1}
 
@@ -101,7 +100,7 @@ def placed(
             layers={name: layers[name].module for name in site.layers},
             parameters={name: parameters[name] for name in spans or parameters},
             spans=spans,
-            codec=row_codec(site.exchange),
+            rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
         )
 

@@ -309,8 +309,8 @@ class _LayerPart:
         place: Place,
     ) -> None:
         assert place.comm is not None
-        self._name, self._comm, self._chunks = name, place.comm, place.chunks
-        self._weighs, self.crossing = place.weighs, RowCrossing(place.codec)
+        self._name, self._comm, self._chunks = name, place.comm, place.rows.chunks
+        self._weighs, self.crossing = place.weighs, RowCrossing(place.rows.codec)
         self._is_linear = type(module) is nn.Linear
         self.weight, self.bias = module.weight, module.bias
         self._strategy, self._widths = strategy, widths

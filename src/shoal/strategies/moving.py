@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, LiveBucket
-from shoal.contracts.state import State
+from shoal.contracts.state import TensorSlot
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.cost import Phase, Traffic, total
 from shoal.core.errors import UsageError
@@ -39,7 +39,7 @@ _DIRECT = Direct()
 
 
 def transfers_of(
-    moving: Sequence[MovingState], known: Mapping[str, State], ranks: int
+    moving: Sequence[MovingState], known: Mapping[str, TensorSlot], ranks: int
 ) -> list[OfState]:
     """What brings it to agree, a transfer for each kind."""
     groups: dict[tuple[str, int, torch.device], list[MovingState]] = {}
@@ -118,7 +118,7 @@ class LocalState:
 class OfState(Transfer):
     """What one transfer of state has to do with modules."""
 
-    def __init__(self, held: Sequence[State], at_once: bool) -> None:
+    def __init__(self, held: Sequence[TensorSlot], at_once: bool) -> None:
         self.held, self.at_once = tuple(held), at_once
         more = f" and {len(held) - 2} more" if len(held) > 2 else ""
         names = ", ".join(state.name for state in held[:2])
@@ -129,7 +129,7 @@ class OfState(Transfer):
         self.local: LocalState | None = None  # where ranks step by themselves
         self._forms = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
 
-    def tensor(self, state: State) -> Tensor:
+    def tensor(self, state: TensorSlot) -> Tensor:
         """A state as it is now."""
         tensor = state.tensor
         if tensor is None:
@@ -188,7 +188,7 @@ class OfState(Transfer):
 class FirstRanks(OfState):
     """Every rank gets rank 0's, byte for byte."""
 
-    def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
+    def __init__(self, held: Sequence[TensorSlot], ranks: int, at_once: bool) -> None:
         held = sorted(held, key=lambda state: -self.tensor(state).element_size())  # aligned
         super().__init__(held, at_once)
         self._sizes = [tensor.nbytes for tensor in self._tensors]
@@ -229,7 +229,7 @@ class FirstRanks(OfState):
 class MeanOfRanks(OfState):
     """Every rank gets the mean over ranks. What nobody has changed keeps its bits."""
 
-    def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
+    def __init__(self, held: Sequence[TensorSlot], ranks: int, at_once: bool) -> None:
         super().__init__(held, at_once)
         self._ranks = ranks
         self._dtype = torch.float32

@@ -214,7 +214,7 @@ def _report(
     shoal: Peer,
     attached: Attached,
     contenders: Mapping[str, Peer],
-    turns: Mapping[str, Sequence[_Turn]],
+    turns: Mapping[str, Sequence[_TurnResult]],
     outcome: Outcome | None,
 ) -> dict[str, Any]:
     """What is written as JSON."""
@@ -251,8 +251,8 @@ def _plan_of(peer: Peer) -> Any:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """What some steps of a contender took."""
+class _TurnResult:
+    """Figures of one turn: some steps of a contender."""
 
     step_s: float  # the slowest rank's median step
     busy: float  # this machine's processors, 1 at most
@@ -261,9 +261,9 @@ class _Turn:
 
 def _turns(
     contenders: Mapping[str, Peer], batch: tuple[Any, Any], rounds: int, steps: int
-) -> dict[str, list[_Turn]]:
+) -> dict[str, list[_TurnResult]]:
     """What each contender takes in each round; every other round goes backwards."""
-    turns: dict[str, list[_Turn]] = {name: [] for name in contenders}
+    turns: dict[str, list[_TurnResult]] = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
         order = list(contenders.items())
         for name, peer in order if number % 2 else reversed(order):
@@ -273,12 +273,12 @@ def _turns(
     return turns
 
 
-def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _Turn:
+def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _TurnResult:
     start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), _sent()
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
     busy = min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
-    return _Turn(step_s, busy, (_sent() - sent) / (steps + 1))
+    return _TurnResult(step_s, busy, (_sent() - sent) / (steps + 1))
 
 
 def _sent() -> int:
@@ -290,7 +290,7 @@ def _sent() -> int:
     )
 
 
-def _most_sent(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, float]:
+def _most_sent(turns: Mapping[str, Sequence[_TurnResult]]) -> dict[str, float]:
     """Bytes a step under each contender, of the host that sends most."""
     own = {
         name: statistics.median(turn.sent_bytes for turn in taken) for name, taken in turns.items()

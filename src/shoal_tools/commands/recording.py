@@ -34,7 +34,7 @@ from shoal.core.record import (
     Track,
     Training,
 )
-from shoal.core.trace import Event, Rate, Recorder
+from shoal.core.trace import LinkRate, Recorder, TraceEvent
 from shoal.engine.engine import Engine
 from shoal.front.codec_report import codec_report
 from shoal.planner.explain import explain
@@ -136,7 +136,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def gathered(comm: Comm, recorder: Recorder) -> tuple[Track, ...]:
     """What each rank has recorded (a collective)."""
     ranks: list[Recorder] = comm.gather_objects(
-        recorder, "report: recorded steps", Recorder, Event, Rate
+        recorder, "report: recorded steps", Recorder, TraceEvent, LinkRate
     )
     return tuple(
         Track(f"rank {rank} ({host})", tuple(noted.events), tuple(noted.rates))

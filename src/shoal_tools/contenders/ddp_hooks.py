@@ -100,7 +100,7 @@ def _power_sgd(rank: int, model: DistributedDataParallel, group: dist.ProcessGro
 
 
 @dataclass
-class _Matrix:
+class _HookGradient:
     """A parameter's gradient of this step, and what is kept of it for the next one."""
 
     values: Tensor  # rows × columns, where the gradient lies
@@ -120,7 +120,7 @@ class PowerSGD:
 
     def __init__(self, rank: int, add: Callable[[Tensor], object], num_ranks: int) -> None:
         self._rank, self._add, self._num_ranks = rank, add, num_ranks
-        self._matrices: dict[Tensor, _Matrix] = {}  # by parameter: DDP deals its buckets anew
+        self._matrices: dict[Tensor, _HookGradient] = {}  # by parameter: DDP deals its buckets anew
         self._random = torch.Generator().manual_seed(0)  # the same on all ranks
         # one thread: backward goes on meanwhile, and all ranks add in the same order
         self._thread = ThreadPoolExecutor(1)
@@ -177,13 +177,13 @@ class PowerSGD:
         sent = (rows + columns) * min(self._rank, rows, columns)
         return sent * _LEAST_RATIO < gradient.numel()
 
-    def _matrix(self, parameter: Tensor, gradient: Tensor) -> _Matrix:
+    def _matrix(self, parameter: Tensor, gradient: Tensor) -> _HookGradient:
         values = gradient.view(len(gradient), -1)
         if parameter not in self._matrices:
             shape = values.shape[1], min(self._rank, *values.shape)
             basis = torch.randn(shape, generator=self._random, dtype=values.dtype, device="cpu")
             lost = torch.zeros_like(values)
-            self._matrices[parameter] = _Matrix(values, lost, basis.to(values.device))
+            self._matrices[parameter] = _HookGradient(values, lost, basis.to(values.device))
         matrix = self._matrices[parameter]
         matrix.values = values
         return matrix

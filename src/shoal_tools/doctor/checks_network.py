@@ -76,7 +76,7 @@ def mtu(survey: Survey) -> Iterator[Finding]:
                 f"{_arrow(survey, way)}: {passes[way] or 'less than 576'} bytes pass"
                 for way in ways
             )
-            + f"; {host.name} sends up to {host.mtus.get(_used(survey, host), 0)}",
+            + f"; {host.name} sends up to {host.interfaces.mtus.get(_used(survey, host), 0)}",
             mend=f"ip link set dev {_used(survey, host)} mtu {size}",
             on=host.name,
         )
@@ -97,7 +97,7 @@ def rate(survey: Survey) -> Iterator[Finding]:
             got=", ".join(f"{_arrow(survey, way)} {mbits(slow[way])}" for way in ways)
             + f"; the fastest carries {mbits(fastest)}, {expected}",
             mend=f"tc qdisc del dev {device} root"
-            if sends and device in host.shaped
+            if sends and device in host.interfaces.shaped
             else f"ethtool -s {device} autoneg on",
             on=host.name,
         )
@@ -117,12 +117,12 @@ def mbits(bytes_per_s: float) -> str:
 
 def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
     """What is wrong with the interface that a host uses, and what was seen; None if nothing is."""
-    told = f"GLOO_SOCKET_IFNAME={','.join(host.asked)}"
+    told = f"GLOO_SOCKET_IFNAME={','.join(host.interfaces.asked)}"
     others = [other for other in survey.hosts if other.id != host.id]
-    if absent := set(host.asked) - set(host.interfaces):
-        there = ", ".join(host.interfaces)
+    if absent := set(host.interfaces.asked) - set(host.interfaces.names):
+        there = ", ".join(host.interfaces.names)
         return f"{host.name} has no interface {', '.join(absent)}", f"{told}; it has {there}"
-    if host.asked and not host.announced:
+    if host.interfaces.asked and not host.announced:
         return "the interface that was asked for has no address, or is down", told
     if survey.size == 1:
         return None
@@ -139,7 +139,7 @@ def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
     ]
     missed = [attempt for attempt in tried if attempt.outcome]
     # where nobody asks for one, that is taken which leads to the others
-    if host.asked and (elsewhere or stays_here(name)):
+    if host.interfaces.asked and (elsewhere or stays_here(name)):
         got = f"{host.announced} ({name}): {missed[0].outcome if missed else 'of this host alone'}"
         if elsewhere:
             better = elsewhere[0].address

@@ -139,7 +139,7 @@ class Examination:
     def _path(self, way: Attempt) -> Path:
         door = Door(way.address, way.port)
         trip_s, ahead_s = latency(door, self.secret)
-        mtu = self.me.mtus.get(self.me.interface_of(way.source), 1500)
+        mtu = self.me.interfaces.mtus.get(self.me.interface_of(way.source), 1500)
         passes = largest(door, self.secret, outward=True, mtu=mtu)
         back = largest(door, self.secret, outward=False, mtu=mtu)
         return Path(way.host, way.address, trip_s, ahead_s, passes, back)

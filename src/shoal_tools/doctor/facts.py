@@ -56,12 +56,22 @@ class Firewall:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this process and host."""
+    """Limits of this process and host."""
 
     files: int  # open at once
     most_files: int  # that the process may ask for
     shared_bytes: int
     shared_free_bytes: int
+
+
+@dataclass(frozen=True)
+class Interfaces:
+    """The network interfaces of a host."""
+
+    names: tuple[str, ...]
+    asked: tuple[str, ...]  # those in GLOO_SOCKET_IFNAME
+    mtus: dict[str, int]
+    shaped: tuple[str, ...]  # those whose rate tc limits
 
 
 @dataclass(frozen=True)
@@ -74,10 +84,7 @@ class Host:
     machine: str  # equal for processes that share a network
     addresses: tuple[Address, ...]
     announced: str  # the address that others are told; "" for none
-    asked: tuple[str, ...]  # interfaces, in GLOO_SOCKET_IFNAME
-    interfaces: tuple[str, ...]  # all that there are
-    mtus: dict[str, int]
-    shaped: tuple[str, ...]  # interfaces whose rate is limited by tc
+    interfaces: Interfaces
     names: dict[str, tuple[str, ...]]  # of hosts, and the addresses that they lead to here
     port: int  # the doctor's
     versions: Versions
@@ -125,10 +132,12 @@ def here(
         machine=machine(),
         addresses=addresses,
         announced=_announced(wanted, towards, addresses),
-        asked=wanted,
-        interfaces=all_names,
-        mtus={each: mtu(each) or 0 for each in all_names},
-        shaped=tuple(_shaped(all_names)),
+        interfaces=Interfaces(
+            names=all_names,
+            asked=wanted,
+            mtus={each: mtu(each) or 0 for each in all_names},
+            shaped=tuple(_shaped(all_names)),
+        ),
         names=resolved(known),
         port=port,
         versions=versions(),

@@ -38,7 +38,7 @@ def _hosts(survey: Survey) -> Table:
             host.name,
             host.announced or "none",
             name,
-            str(host.mtus.get(name, "")),
+            str(host.interfaces.mtus.get(name, "")),
             versions.python,
             versions.torch,
             versions.processor.rpartition(", ")[2],

@@ -71,7 +71,7 @@ class _Greeting:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _PeerRequest:
     kind: Literal["ping", "take", "give", "fill", "drain", "put", "get"]
     amount: float = 0.0  # bytes, or seconds
     key: str = ""
@@ -208,14 +208,14 @@ class Responder:
                 proved = line.hear(_Proved)
                 proof = _proof(self._secret, greeting, proved.request)
                 if hmac.compare_digest(proof.encode(), proved.proof.encode()):
-                    request = msgspec.json.decode(proved.request, type=_Request)
+                    request = msgspec.json.decode(proved.request, type=_PeerRequest)
                     self._answer(line, request)
         except msgspec.MsgspecError:
             pass  # a stranger's
         finally:
             self._callers.release()
 
-    def _answer(self, line: Line, request: _Request) -> None:
+    def _answer(self, line: Line, request: _PeerRequest) -> None:
         size, seconds = min(int(request.amount), _MOST_BYTES), min(request.amount, _MOST_S)
         if request.kind == "ping":
             for _ in range(_PINGS):
@@ -277,7 +277,7 @@ def latency(door: Door, secret: str) -> tuple[float, float]:
         OSError: it does not answer.
     """
     trips, aheads = [], []
-    with _called(door, _Request("ping"), secret) as call:
+    with _called(door, _PeerRequest("ping"), secret) as call:
         for number in range(_PINGS):
             began, clock = time.perf_counter(), time.time()
             call.line.say(number)
@@ -322,7 +322,7 @@ def rate(door: Door, secret: str, outward: bool, seconds: float) -> float:
     Raises:
         OSError: the responder does not answer.
     """
-    request = _Request("fill" if outward else "drain", seconds)
+    request = _PeerRequest("fill" if outward else "drain", seconds)
     with _called(door, request, secret, segment=None) as call:
         if outward:
             return _pour(call.line, seconds) or 0.0
@@ -331,13 +331,13 @@ def rate(door: Door, secret: str, outward: bool, seconds: float) -> float:
 
 def put(door: Door, secret: str, key: str, value: str) -> None:
     """Leave a value with a responder (OSError where it does not answer)."""
-    with _called(door, _Request("put", key=key, value=value), secret) as call:
+    with _called(door, _PeerRequest("put", key=key, value=value), secret) as call:
         call.line.hear(str)
 
 
 def get(door: Door, secret: str, key: str) -> str:
     """A value that a responder has, or "" (OSError where it does not answer)."""
-    with _called(door, _Request("get", key=key), secret) as call:
+    with _called(door, _PeerRequest("get", key=key), secret) as call:
         return call.line.hear(str)
 
 
@@ -364,7 +364,7 @@ class _called:
     """A connection on which a request was made."""
 
     def __init__(
-        self, door: Door, request: _Request, secret: str, segment: int | None = SEGMENT
+        self, door: Door, request: _PeerRequest, secret: str, segment: int | None = SEGMENT
     ) -> None:
         self.line = Line(_connected(door, TIMEOUT_S, segment), TIMEOUT_S)
         try:
@@ -430,7 +430,7 @@ def _proof(secret: str, greeting: _Greeting, request: str) -> str:
 
 
 def _passes(door: Door, secret: str, outward: bool, segment: int | None) -> bool:
-    request = _Request("take" if outward else "give", _BLOCK)
+    request = _PeerRequest("take" if outward else "give", _BLOCK)
     with _called(door, request, secret, segment) as call:
         try:
             if outward:

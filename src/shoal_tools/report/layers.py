@@ -41,7 +41,7 @@ _WIDTH, _HEIGHT, _MIDDLE, _TOP = 1000, 210, 96, 18
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """A layer in the picture; parts are of the largest layer's, in percent."""
 
     number: int  # in the order of forward
@@ -78,7 +78,7 @@ class Way:
 class ModelPicture:
     """What the page shows of a plan."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     ways: tuple[Way, ...]
     overview: Markup  # '' where the rows say it all
     plain_bytes: float
@@ -103,7 +103,7 @@ def picture_of(explanation: Explanation) -> ModelPicture:
     )
 
 
-def _rows(layers: Sequence[LayerExplanation]) -> tuple[Row, ...]:
+def _rows(layers: Sequence[LayerExplanation]) -> tuple[LayerRow, ...]:
     longest_s = max((_time_s(layer) for layer in layers), default=0.0) or 1.0
     most = max((max(_nbytes(layer)) for layer in layers), default=0.0) or 1.0
     by_weight = sorted(
@@ -112,7 +112,7 @@ def _rows(layers: Sequence[LayerExplanation]) -> tuple[Row, ...]:
     )
     large = set(by_weight if len(layers) <= _FEW else by_weight[:_SHOWN])
     return tuple(
-        Row(
+        LayerRow(
             number,
             layer,
             _HUES.get(layer.chosen.choice.strategy, _OTHER),
@@ -136,8 +136,8 @@ def _nbytes(layer: LayerExplanation) -> tuple[float, float, float]:
     return layer.plain_bytes, max(layer.exact_bytes, sent), sent
 
 
-def _ways(rows: Sequence[Row]) -> tuple[Way, ...]:
-    of_way: dict[str, list[Row]] = defaultdict(list)
+def _ways(rows: Sequence[LayerRow]) -> tuple[Way, ...]:
+    of_way: dict[str, list[LayerRow]] = defaultdict(list)
     for row in rows:
         of_way[row.layer.chosen.choice.way].append(row)
     ways = [
@@ -155,7 +155,7 @@ def _ways(rows: Sequence[Row]) -> tuple[Way, ...]:
     return tuple(sorted(ways, key=lambda way: (-way.plain_bytes, way.name)))
 
 
-def _overview(rows: Sequence[Row]) -> Markup:
+def _overview(rows: Sequence[LayerRow]) -> Markup:
     """A column a layer: time above the middle, bytes below it, both from there on."""
     wide = _WIDTH / len(rows)
     gap = min(2.0, wide / 5)

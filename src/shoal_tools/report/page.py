@@ -63,7 +63,7 @@ def page(record: Record) -> str:
         most_off=_most_off(record, parts),
         timeline=tracks.drawn(record.tracks) if record.tracks else None,
         contenders=_bars(record.contenders),
-        training=_training(record.training, explanation.step_s if explanation else None),
+        training=_training(record.training, explanation.step.total_s if explanation else None),
         scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars},
         told=notes(simulation) if simulation is not None else (),
     )
@@ -83,7 +83,7 @@ def _answer(record: Record, model: ModelPicture | None) -> str:
         return verdict(record.simulation)
     told = []
     if record.explanation is not None:
-        told.append(_step(record, record.explanation.step_s))
+        told.append(_step(record, record.explanation.step.total_s))
     if model is not None and model.plain_bytes > model.sent_bytes > 0:
         fewer = model.plain_bytes / model.sent_bytes
         told.append(f"It sends {fewer:.3g} times fewer bytes than an all-reduce of all gradients.")
@@ -110,14 +110,14 @@ def _cards(record: Record, model: ModelPicture | None) -> list[Card]:
     cards = []
     explanation, simulation = record.explanation, record.simulation
     if record.step_s is not None:
-        of = f"{drawing.duration(explanation.step_s)} predicted" if explanation else "median"
+        of = f"{drawing.duration(explanation.step.total_s)} predicted" if explanation else "median"
         cards.append(Card("a step", drawing.duration(record.step_s), of))
     elif explanation is not None:
         ranks = how_many(explanation.ranks, "rank")
-        cards.append(Card("a step, predicted", drawing.duration(explanation.step_s), ranks))
+        cards.append(Card("a step, predicted", drawing.duration(explanation.step.total_s), ranks))
     if explanation is not None and model is not None:
         plain = f"{drawing.size(model.plain_bytes)} as plain all-reduce"
-        cards.append(Card("sent a step", drawing.size(explanation.sent_bytes), plain))
+        cards.append(Card("sent a step", drawing.size(explanation.step.sent_bytes), plain))
         ways = ", ".join(way.name for way in model.ways[:3])
         ranks = how_many(explanation.ranks, "rank")
         cards.append(Card("plan", how_many(len(model.rows), "layer"), f"{ranks}: {ways}"))

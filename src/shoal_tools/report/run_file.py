@@ -2,18 +2,22 @@
 
     {"format": 1, "written_by": "shoal.run", "run": {"title": …, "explanation": …, …}}
 
-`run` is a `Record` (core/record.py), by the names of its fields. A change of those that a reader of
-this format would not take raises FORMAT. Guarded by tests/tools/report/test_run_file.py.
+`run` is a `Record` (core/record.py), by the names of its fields. In the file, the fields of the
+predicted step stand among those of the explanation. A change that a reader of this format would not
+take raises FORMAT. Guarded by tests/tools/report/test_run_file.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shoal.core.errors import UsageError
+from shoal.core.explanation import PredictedStep
 from shoal.core.foresight import Foresight
 from shoal.core.record import Record
 from shoal_tools.report.page import page
@@ -21,17 +25,19 @@ from shoal_tools.report.page import page
 FORMAT = 1
 WRITTEN_BY = "shoal.run"
 _FORM = f"a run's record of format {FORMAT}"
+_STEP = "step"  # the explanation's field that has no object of its own in the file
+_STEP_FIELDS = [field.name for field in fields(PredictedStep)]
 _REDO = "write one: shoal train RECIPE --report run.json (bench and simulate do so, too)"
 
 
-class _Head(msgspec.Struct):
+class _FileHead(msgspec.Struct):
     """What every version has."""
 
     format: int
     written_by: str = ""
 
 
-class _File(_Head, kw_only=True):
+class _File(_FileHead, kw_only=True):
     """The file."""
 
     run: Record
@@ -55,7 +61,10 @@ def write(record: Record, path: Path) -> None:
 def to_json(record: Record) -> str:
     """A record as JSON text."""
     whole = _File(format=FORMAT, written_by=WRITTEN_BY, run=record)
-    return msgspec.json.encode(whole, enc_hook=dict).decode() + "\n"
+    plain = msgspec.to_builtins(whole, enc_hook=dict)
+    if record.explanation is not None:
+        plain["run"]["explanation"] = _with_flat_step(plain["run"]["explanation"])
+    return msgspec.json.encode(plain).decode() + "\n"
 
 
 def load(path: Path) -> Record:
@@ -75,17 +84,39 @@ def load(path: Path) -> Record:
 
 def from_json(text: str, source: str = "the text") -> Record:
     """Read what `to_json` wrote (UsageError where it is something else)."""
-    head = _decoded(text, _Head, source)
+    head = _decoded(text, _FileHead, source)
     if head.written_by != WRITTEN_BY:
         by = f"written by {head.written_by}" if head.written_by else "nobody's word who wrote it"
         raise _unread(source, by)
     if head.format != FORMAT:
         kind = "an older" if head.format < FORMAT else "a newer"
         raise _unread(source, f"format {head.format}, of {kind} version of Shoal")
-    run: Record = _decoded(text, _File, source).run
+    plain = _with_nested_step(_decoded(text, dict[str, Any], source))
+    try:
+        run: Record = msgspec.convert(plain, _File).run
+    except msgspec.ValidationError as error:
+        raise _unread(source, str(error)) from error
     if run.simulation is not None:
         _check_simulation(run.simulation, source)
     return run
+
+
+def _with_flat_step(explanation: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the fields of the predicted step among those of its explanation, as the file has them."""
+    flat: dict[str, Any] = {}
+    for name, value in explanation.items():
+        flat |= value if name == _STEP else {name: value}
+    return flat
+
+
+def _with_nested_step(plain: dict[str, Any]) -> dict[str, Any]:
+    """Put the fields of the predicted step into an object of their own, as `Explanation` has."""
+    run = plain.get("run")
+    explanation = run.get("explanation") if isinstance(run, dict) else None
+    if isinstance(explanation, dict):
+        names = [name for name in _STEP_FIELDS if name in explanation]
+        explanation[_STEP] = {name: explanation.pop(name) for name in names}
+    return plain
 
 
 def _decoded(text: str, kind: type[Any], source: str) -> Any:

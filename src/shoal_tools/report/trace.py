@@ -10,13 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.core.trace import Event, Rate
+from shoal.core.trace import LinkRate, TraceEvent
 
-_NOTHING: Mapping[str, Sequence[Rate]] = {}
+_NOTHING: Mapping[str, Sequence[LinkRate]] = {}
 
 
 def chrome(
-    processes: Mapping[str, Sequence[Event]], links: Mapping[str, Sequence[Rate]] = _NOTHING
+    processes: Mapping[str, Sequence[TraceEvent]],
+    links: Mapping[str, Sequence[LinkRate]] = _NOTHING,
 ) -> str:
     """The events of every process, by its name, and what its links carried, as JSON text."""
     rows: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from shoal.core.record import PREDICTED, Track
-from shoal.core.trace import MAIN, STEPS, Event, Rate
+from shoal.core.trace import MAIN, STEPS, LinkRate, TraceEvent
 
 # parts of a step by the events of main threads: measured ones, and what predictions call them
 FORWARD, BACKWARD, WAITING, OPTIMIZER = "forward", "backward", "wait for gradients", "optimizer"
@@ -101,7 +101,7 @@ def drawn(tracks: Sequence[Track]) -> dict[str, Any]:
 
 
 def _track(track: Track, labels: dict[str, int]) -> dict[str, Any]:
-    by_thread: dict[str, list[Event]] = defaultdict(list)
+    by_thread: dict[str, list[TraceEvent]] = defaultdict(list)
     for event in track.events:
         by_thread[event.thread].append(event)
     steps = by_thread.pop(STEPS, [])
@@ -121,7 +121,7 @@ def _track(track: Track, labels: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _lane(name: str, events: Sequence[Event], labels: dict[str, int]) -> dict[str, Any]:
+def _lane(name: str, events: Sequence[TraceEvent], labels: dict[str, int]) -> dict[str, Any]:
     """A thread's events, each as deep as it lies inside others."""
     rows, open_ends, deepest = [], list[float](), 0
     for event in sorted(events, key=lambda event: (event.begin_s, -event.end_s)):
@@ -136,8 +136,8 @@ def _lane(name: str, events: Sequence[Event], labels: dict[str, int]) -> dict[st
     return {"name": name, "depth": deepest + 1, "events": rows}
 
 
-def _links(rates: Sequence[Rate]) -> list[dict[str, Any]]:
-    by_link: dict[str, list[Rate]] = defaultdict(list)
+def _links(rates: Sequence[LinkRate]) -> list[dict[str, Any]]:
+    by_link: dict[str, list[LinkRate]] = defaultdict(list)
     for rate in rates:
         by_link[rate.link].append(rate)
     return [

@@ -34,8 +34,8 @@ from shoal_tools.spark.parts import Parts, Sums
 from shoal_tools.spark.pickles import dumps, loads
 from shoal_tools.spark.run import arrays, as_array, run, selected
 from shoal_tools.spark.summary import Summary
-from shoal_tools.spark.trained import OUTPUT, Trained
-from shoal_tools.spark.training import Training
+from shoal_tools.spark.trained import OUTPUT, TrainedModel
+from shoal_tools.spark.training import FitFunction
 
 _OUTPUTS = "shoal outputs"  # a column while transform computes
 _MARK = "shoal validation"  # a column that says which of two DataFrames a row is of
@@ -140,9 +140,9 @@ class ShoalModel(Model, _Settings):
     _summary: Summary | None = None
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedModel:
         """The model's functions and weights: `trained.model()` is the module."""
-        found: Trained = self.payload
+        found: TrainedModel = self.payload
         return found
 
     @property
@@ -286,7 +286,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
                 got=f"numTail={of('numTail')} and a checkpointFolder",
                 do="leave one of them out",
             )
-        training = Training(
+        training = FitFunction(
             self.payload,
             of("featuresCol"),
             of("labelCol"),
@@ -308,7 +308,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             seed=of("seed"),
             validation=mark,
         )
-        model = ShoalModel(Trained(self.payload, result.state))
+        model = ShoalModel(TrainedModel(self.payload, result.state))
         model._summary = Summary(result.losses, result.validations)
         self._copyValues(model)  # the parameters that both have
         return model
@@ -326,7 +326,7 @@ def _folder(path: str) -> str:
     return str(Path(path).absolute()) if path else ""
 
 
-def _summing(trained: Trained, features: str, label: str, batch_size: int) -> Any:
+def _summing(trained: TrainedModel, features: str, label: str, batch_size: int) -> Any:
     """For mapInArrow: one row of sums for each partition that has rows."""
 
     def summing(batches: Iterator[Any]) -> Iterator[Any]:
@@ -340,7 +340,7 @@ def _summing(trained: Trained, features: str, label: str, batch_size: int) -> An
     return summing
 
 
-def _computing(trained: Trained, names: tuple[str, ...], batch_size: int) -> Any:
+def _computing(trained: TrainedModel, names: tuple[str, ...], batch_size: int) -> Any:
     """For arrow_udf: a struct of the layers' outputs for every row."""
     kind = pa.float64() if trained.is_double else pa.float32()
 

@@ -37,7 +37,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """How a rank ended: a result, or an error in its parts."""
 
     rank: int

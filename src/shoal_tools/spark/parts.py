@@ -113,15 +113,15 @@ class Parts:
         """A batch as `parallelize` takes it."""
         return (batch, None) if self.returns_loss else batch
 
-    def found(self, objective: Objective, model: nn.Module, batch: Any) -> Found:
+    def found(self, objective: Objective, model: nn.Module, batch: Any) -> BatchResult:
         """The loss of a batch, with what metrics need."""
         if objective.compute_loss is not None:
-            return Found(objective.compute_loss(model, batch), (model, batch), (batch,))
+            return BatchResult(objective.compute_loss(model, batch), (model, batch), (batch,))
         x, target = self.sample_of(batch)
         output = called(model, x)
         if objective.loss_fn is not None:
             loss = objective.loss_fn(output, target)
-            return Found(loss, (output, target), (output, target))
+            return BatchResult(loss, (output, target), (output, target))
         if (loss := own_loss(output)) is None:
             raise UsageError(
                 "the model returned no loss",
@@ -129,12 +129,12 @@ class Parts:
                 expected="a scalar, .loss, ['loss'], or the one scalar of a tuple",
                 do="give Parts a loss or a compute_loss",
             )
-        return Found(loss, (output, x), (output, x))
+        return BatchResult(loss, (output, x), (output, x))
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was computed of one batch."""
+class BatchResult:
+    """Loss and outputs of one batch."""
 
     loss: Tensor
     judged: tuple[Any, Any]  # what a metric takes

@@ -23,10 +23,10 @@ from shoal.front.sharding import shard
 from shoal.session.session import current
 from shoal_tools.launch.barrier import EXECUTOR
 from shoal_tools.spark.batches import columns_of
-from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Outcome, Work
+from shoal_tools.spark.job import OUTCOME, ROWS, WORK, TaskOutcome, Work
 from shoal_tools.spark.pickles import dumps, loads
-from shoal_tools.spark.rows import Rows, Split
-from shoal_tools.spark.together import Together
+from shoal_tools.spark.rows import RankRows, Split
+from shoal_tools.spark.together import JointBatches
 
 _KEPT, _MARKED = "rows.arrow", "marked.arrow"
 
@@ -37,18 +37,18 @@ def main(folder: Path) -> None:
     try:
         work = loads((folder / WORK).read_bytes(), "what the driver sent")
         result = dumps(done(work, folder), "what the function returned")
-        outcome = Outcome(rank, executor, result=result)
+        outcome = TaskOutcome(rank, executor, result=result)
     except BaseException as error:
         _leave(folder, _failed(rank, executor, error))
         raise
     _leave(folder, outcome)
 
 
-def _failed(rank: int, executor: str, error: BaseException) -> Outcome:
+def _failed(rank: int, executor: str, error: BaseException) -> TaskOutcome:
     kind, trace = type(error).__name__, traceback.format_exc()
     if not isinstance(error, ShoalError):
-        return Outcome(rank, executor, kind, repr(error), trace=trace)
-    return Outcome(
+        return TaskOutcome(rank, executor, kind, repr(error), trace=trace)
+    return TaskOutcome(
         rank,
         executor,
         kind,
@@ -66,13 +66,13 @@ def done(work: Work, folder: Path) -> Any:
     try:
         init(start_timeout_s=work.timeout_s)
         if is_tail_host(current()):
-            return work.fn(_Sample(work), *([None] if work.validation else []))
+            return work.fn(_SampleLoader(work), *([None] if work.validation else []))
         return work.fn(*loaders_of(work, _stream(int(os.environ[ROWS])), folder))
     except Served:
         return None
 
 
-class _Sample:
+class _SampleLoader:
     """The loader of a tail host, which has no rows: one batch, as what the model is called with."""
 
     def __init__(self, work: Work) -> None:
@@ -90,22 +90,22 @@ def loaders_of(work: Work, stream: Iterator[Any], folder: Path) -> list[Any]:
     """The loader of this rank, and that of its marked rows (a collective)."""
     file = folder / _KEPT if work.epochs > 1 else None
     if not work.validation:
-        return [loader_of(work, Rows(stream, file))]
+        return [loader_of(work, RankRows(stream, file))]
     split = Split(stream, work.validation)
-    marked = Rows(split.marked(), folder / _MARKED)
+    marked = RankRows(split.marked(), folder / _MARKED)
     marked.keep()
     channel = current().comm.channel("marked rows from Spark")
     convert = _Convert(work.to_batch)
-    aside = Together(channel, marked, work.batch_size, None, convert, "rows to validate with")
-    return [loader_of(work, Rows(split.others(), file)), aside]
+    aside = JointBatches(channel, marked, work.batch_size, None, convert, "rows to validate with")
+    return [loader_of(work, RankRows(split.others(), file)), aside]
 
 
-def loader_of(work: Work, rows: Rows) -> ShardedBatches[Any]:
+def loader_of(work: Work, rows: RankRows) -> ShardedBatches[Any]:
     """The loader of this rank's rows, in a session (a collective)."""
     convert = _Convert(work.to_batch)
     channel = current().comm.channel("rows from Spark")
     seed = work.seed if work.shuffle else None
-    batches = Together(channel, rows, work.batch_size, seed, convert)
+    batches = JointBatches(channel, rows, work.batch_size, seed, convert)
     return shard(batches, shards_itself=True)
 
 
@@ -127,7 +127,7 @@ def _stream(descriptor: int) -> Iterator[Any]:
             yield from pa.ipc.open_stream(pipe)
 
 
-def _leave(folder: Path, outcome: Outcome) -> None:
+def _leave(folder: Path, outcome: TaskOutcome) -> None:
     """Leave the outcome there at once, whole."""
     part = folder / f"{OUTCOME}.part"
     part.write_bytes(dumps(outcome, "the outcome"))

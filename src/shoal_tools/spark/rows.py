@@ -22,8 +22,8 @@ _ROWS_AT_ONCE = 1024  # of a shuffled epoch, taken from the file
 
 
 @final
-class Rows:
-    """What one rank was given.
+class RankRows:
+    """Rows that one rank was given.
 
     Args:
         stream: its Arrow record batches, each of them once.

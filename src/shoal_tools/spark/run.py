@@ -15,7 +15,7 @@ from shoal.core import errors
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.numbers import is_count, is_positive
 from shoal_tools.launch.cluster import BarrierStage, check_slots
-from shoal_tools.spark.job import Outcome, Start, Work
+from shoal_tools.spark.job import Start, TaskOutcome, Work
 from shoal_tools.spark.pickles import dumps, loads
 from shoal_tools.spark.task import SCHEMA, task_of
 
@@ -94,13 +94,13 @@ def run(
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
     stage = stage.repartition(1)  # Spark restarts a barrier stage only if it is not the last one
     rows = BarrierStage(spark, num_tasks).run(stage.collect)
-    outcomes = sorted((Outcome(**row.asDict()) for row in rows), key=lambda each: each.rank)
+    outcomes = sorted((TaskOutcome(**row.asDict()) for row in rows), key=lambda each: each.rank)
     raise_first(outcomes)
     results = (loads(bytes(each.result), "a rank's result") for each in outcomes[:num_ranks])
     return list(results)
 
 
-def raise_first(outcomes: Iterable[Outcome]) -> None:
+def raise_first(outcomes: Iterable[TaskOutcome]) -> None:
     """Raise the error that came first, by what ranks tell: one that tells of no other rank."""
     failed = [outcome for outcome in outcomes if outcome.kind]
     if not failed:

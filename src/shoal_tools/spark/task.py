@@ -27,7 +27,7 @@ from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import PeerLost
 from shoal_tools.launch.barrier import local_folder, seat_of
 from shoal_tools.launch.processes import DIE_WITH_PARENT
-from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Outcome, Start
+from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Start, TaskOutcome
 
 _TEXTS = ("executor", "kind", "what", "where", "got", "expected", "do", "trace")
 _TYPES = {"rank": pa.int32(), **dict.fromkeys(_TEXTS, pa.string()), "result": pa.binary()}
@@ -46,7 +46,7 @@ def task_of(start: Start) -> Any:
     return task
 
 
-def hold(start: Start, batches: Iterable[Any]) -> Outcome:
+def hold(start: Start, batches: Iterable[Any]) -> TaskOutcome:
     """Run this task's rank to its end.
 
     Raises:
@@ -60,7 +60,7 @@ def hold(start: Start, batches: Iterable[Any]) -> Outcome:
         (folder / WORK).write_bytes(start.work)
         code = _run(folder, settings, batches)
         if (folder / OUTCOME).exists():
-            outcome: Outcome = pickle.loads((folder / OUTCOME).read_bytes())
+            outcome: TaskOutcome = pickle.loads((folder / OUTCOME).read_bytes())
             return outcome
     ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     raise PeerLost(

@@ -22,13 +22,13 @@ import torch
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
-from shoal_tools.spark.rows import Rows
+from shoal_tools.spark.rows import RankRows
 
 _PURPOSE = "Spark: how many rows has every rank?"
 
 
 @final
-class Together:
+class JointBatches:
     """Batches of this rank, pass after pass, for `shoal.shard(…, shards_itself=True)`.
 
     Args:
@@ -43,7 +43,7 @@ class Together:
     def __init__(
         self,
         comm: Comm,
-        rows: Rows,
+        rows: RankRows,
         batch_size: int,
         seed: int | None,
         convert: Callable[[Any], Any],

@@ -17,7 +17,7 @@ OUTPUT = ""  # the name of the model's own output among the layers
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A model with its weights, by which rows are computed."""
 
     parts: Parts
@@ -93,6 +93,9 @@ class Trained:
         for start in range(0, num, batch_size):
             part = {name: column[start : start + batch_size] for name, column in columns.items()}
             yield min(batch_size, num - start), self.parts.batch_of(part, features, label)
+
+
+Trained = TrainedModel  # the name in pickles of models that were saved before
 
 
 def _flat(outputs: list[Any], name: str, rows: int) -> Tensor:

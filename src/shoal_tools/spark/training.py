@@ -21,8 +21,8 @@ from shoal_tools.spark.parts import Parts, summed
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a rank tells of the training."""
+class FitResult:
+    """Weights and losses that one rank of `fit` returns."""
 
     state: dict[str, Tensor]  # the weights; of rank 0 only
     losses: list[float]  # the mean of each epoch
@@ -30,8 +30,8 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Training:
-    """What every rank of `fit` does, as a function of its loaders."""
+class FitFunction:
+    """The work of every rank of `fit`, as a function of its loaders."""
 
     parts: Parts
     features: str
@@ -46,7 +46,7 @@ class Training:
         rows = len(next(iter(columns.values())))
         return rows, self.parts.batch_of(columns, self.features, self.label)
 
-    def __call__(self, loader: Any, validation: Any = None) -> Result:
+    def __call__(self, loader: Any, validation: Any = None) -> FitResult:
         """Train from the newest checkpoint, or from the start."""
         torch.manual_seed(self.seed)
         model, objective = self.parts.model(), self.parts.objective()
@@ -82,7 +82,7 @@ class Training:
                     checkpoints.step(epoch=epoch + 1, step=learning.step, **values)
                     checkpoints.save()
             state = {name: value.cpu() for name, value in model.state_dict().items()}
-        return Result(state if world().rank == 0 else {}, losses, validations)
+        return FitResult(state if world().rank == 0 else {}, losses, validations)
 
     def _checkpoints(self, stack: ExitStack, model: Any, optimizer: Any) -> Checkpoints | None:
         if not self.checkpoints:
@@ -103,7 +103,7 @@ class _Learning:
 
     def __init__(
         self,
-        training: Training,
+        training: FitFunction,
         model: nn.Module,
         objective: Objective,
         optimizers: Any,

@@ -103,8 +103,8 @@ class Planted(Exception):
 
 
 @dataclass
-class _State:
-    """What all channels of one rank share."""
+class _RankFaults:
+    """Faults of one rank, and counts that all its channels share."""
 
     faults: list[NetworkFault]
     random: random.Random
@@ -117,13 +117,13 @@ class FaultyComm(Around):
     """`inner` and its channels with `faults`; each rank may be given the whole list."""
 
     def __init__(
-        self, inner: Comm, faults: Sequence[NetworkFault], state: _State | None = None
+        self, inner: Comm, faults: Sequence[NetworkFault], state: _RankFaults | None = None
     ) -> None:
         super().__init__(inner)
         if state is None:
             own = [f for f in faults if isinstance(f, RandomDelay) or f.rank == inner.rank]
             seeds = [f.seed for f in own if isinstance(f, RandomDelay)]
-            state = _State(own, random.Random(f"{seeds} rank {self.rank}"))
+            state = _RankFaults(own, random.Random(f"{seeds} rank {self.rank}"))
         self._state = state
 
     def suffer(self, *faults: NetworkFault) -> None:

@@ -11,7 +11,7 @@ from shoal.contracts.versions import versions
 from shoal.core.interfaces import Address
 from shoal_tools.doctor import checks_host, checks_network
 from shoal_tools.doctor.examine import tournament
-from shoal_tools.doctor.facts import Firewall, Host, Limits
+from shoal_tools.doctor.facts import Firewall, Host, Interfaces, Limits
 from shoal_tools.doctor.finding import CHECKS, Finding
 from shoal_tools.doctor.judge import judged
 from shoal_tools.doctor.ports import Taken
@@ -31,10 +31,9 @@ def host(number: int) -> Host:
         machine=f"m{number}",
         addresses=(Address("lo", "127.0.0.1"), Address("eth0", address)),
         announced=address,
-        asked=("eth0",),
-        interfaces=("lo", "eth0"),
-        mtus={"eth0": 1500},
-        shaped=(),
+        interfaces=Interfaces(
+            names=("lo", "eth0"), asked=("eth0",), mtus={"eth0": 1500}, shaped=()
+        ),
         names={f"h{number}": (address,)},
         port=4000,
         versions=versions(),
@@ -138,7 +137,8 @@ def test_commands_fit_the_firewall_that_is_there() -> None:
 
 
 def test_what_an_alone_host_lacks_is_found_and_its_name_is_its_own_matter() -> None:
-    alone = replace(SOUND[0], names={"h0": ("127.0.1.1",)}, asked=())
+    unasked = replace(SOUND[0].interfaces, asked=())
+    alone = replace(SOUND[0], names={"h0": ("127.0.1.1",)}, interfaces=unasked)
     assert judged(survey([alone])) == []
     poor = replace(alone, limits=Limits(64, 64, 0, 0), taken=(Taken(29500, 7, "other"),))
     assert [each.check for each in judged(survey([poor]))] == ["ports", "files", "memory"]

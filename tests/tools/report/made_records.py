@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation, PredictedStep
 from shoal.core.foresight import Foresight, Help, Question, Scale
 from shoal.core.outcome import COMPUTE, EXCHANGES, Outcome, Term
 from shoal.core.plan import Choice, Plan
@@ -18,7 +18,7 @@ from shoal.core.record import (
     Track,
     Training,
 )
-from shoal.core.trace import MAIN, STEPS, Event, Rate
+from shoal.core.trace import MAIN, STEPS, LinkRate, TraceEvent
 
 WAYS = (
     ("replicate", "ring"),
@@ -61,13 +61,14 @@ def explanation(layers: int) -> Explanation:
     """A plan of so many layers, in the order of their gradients."""
     rows = tuple(layer(number, layers) for number in reversed(range(layers)))
     sent = sum(row.chosen.sent_bytes for row in rows)
-    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.2, 0.4, 0.06, 0.04, sent, rows)
+    step = PredictedStep(0.2, 0.4, 0.06, 0.04, sent)
+    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, step, rows)
 
 
-def step_events(exchanges: int) -> list[Event]:
+def step_events(exchanges: int) -> list[TraceEvent]:
     """One step with so many exchanges on three lanes."""
     lanes = [
-        Event(
+        TraceEvent(
             f"exchange bucket {number} (blocks.{number // 4}.up)",
             f"lane {number % 3}",
             0.22 + 0.4 * number / exchanges,
@@ -76,12 +77,12 @@ def step_events(exchanges: int) -> list[Event]:
         for number in range(exchanges)
     ]
     return [
-        Event("forward", MAIN, 0.0, 0.2),
-        Event("messages from every rank to every other", MAIN, 0.05, 0.08),
-        Event("backward", MAIN, 0.2, 0.6),
-        Event("wait for gradients", MAIN, 0.6, 0.66),
-        Event("optimizer", MAIN, 0.66, 0.7),
-        Event("step", STEPS, 0.0, 0.71),
+        TraceEvent("forward", MAIN, 0.0, 0.2),
+        TraceEvent("messages from every rank to every other", MAIN, 0.05, 0.08),
+        TraceEvent("backward", MAIN, 0.2, 0.6),
+        TraceEvent("wait for gradients", MAIN, 0.6, 0.66),
+        TraceEvent("optimizer", MAIN, 0.66, 0.7),
+        TraceEvent("step", STEPS, 0.0, 0.71),
         *lanes,
     ]
 
@@ -99,7 +100,7 @@ def track(name: str, exchanges: int, steps: int, slower: float = 1.0) -> Track:
         for event in step_events(exchanges)
     )
     rates = tuple(
-        Rate("eth0, sent", start + 0.01 * at, 900.0 * (at % 3))
+        LinkRate("eth0, sent", start + 0.01 * at, 900.0 * (at % 3))
         for start in starts
         for at in range(70)
     )
@@ -109,7 +110,7 @@ def track(name: str, exchanges: int, steps: int, slower: float = 1.0) -> Track:
 def predicted(exchanges: int) -> Track:
     """The planner's step."""
     lanes = tuple(
-        Event(
+        TraceEvent(
             f"exchange site {n} (replicate: a, b)",
             f"lane {n % 3}",
             0.02 + 0.4 * n / exchanges,
@@ -118,12 +119,14 @@ def predicted(exchanges: int) -> Track:
         for n in range(exchanges)
     )
     main = (
-        Event("backward", MAIN, 0.0, 0.38),
-        Event("wait for gradients", MAIN, 0.38, 0.43),
-        Event("optimizer", MAIN, 0.43, 0.47),
-        Event("forward, waits included", MAIN, 0.47, 0.67),
+        TraceEvent("backward", MAIN, 0.0, 0.38),
+        TraceEvent("wait for gradients", MAIN, 0.38, 0.43),
+        TraceEvent("optimizer", MAIN, 0.43, 0.47),
+        TraceEvent("forward, waits included", MAIN, 0.47, 0.67),
     )
-    return Track(PREDICTED, main + lanes, (Rate("link", 0.0, 900.0), Rate("link", 0.4, 0.0)))
+    return Track(
+        PREDICTED, main + lanes, (LinkRate("link", 0.0, 900.0), LinkRate("link", 0.4, 0.0))
+    )
 
 
 def simulation(most: int = 1024) -> Foresight:

@@ -119,7 +119,10 @@ def test_what_is_not_finite_is_written_as_nothing() -> None:
 
 def test_a_file_of_this_format_is_read_for_ever() -> None:
     """Where this fails a file of yesterday is not read: raise FORMAT, and write another file."""
-    record = load(Path(__file__).parent / f"run-format-{FORMAT}.json")
+    path = Path(__file__).parent / f"run-format-{FORMAT}.json"
+    record = load(path)
+    before, after = (json.loads(text)["run"] for text in (path.read_text(), to_json(record)))
+    assert after["explanation"] == before["explanation"], "its fields stand where they stood"
     assert record.explanation is not None and record.simulation is not None
     assert len(record.explanation.layers) == 2 and len(record.simulation.scales) == 3
     assert page(record).count("<section") == 6

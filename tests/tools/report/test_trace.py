@@ -11,14 +11,14 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.trace import MAIN, Event
+from shoal.core.trace import MAIN, TraceEvent
 from shoal.front.joining import using
 from shoal.planner.timeline import Predictor
 from shoal_tools.report.trace import chrome
 
 
 def test_events_become_rows_of_a_trace() -> None:
-    rows = json.loads(chrome({"rank 0": [Event("send", "lane 1", 0.5, 0.75)], "rank 1": []}))[
+    rows = json.loads(chrome({"rank 0": [TraceEvent("send", "lane 1", 0.5, 0.75)], "rank 1": []}))[
         "traceEvents"
     ]
     (send,) = [row for row in rows if row["ph"] == "X"]
@@ -34,7 +34,7 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), torch.randn(2, 3, 6)
 
-    def work(comm: ThreadComm) -> tuple[list[Event], list[Event]]:
+    def work(comm: ThreadComm) -> tuple[list[TraceEvent], list[TraceEvent]]:
         mine = copy.deepcopy(model)
         with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)
@@ -73,7 +73,7 @@ def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() ->
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(2, 3, 6)
 
-    def work(comm: ThreadComm) -> list[Event]:
+    def work(comm: ThreadComm) -> list[TraceEvent]:
         mine = copy.deepcopy(model)
         with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)

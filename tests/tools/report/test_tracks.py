@@ -8,7 +8,7 @@ import pytest
 from made_records import predicted, track
 
 from shoal.core.record import PREDICTED, Track
-from shoal.core.trace import MAIN, STEPS, Event, Rate
+from shoal.core.trace import MAIN, STEPS, LinkRate, TraceEvent
 from shoal_tools.report.tracks import drawn, most_off, step_parts
 
 
@@ -33,7 +33,7 @@ def test_where_backward_begins_is_told_of_each_track() -> None:
 
 
 def test_all_of_the_predicted_step_can_be_seen() -> None:
-    short = Event("backward", MAIN, 0.3, 0.4), Event("step", STEPS, 0.2, 0.5)
+    short = TraceEvent("backward", MAIN, 0.3, 0.4), TraceEvent("step", STEPS, 0.2, 0.5)
     data = drawn((predicted(6), Track("rank 0", short)))
     assert data["end"] == 970_000
     assert data["window"] == [0, 970_000]
@@ -47,7 +47,7 @@ def test_without_measured_steps_the_prediction_begins_at_0() -> None:
 
 def test_events_within_others_are_deeper() -> None:
     events = [("a", 0, 9), ("b", 1, 3), ("c", 2, 3), ("d", 2, 3), ("e", 4, 5), ("f", 9, 10)]
-    made = tuple(Event(what, MAIN, begin, end) for what, begin, end in events)
+    made = tuple(TraceEvent(what, MAIN, begin, end) for what, begin, end in events)
     (shown,) = drawn((Track("rank 0", made),))["tracks"]
     row = lane(shown, MAIN)
     assert [depth for _, _, _, depth in row["events"]] == [0, 1, 2, 2, 1, 0]
@@ -55,15 +55,19 @@ def test_events_within_others_are_deeper() -> None:
 
 
 def test_links_that_carry_next_to_nothing_have_no_row() -> None:
-    rates = Rate("eth0, sent", 0.0, 800.0), Rate("lo, sent", 0.0, 0.1), Rate("eth0, sent", 1.0, 0.0)
-    (shown,) = drawn((Track("rank 0", (Event("forward", MAIN, 0.0, 1.0),), rates),))["tracks"]
+    rates = (
+        LinkRate("eth0, sent", 0.0, 800.0),
+        LinkRate("lo, sent", 0.0, 0.1),
+        LinkRate("eth0, sent", 1.0, 0.0),
+    )
+    (shown,) = drawn((Track("rank 0", (TraceEvent("forward", MAIN, 0.0, 1.0),), rates),))["tracks"]
     told = [[0, 800.0], [1_000_000, 0.0]]
     assert shown["links"] == [{"name": "eth0, sent", "most": 800.0, "rates": told}]
 
 
 def test_colours_go_by_what_events_are() -> None:
     names = "forward, waits included", "backward", "wait for exchange b", "exchange b", "lunch"
-    made = tuple(Event(what, MAIN, number, number + 1) for number, what in enumerate(names))
+    made = tuple(TraceEvent(what, MAIN, number, number + 1) for number, what in enumerate(names))
     labels = drawn((Track("rank 0", made),))["labels"]
     assert labels == [[name, colour] for name, colour in zip(names, (0, 1, 2, 4, 6), strict=True)]
 
@@ -88,6 +92,6 @@ def test_what_is_not_known_is_off_by_nothing(tracks: tuple[Track, ...]) -> None:
 
 
 def test_a_step_that_was_recorded_without_events_is_empty() -> None:
-    data = drawn((Track(PREDICTED, ()), Track("rank 0", (Event("step", STEPS, 0.0, 1.0),))))
+    data = drawn((Track(PREDICTED, ()), Track("rank 0", (TraceEvent("step", STEPS, 0.0, 1.0),))))
     assert [shown["lanes"] for shown in data["tracks"]] == [[], []]
     assert data["end"] == 1_000_000

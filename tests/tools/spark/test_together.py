@@ -13,8 +13,8 @@ import torch
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal_tools.spark.batches import columns_of
-from shoal_tools.spark.rows import Rows
-from shoal_tools.spark.together import Together, given, moves, rows_of_step
+from shoal_tools.spark.rows import RankRows
+from shoal_tools.spark.together import JointBatches, given, moves, rows_of_step
 
 UNEVEN = {
     "one is empty": [9, 2, 0],
@@ -46,8 +46,8 @@ def epochs(
 
     def work(comm: ThreadComm) -> list[list[list[int]]]:
         file = folder / f"{comm.rank}" if num_epochs > 1 else None
-        rows = Rows(batches_of(comm.rank, sizes[comm.rank]), file)
-        loader = Together(comm, rows, batch_size, seed, columns_of)
+        rows = RankRows(batches_of(comm.rank, sizes[comm.rank]), file)
+        loader = JointBatches(comm, rows, batch_size, seed, columns_of)
         given = []
         for epoch in range(num_epochs):
             loader.set_epoch(epoch)
@@ -89,7 +89,7 @@ def made(folder: Path, *names: str) -> tuple[str, ...]:
 
 def test_a_look_at_one_batch_takes_no_row(tmp_path: Path) -> None:
     def work(comm: ThreadComm) -> tuple[list[int], list[int]]:
-        loader = Together(comm, Rows(batches_of(0, 7), None), 2, 0, columns_of)
+        loader = JointBatches(comm, RankRows(batches_of(0, 7), None), 2, 0, columns_of)
         peeked = next(iter(loader))["id"].tolist()
         return peeked, [i for batch in loader for i in batch["id"].tolist()]
 
@@ -98,14 +98,14 @@ def test_a_look_at_one_batch_takes_no_row(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_to_be_read_once_are_gone(tmp_path: Path) -> None:
-    rows = Rows(batches_of(0, 5), None)
+    rows = RankRows(batches_of(0, 5), None)
     assert sum(len(table) for table in rows.in_order(0, None)) == 5
     with pytest.raises(UsageError, match="epochs="):
         rows.in_order(1, None)
 
 
 def test_a_pass_that_is_left_is_read_to_its_end_for_the_next(tmp_path: Path) -> None:
-    rows = Rows(batches_of(0, 9), tmp_path / "rows")
+    rows = RankRows(batches_of(0, 9), tmp_path / "rows")
     assert len(next(rows.in_order(0, None))) == 4
     tables = list(rows.in_order(1, [0]))
     assert sorted(i for table in tables for i in table["id"].to_pylist()) == list(range(9))

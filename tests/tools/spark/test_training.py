@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from shoal_tools.spark.job import Work
 from shoal_tools.spark.parts import Parts
 from shoal_tools.spark.rank import loaders_of
 from shoal_tools.spark.rows import Split
-from shoal_tools.spark.trained import Trained
-from shoal_tools.spark.training import Result, Training
+from shoal_tools.spark.trained import TrainedModel
+from shoal_tools.spark.training import FitFunction, FitResult
 
 ROWS, MARKED = 22, 7  # of those, to validate with
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -55,11 +56,11 @@ def stream(rank: int, size: int) -> Iterator[Any]:
         )
 
 
-def trained(size: int, training: Training, folder: Path, batch_size: int = 3) -> list[Result]:
+def trained(size: int, training: FitFunction, folder: Path, batch_size: int = 3) -> list[FitResult]:
     """The result of every rank."""
     epochs = training.epochs
 
-    def work(comm: ThreadComm) -> Result:
+    def work(comm: ThreadComm) -> FitResult:
         own = folder / f"{comm.rank}"
         own.mkdir(exist_ok=True)
         job = Work(
@@ -105,7 +106,7 @@ def expected(epochs: int, size: int, every: int = 0) -> tuple[nn.Module, list[di
 @pytest.mark.parametrize("every", [0, 2])
 def test_validation_is_over_the_marked_rows_of_all_ranks(tmp_path: Path, every: int) -> None:
     """15 rows in steps of 6: the last has three rows, on two ranks."""
-    training = Training(parts(), "x", "y", 3, 0, "", every)
+    training = FitFunction(parts(), "x", "y", 3, 0, "", every)
     first, second = trained(2, training, tmp_path)
     assert first.validations == second.validations and not second.state
     model, told, losses = expected(3, 2, every)
@@ -123,14 +124,14 @@ def test_validation_is_over_the_marked_rows_of_all_ranks(tmp_path: Path, every: 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    trained(2, Training(parts(), "x", "y", 1, 0, str(folder), 0), tmp_path)
-    again, _ = trained(2, Training(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
+    trained(2, FitFunction(parts(), "x", "y", 1, 0, str(folder), 0), tmp_path)
+    again, _ = trained(2, FitFunction(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
     model, told, losses = expected(3, 2)
     assert [each["step"] for each in again.validations] == [t["step"] for t in told]
     assert again.losses == pytest.approx(losses, rel=0, abs=1e-10)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(again.state[name], value, rtol=0, atol=1e-10)
-    whole, _ = trained(2, Training(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
+    whole, _ = trained(2, FitFunction(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
     assert whole.validations == again.validations  # nothing is left to do
 
 
@@ -171,7 +172,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_a_loss_may_be_computed_in_each_way(tmp_path: Path, form: str) -> None:
     model = OwnLoss if form == "the model's own" else lambda: copy.deepcopy(NET)
     whole = Parts(model, optimizer=sgd, **{"to_input": lambda x: x, **FORMS[form]})
-    first, _ = trained(2, Training(whole, "x", "y", 2, 0, "", 0), tmp_path)
+    first, _ = trained(2, FitFunction(whole, "x", "y", 2, 0, "", 0), tmp_path)
     one, told, losses = expected(2, 2)
     assert first.losses == pytest.approx(losses, rel=0, abs=1e-10)
     for got, wanted in zip(first.validations, told, strict=True):
@@ -180,7 +181,7 @@ def test_a_loss_may_be_computed_in_each_way(tmp_path: Path, form: str) -> None:
         own = f"net.{name}" if form == "the model's own" else name
         torch.testing.assert_close(first.state[own], value, rtol=0, atol=1e-10)
     columns = {"x": X[:MARKED], "y": Y[:MARKED]}
-    sums = Trained(whole, first.state).sums(columns, "x", "y", 3)
+    sums = TrainedModel(whole, first.state).sums(columns, "x", "y", 3)
     assert abs(sums.losses / sums.weight - told[-1]["loss"]) < 1e-10
     assert sums.right / sums.of_all == pytest.approx(told[-1]["right"]) and sums.rows == MARKED
 
@@ -191,7 +192,7 @@ def test_options_may_follow_from_the_model(tmp_path: Path) -> None:
         names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
         return {"pins": dict.fromkeys(names, "factor"), "check_every": 1}
 
-    first, _ = trained(2, Training(parts(options=options), "x", "y", 2, 0, "", 0), tmp_path)
+    first, _ = trained(2, FitFunction(parts(options=options), "x", "y", 2, 0, "", 0), tmp_path)
     for name, value in expected(2, 2)[0].state_dict().items():
         torch.testing.assert_close(first.state[name], value, rtol=0, atol=1e-10)
 
@@ -231,7 +232,7 @@ def test_what_parts_do_not_take_is_refused() -> None:
 def test_a_model_that_does_not_fit_the_rows_is_told(tmp_path: Path) -> None:
     wide = Parts(lambda: nn.Linear(6, 4).double(), to_input=lambda x: x, optimizer=sgd)
     with pytest.raises(SampleError, match="does not take the sample") as caught:
-        trained(2, Training(wide, "x", "y", 1, 0, "", 0), tmp_path)
+        trained(2, FitFunction(wide, "x", "y", 1, 0, "", 0), tmp_path)
     assert "float64 (3, 5)" in caught.value.got and caught.value.do
 
 
@@ -241,9 +242,9 @@ def test_no_marked_row_is_told(tmp_path: Path) -> None:
         for batch in stream(rank, size):
             yield batch.set_column(1, "marked", pa.array([False] * len(batch)))
 
-    training = Training(parts(), "x", "y", 1, 0, "", 0)
+    training = FitFunction(parts(), "x", "y", 1, 0, "", 0)
 
-    def work(comm: ThreadComm) -> Result:
+    def work(comm: ThreadComm) -> FitResult:
         own = tmp_path / f"{comm.rank}"
         own.mkdir()
         job = Work(training, 3, 1, training.batch, False, 0, 60.0, validation="marked")
@@ -265,10 +266,18 @@ OUTPUTS = {
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_column_takes_a_tensor_with_a_row_for_each(name: str) -> None:
     module, fits = OUTPUTS[name]
-    own = Trained(Parts(lambda: module, to_input=lambda x: x), module.state_dict())
+    own = TrainedModel(Parts(lambda: module, to_input=lambda x: x), module.state_dict())
     if fits:
         torch.testing.assert_close(own.computed(module, X, [""], 4)[""], X)
         return
     with pytest.raises(UsageError, match="a row for each row") as caught:
         own.computed(module, X, [""], 4)
     assert "setOutputCols" in caught.value.do
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "module", ["shoal.integrations.spark.trained", "shoal_tools.spark.trained"]
+)
+def test_models_that_were_saved_under_older_names_are_read(module: str) -> None:
+    assert pickle.loads(f"c{module}\nTrained\n.".encode()) is TrainedModel
