@@ -38,7 +38,7 @@ Profiled = Callable[[ModelProfile], ModelProfile]
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlanFacts:
     """All that is known as a plan is made or judged.
 
     Args:
@@ -112,7 +112,7 @@ class Feature(Contract, ABC, Generic[Opening]):
         said = plan.features.get(cls.name)
         return None if said is None else cls(**said)
 
-    def plan(self, plan: Plan, facts: Facts) -> Plan:
+    def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
         """Return the plan with what this feature adds to it.
 
         Called of the plan before the search, which has the pinned layers only, and of the plan that
@@ -120,7 +120,7 @@ class Feature(Contract, ABC, Generic[Opening]):
         """
         return plan
 
-    def refuses(self, plan: Plan, facts: Facts) -> None:
+    def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         """Raise PlanError or UsageError where the feature does not go together with the plan."""
 
     def measuring(self, model: nn.Module) -> AbstractContextManager[Profiled]:
@@ -178,7 +178,7 @@ def of_plan(plan: Plan, asked: Features) -> Features:
     return in_order(by_name.values())
 
 
-def planned(plan: Plan, features: Features, facts: Facts) -> Plan:
+def planned(plan: Plan, features: Features, facts: PlanFacts) -> Plan:
     """The plan with what all features add, which none of them refuses."""
     for feature in features:
         plan = feature.plan(plan, facts)
@@ -186,13 +186,13 @@ def planned(plan: Plan, features: Features, facts: Facts) -> Plan:
     return plan
 
 
-def refuse(plan: Plan, features: Features, facts: Facts) -> None:
+def refuse(plan: Plan, features: Features, facts: PlanFacts) -> None:
     """Raise the error of the first feature that does not go together with a plan."""
     for feature in features:
         feature.refuses(plan, facts)
 
 
-def accepts(plan: Plan, features: Features, facts: Facts) -> bool:
+def accepts(plan: Plan, features: Features, facts: PlanFacts) -> bool:
     """Whether no feature refuses a plan."""
     try:
         refuse(plan, features, facts)

@@ -177,7 +177,7 @@ class Companies:
 
 
 @final
-class Rounds:
+class LocalRounds:
     """When one model's ranks come together, and what they exchange in each step.
 
     Args:

@@ -25,7 +25,7 @@ from shoal.codecs.coded import exchange_named
 from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
-from shoal.contracts.feature import Attachment, Facts, Feature
+from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import is_count, whole
@@ -34,7 +34,7 @@ from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.engine.common import Common
-from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, Rounds, island_of
+from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, LocalRounds, island_of
 from shoal.features.local_weights import LocalWeights
 from shoal.planner.local import with_local_steps
 from shoal.rewrite.apply import PlacedSite
@@ -136,7 +136,7 @@ class LocalSteps(Feature[Opening]):
     def of_plan(cls, plan: Plan) -> LocalSteps | None:
         return cls(plan.local_steps, plan.outer) if plan.is_local else None
 
-    def plan(self, plan: Plan, facts: Facts) -> Plan:
+    def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
         outer = self.outer or (Outer(rule="average") if facts.servers else Outer())
         if facts.profile is None or facts.cluster is None:
             steps = 1 if self.steps == _AUTO else self.steps
@@ -148,7 +148,7 @@ class LocalSteps(Feature[Opening]):
         assert self.steps is not None
         return with_local_steps(plan, facts.profile, cluster, self.steps, outer)
 
-    def refuses(self, plan: Plan, facts: Facts) -> None:
+    def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if facts.tail_hosts:
             raise PlanError(
                 "local steps are among workers, or with servers, and there are tail hosts",
@@ -172,7 +172,7 @@ class LocalSteps(Feature[Opening]):
                 '"replicate:ring" only, a codec behind it or none',
             )
 
-    def _check_at_servers(self, plan: Plan, facts: Facts) -> None:
+    def _check_at_servers(self, plan: Plan, facts: PlanFacts) -> None:
         """Refuse what does not go with workers that step by themselves, and push to servers."""
         for choice in plan.choices:
             if choice.strategy != "server" or choice.codec:
@@ -209,7 +209,7 @@ class LocalSteps(Feature[Opening]):
             )
 
     def attach(self, opening: Opening) -> Attachment[Running]:
-        return _Attachment(opening)
+        return _LocalTraining(opening)
 
     @classmethod
     def dropped(cls, state: Any) -> str:
@@ -227,8 +227,8 @@ def _waiting(transfers: Sequence[Transfer]) -> Sequence[Any]:
 
 
 @final
-class _Attachment(Attachment[Running]):
-    """Rounds of one model, and the weights that all ranks have in common.
+class _LocalTraining(Attachment[Running]):
+    """LocalRounds of one model, and the weights that all ranks have in common.
 
     Args:
         opening: whose sites and state go in rounds from here on.
@@ -247,7 +247,7 @@ class _Attachment(Attachment[Running]):
         opening.inside = () if island is None else island.lanes
         opening.serve = self._serve
         opening.state_among = self._state_in_rounds
-        self._rounds: Rounds | None = None
+        self._rounds: LocalRounds | None = None
         self._weights: LocalWeights | None = None
 
     def _serve(self, placed: PlacedSite) -> Sequence[Transfer]:
@@ -269,7 +269,7 @@ class _Attachment(Attachment[Running]):
     def start(self, running: Running) -> None:
         exchanged = Exchanged([site for site, _ in running.rewritten.sites], self._state_among)
         self._weights = LocalWeights(running.engine, self._comm, self._outer)
-        self._rounds = Rounds(
+        self._rounds = LocalRounds(
             running, self._plan, self._optimizers, exchanged, self._companies, self._in_common
         )
         self._rounds.begin({})
@@ -280,7 +280,7 @@ class _Attachment(Attachment[Running]):
         return Common(model, self._optimizers, self._passes)
 
     @property
-    def rounds(self) -> Rounds:
+    def rounds(self) -> LocalRounds:
         """When ranks come together."""
         assert self._rounds is not None
         return self._rounds
@@ -320,12 +320,12 @@ class _Attachment(Attachment[Running]):
         self.rounds.stop()
 
 
-def _attachment(model: nn.Module) -> _Attachment | None:
+def _attachment(model: nn.Module) -> _LocalTraining | None:
     """What a model has of this feature; None where gradients are exchanged in each step."""
     session = found()
     attached = None if session is None else session.attached.get(uncompiled(model))
     kept = None if attached is None else attached.running.attachments.get(LocalSteps.name)
-    assert kept is None or isinstance(kept, _Attachment)
+    assert kept is None or isinstance(kept, _LocalTraining)
     return kept
 
 

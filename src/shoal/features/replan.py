@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from shoal.contracts.feature import Facts, Feature
+from shoal.contracts.feature import Feature, PlanFacts
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
@@ -50,7 +50,7 @@ class Replan(Feature[Opening]):
                 do="give replan=True to make the plan anew at the end of epochs",
             )
 
-    def refuses(self, plan: Plan, facts: Facts) -> None:
+    def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if not self.on:
             return
         for count, who in ((facts.servers, "servers"), (facts.tail_hosts, "tail hosts")):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.feature import Attachment, Facts, Feature
+from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import is_count, whole
@@ -87,10 +87,10 @@ class Staleness(Feature[Opening]):
     def of_plan(cls, plan: Plan) -> Staleness | None:
         return cls(plan.staleness) if plan.staleness != 0 else None
 
-    def plan(self, plan: Plan, facts: Facts) -> Plan:
+    def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
         return replace(plan, staleness=self.steps)
 
-    def refuses(self, plan: Plan, facts: Facts) -> None:
+    def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if self.steps == 0:
             return
         if not facts.servers:
@@ -128,11 +128,11 @@ class Staleness(Feature[Opening]):
             )
 
     def attach(self, opening: Opening) -> Attachment[Running] | None:
-        return None if self.steps == 0 else _Ahead(opening.comm)
+        return None if self.steps == 0 else _RunAhead(opening.comm)
 
 
 @final
-class _Ahead(Attachment[Running]):
+class _RunAhead(Attachment[Running]):
     """Workers of one model that run ahead of one another.
 
     Args:

@@ -30,11 +30,11 @@ class NameStragglers(Feature[Opening]):
         if profile is None or cluster is None or not opening.plan.in_step:
             return None
         step = Predictor(as_planned(profile, opening.plan), cluster).as_is(opening.plan)
-        return _Watch(step, cluster)
+        return _StragglerWatch(step, cluster)
 
 
 @final
-class _Watch(Attachment[Running]):
+class _StragglerWatch(Attachment[Running]):
     """Watches the ranks of one model.
 
     Args:

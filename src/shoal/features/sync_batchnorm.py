@@ -13,7 +13,7 @@ from typing import ClassVar, final
 
 from torch import nn
 
-from shoal.contracts.feature import Attachment, Facts, Feature, Profiled
+from shoal.contracts.feature import Attachment, Feature, PlanFacts, Profiled
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import ModelProfile
@@ -68,7 +68,7 @@ class SyncBatchNorm(Feature[Opening]):
     def unasked(cls) -> SyncBatchNorm:
         return cls(convert=False)
 
-    def refuses(self, plan: Plan, facts: Facts) -> None:
+    def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         names = list(norms_of(facts.model, self.convert))
         if not names:
             return
@@ -104,11 +104,11 @@ class SyncBatchNorm(Feature[Opening]):
 
     def attach(self, opening: Opening) -> Attachment[Running] | None:
         norms = SyncNorms(opening.model, self.convert)
-        return _Norms(norms, opening) if norms.names else None
+        return _NormsOfRanks(norms, opening) if norms.names else None
 
 
 @final
-class _Norms(Attachment[Running]):
+class _NormsOfRanks(Attachment[Running]):
     """The norms of one model that go by the rows of all ranks."""
 
     def __init__(self, norms: SyncNorms, opening: Opening) -> None:

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
-from shoal.contracts.feature import Attachment, Facts, Feature
+from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.contracts.period import Period
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
@@ -100,7 +100,7 @@ class UpdateEvery(Feature[Opening]):
     def of_plan(cls, plan: Plan) -> UpdateEvery | None:
         return cls(plan.update_every) if plan.update_every else None
 
-    def plan(self, plan: Plan, facts: Facts) -> Plan:
+    def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
         return replace(plan, update_every=self._by_layer(facts.model))
 
     def _by_layer(self, model: nn.Module) -> dict[str, int]:
@@ -111,7 +111,7 @@ class UpdateEvery(Feature[Opening]):
             periods |= dict.fromkeys(matched(pattern, names, "update_every of", "layer"), every)
         return {name: every for name, every in periods.items() if every > 1}
 
-    def refuses(self, plan: Plan, facts: Facts) -> None:
+    def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if not plan.update_every:
             return
         if not plan.in_step:

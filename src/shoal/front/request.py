@@ -20,9 +20,9 @@ from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.feature import (
-    Facts,
     Feature,
     Features,
+    PlanFacts,
     accepts,
     in_order,
     of_plan,
@@ -75,7 +75,7 @@ class Request:
     options: Options
     features: Features
     draft: Plan
-    facts: Facts
+    facts: PlanFacts
 
     @property
     def given_plan(self) -> Plan | None:
@@ -114,7 +114,7 @@ def checked(
     return request_of(options, model, facts_for(options, model, None))
 
 
-def request_of(options: Options, model: nn.Module, facts: Facts) -> Request:
+def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     """What is asked of a model, where nothing refuses the rest."""
     given = options.given_plan()
     if given is None:
@@ -132,7 +132,7 @@ def request_of(options: Options, model: nn.Module, facts: Facts) -> Request:
     return request
 
 
-def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> Facts:
+def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> PlanFacts:
     """What is known of a model and its ranks before anything is measured.
 
     Args:
@@ -143,14 +143,14 @@ def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> Fa
     counted = options.count is not None
     if cluster is not None:
         servers, tail = len(cluster.servers), len(cluster.tail)
-        return Facts(model, cluster.topology, servers, tail, counted)
+        return PlanFacts(model, cluster.topology, servers, tail, counted)
     session = current()
     others, ends = session.other(Servers), session.other(TailHosts)
     servers, tail = len(others.hosts) if others else 0, len(ends.hosts) if ends else 0
-    return Facts(model, session.comm.topology, servers, tail, counted)
+    return PlanFacts(model, session.comm.topology, servers, tail, counted)
 
 
-def _draft(options: Options, model: nn.Module, layers: Sequence[str], facts: Facts) -> Plan:
+def _draft(options: Options, model: nn.Module, layers: Sequence[str], facts: PlanFacts) -> Plan:
     """A plan of what is known before the search: the pinned layers."""
     pinned = resolve(options.pins or {}, layers)
     return Plan(

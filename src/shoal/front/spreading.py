@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shoal.comm.agreement import from_first
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
-from shoal.contracts.feature import Facts, Features, planned
+from shoal.contracts.feature import Features, PlanFacts, planned
 from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
@@ -48,7 +48,7 @@ from shoal.rewrite.apply import check_served
 from shoal.session.additions import add
 from shoal.session.again import Again, keep
 from shoal.session.attach import attach
-from shoal.session.job import Job
+from shoal.session.job import TrainingJob
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.opening import Prepared
 from shoal.session.session import Session
@@ -68,10 +68,10 @@ class Found:
 
 def job_of(
     request: Request, loss_fn: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
-) -> Job:
+) -> TrainingJob:
     """The job of a model for which that was asked."""
     options = request.options
-    return Job(
+    return TrainingJob(
         request.facts.model,
         loss_fn,
         optimizers,
@@ -82,7 +82,7 @@ def job_of(
     )
 
 
-def alone(session: Session, job: Job, sample: Any) -> Any:
+def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
     """Check the sample, and give the optimizers what they have on several ranks; the loss."""
     if sample is not None:
         # said already here, not only under torchrun
@@ -94,7 +94,7 @@ def alone(session: Session, job: Job, sample: Any) -> Any:
     return job.loss
 
 
-def spread(session: Session, job: Job, request: Request, sample: Any) -> Any:
+def spread(session: Session, job: TrainingJob, request: Request, sample: Any) -> Any:
     """Measure, plan, rewrite and watch, on every rank alike; the loss to train by."""
     comm, model, options = session.comm, job.model, request.options
     stages = Stages(speaks=comm.rank == 0)
@@ -129,7 +129,7 @@ def spread(session: Session, job: Job, request: Request, sample: Any) -> Any:
 
 def follow(
     session: Session,
-    job: Job,
+    job: TrainingJob,
     found: Found,
     again: Again[Request],
     values: Mapping[str, Tensor],
@@ -170,8 +170,12 @@ def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
         options: what is asked.
         micro_batches: per batch; None where the end of the model is not elsewhere.
     """
-    counted = options.count is not None
-    return ProfileOptions(micro_batches, options.buffers, options.compute_loss, counted)
+    return ProfileOptions(
+        micro_batches,
+        buffers=options.buffers,
+        compute_loss=options.compute_loss,
+        counted=options.count is not None,
+    )
 
 
 def _micro_batches(session: Session, request: Request) -> int | None:
@@ -181,7 +185,7 @@ def _micro_batches(session: Session, request: Request) -> int | None:
 
 
 def profiled(
-    job: Job, sample: Any, comm: Comm, features: Features, how: ProfileOptions
+    job: TrainingJob, sample: Any, comm: Comm, features: Features, how: ProfileOptions
 ) -> ModelProfile:
     """The profile of a model, as its features have it.
 
@@ -200,7 +204,9 @@ def profiled(
     return profile
 
 
-def _planned(session: Session, request: Request, facts: Facts) -> tuple[Plan, Mapping[str, Tensor]]:
+def _planned(
+    session: Session, request: Request, facts: PlanFacts
+) -> tuple[Plan, Mapping[str, Tensor]]:
     """Rank 0's plan, and its values of what differs, which all ranks compare while it searches."""
     comm = session.comm
     beside = comm.channel(f"model{session.models}-values")
@@ -212,7 +218,7 @@ def _planned(session: Session, request: Request, facts: Facts) -> tuple[Plan, Ma
     return plan, values
 
 
-def chosen(request: Request, facts: Facts, *, anew: bool = False) -> Plan:
+def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
     """The plan that is asked for, with the step that it is predicted to take.
 
     Args:

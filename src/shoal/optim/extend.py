@@ -69,7 +69,7 @@ def add_parts(
         left_alone: parameters of the optimizer that are nobody's here.
     """
     _extension(optimizer).leave_alone(left_alone)
-    _extension(optimizer).add(_TrainedModel(engine, set(model.parameters()), tuple(parts)))
+    _extension(optimizer).add(_ParallelModel(engine, set(model.parameters()), tuple(parts)))
 
 
 def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
@@ -105,7 +105,7 @@ def _extension(optimizer: Optimizer) -> _Extension:
 
 
 @dataclass(frozen=True)
-class _TrainedModel:
+class _ParallelModel:
     """One parallelised model whose parameters an optimizer has."""
 
     engine: Engine
@@ -119,7 +119,7 @@ class _Extension:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self.trained: list[_TrainedModel] = []
+        self.trained: list[_ParallelModel] = []
         self._parts: list[Part] = []  # of all models
         self._left_alone: set[Tensor] = set()
         self._whole = WholePart(optimizer, self._parts, self._left_alone)
@@ -137,7 +137,7 @@ class _Extension:
         """From here on these may be stepped, whatever their gradients are."""
         self._left_alone.update(parameters)
 
-    def add(self, trained: _TrainedModel) -> None:
+    def add(self, trained: _ParallelModel) -> None:
         """Let a model's parts take over what is theirs."""
         if self._check is None:
             self._check = self._optimizer.register_step_pre_hook(self._check_step)

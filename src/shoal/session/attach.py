@@ -48,7 +48,7 @@ from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
 from shoal.session.at_servers import ServersPart, open_servers, open_tables
-from shoal.session.job import Job
+from shoal.session.job import TrainingJob
 from shoal.session.opening import Opening, Prepared
 from shoal.session.running import Running
 from shoal.session.session import Attached, Session, Threads
@@ -58,7 +58,7 @@ from shoal.strategies.stage import loss_at_tail
 
 
 def attach(
-    session: Session, job: Job, prepared: Prepared
+    session: Session, job: TrainingJob, prepared: Prepared
 ) -> tuple[Callable[..., Any] | None, Attached]:
     """Rewrite a model for a plan, on every rank of the session alike.
 
@@ -158,7 +158,7 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite], tables: Tables | N
     return apply(opening.model, sites, opening.serve)
 
 
-def _weigher(session: Session, job: Job, prepared: Prepared) -> Weigher:
+def _weigher(session: Session, job: TrainingJob, prepared: Prepared) -> Weigher:
     """What knows of every call how the rows are shared out; as a checkpoint had it, if one had."""
     comm, weighs = session.comm, job.weighs and prepared.plan.in_step
     counts = comm.channel(f"model{session.models}-counts") if weighs else None
@@ -207,7 +207,7 @@ def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners
     return Owners(engine, owned, opening.comm.rank, tell, opening.plan.late, beside)
 
 
-def _compare(session: Session, job: Job, running: Running) -> None:
+def _compare(session: Session, job: TrainingJob, running: Running) -> None:
     """Have ranks compare in every backward what they must have in common."""
     changes = running.owners.changes if running.owners else list
     common = Common(job.model, job.optimizers, session.passes, changes)
@@ -278,7 +278,7 @@ def _join(weighing: Weighing, border: ref[Border]) -> None:
 
 
 def _state_among(
-    session: Session, job: Job, prepared: Prepared
+    session: Session, job: TrainingJob, prepared: Prepared
 ) -> Callable[[int], Sequence[OfState]]:
     """What brings state to agree among so many ranks.
 

@@ -15,7 +15,7 @@ from shoal.session.calls import Count
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A model and what trains it, as `parallelize` was given them, the same on every rank.
 
     Args:

@@ -21,7 +21,7 @@ from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
 from shoal.remote.far_tail import FarTail
 from shoal.rewrite.apply import PlacedSite, by_strategy
-from shoal.session.job import Job
+from shoal.session.job import TrainingJob
 from shoal.session.session import Session
 from shoal.session.watch import Watched
 from shoal.strategies.moving import OfState
@@ -85,7 +85,7 @@ class Opening:
     """
 
     session: Session
-    job: Job
+    job: TrainingJob
     prepared: Prepared
     state_among: Callable[[int], Sequence[OfState]]
     serve: Serve = by_strategy

@@ -37,7 +37,7 @@ from shoal.profiling.terms import count_of
 from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Count, Counting, number_of
 from shoal.session.computed import Computed
-from shoal.session.job import Job
+from shoal.session.job import TrainingJob
 from shoal.session.running import Running
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
@@ -73,7 +73,7 @@ class Watched:
 
 
 def watch(
-    job: Job, running: Running, terms: Terms = OF_ROWS, before: Watched | None = None
+    job: TrainingJob, running: Running, terms: Terms = OF_ROWS, before: Watched | None = None
 ) -> tuple[Callable[..., Any] | None, Watched]:
     """Hang the hooks on the model, and on a loss that weighs itself; the loss to use from now on.
 

@@ -152,7 +152,7 @@ class _Asked:
         self.returns = self.returns or x.requires_grad
 
 
-class _Synchronised(Synchronised):
+class _SyncNormLayer(Synchronised):
     """A batch norm over the rows of all ranks, with the same parameters, names and repr.
 
     A copy of it is an ordinary layer.
@@ -200,7 +200,7 @@ class _Synchronised(Synchronised):
 def _class_of(kind: Any) -> Any:
     """Norms of a kind, synchronised: one class for all, of the name by which plans know them."""
     as_before = {"__module__": kind.__module__}
-    return _CLASSES.setdefault(kind, type(kind.__name__, (_Synchronised, kind), as_before))
+    return _CLASSES.setdefault(kind, type(kind.__name__, (_SyncNormLayer, kind), as_before))
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

@@ -63,7 +63,7 @@ from shoal.remote.tail_messages import (
 )
 from shoal.remote.wire import Data
 from shoal.session.attach import attach
-from shoal.session.job import Job
+from shoal.session.job import TrainingJob
 from shoal.session.opening import Prepared
 from shoal.session.session import Session
 from shoal.tail.inbox import Inbox
@@ -432,7 +432,7 @@ def _made(
         for optimizer in optimizers:
             extend(optimizer)
     else:
-        job = Job(tail, None, optimizers, weighs=False)
+        job = TrainingJob(tail, None, optimizers, weighs=False)
         attach(session, job, Prepared(_plan(tail, opening, len(hosts.hosts))))
     served = TailModel(list(modules.values()), tail, loss_fn, optimizers, parameters)
     return ServedTail(hosts, session.comm, served, opening)
