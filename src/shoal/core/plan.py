@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster
@@ -136,49 +136,42 @@ def _site(layers: Sequence[str], strategy: str, exchange: str, every: int) -> Si
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Choices for every layer with parameters, in the order in which backward finishes them.
+class Layout:
+    """How the layers of a model are served: choices, in the order in which backward finishes them.
 
-    * `bucket_bytes` bounds how much is put into one bucket. A larger layer is a bucket of its own.
-      If owners update it, it is cut.
-    * `lanes` is the number of exchanges in flight at once.
-    * `predicted_s` is the step time that the planner expects.
-    * With a `staleness` other than 0 workers run ahead of one another.
-    * `placement` says who owns what: a policy's name, or ranks by dotted name or glob.
-    * With `local_steps` ranks step by themselves, and come together every so many steps by `outer`.
-    * `update_every` says of layers, by name, every how many steps they are updated, if not in each.
-    * `features` has the options of other features that a plan says, by the feature's name.
-
-    Examples:
-        >>> import shoal
-        >>> choice = shoal.Choice("fc", "replicate", "ring")
-        >>> plan = shoal.Plan(ranks=2, model="", choices=(choice,), bucket_bytes=1 << 20, lanes=3)
-        >>> print(plan.with_choice(shoal.Choice("fc", "factor")))
-        plan for 2 ranks, buckets of 1 MiB, 3 in flight
-          fc  factor
+    Args:
+        ranks: how many train.
+        model: the digest of the model that it was made for.
+        choices: one for every layer with parameters.
+        bucket_bytes: how much is put into one bucket. A larger layer is a bucket of its own. If
+            owners update it, it is cut.
+        lanes: the number of exchanges in flight at once.
+        predicted_s: the step time that the planner expects.
+        placement: who owns what: a policy's name, or ranks by dotted name or glob.
+        micro_batches: per batch, if hosts of its own run the end of the model.
+        joined: whether these run all micro-batches at once.
+        chunks: number of chunks in which layers that are cut over ranks receive their rows.
+        late: how many of the last sites that go to servers come back first; the others come as
+            forward needs them.
+        least_part_bytes: the least part of a layer that has owners and is cut into parts.
     """
 
     ranks: int
-    model: str  # digest of the model it was made for
+    model: str
     choices: tuple[Choice, ...]
     bucket_bytes: int
     lanes: int
     predicted_s: float = 0.0
-    # steps that a worker may be ahead of the slowest, with servers; None: any number
-    staleness: int | None = 0
     placement: Placement = BALANCED
-    # that a batch is cut into where the end of the model has hosts of its own
     micro_batches: int = MICRO_BATCHES
-    joined: bool = True  # and whether these run all of them at once
-    chunks: int = 1  # that rows come in to layers that are cut over ranks
-    # so many of the last sites that go to servers come back first, the others as forward needs them
+    joined: bool = True
+    chunks: int = 1
     late: int = 0
-    # of a layer that has owners and is cut into parts
     least_part_bytes: int = LEAST_PART_BYTES
-    local_steps: int = 0  # 0: gradients are exchanged in every step
-    outer: Outer | None = None
-    update_every: dict[str, int] = field(default_factory=dict)
-    features: dict[str, Any] = field(default_factory=dict)
+
+    def period(self, layer: str) -> int:
+        """Steps from one update of a layer to the next."""
+        return 1
 
     def sites(
         self,
@@ -221,7 +214,7 @@ class Plan:
         ends = {name for name, role in used.items() if role.is_at_tail}
         at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
-            key = (choice.strategy, choice.exchange, self.update_every.get(choice.layer, 1))
+            key = (choice.strategy, choice.exchange, self.period(choice.layer))
             if choice.strategy in ends:
                 if choice == at_tail[-1]:
                     rows = {c.rows for c in at_tail}  # as codes only if all of them say so
@@ -252,17 +245,48 @@ class Plan:
         )
 
     def choice(self, layer: str) -> Choice:
-        """The choice for a layer (KeyError if the plan has none)."""
+        """The choice for a layer (KeyError if there is none)."""
         for choice in self.choices:
             if choice.layer == layer:
                 return choice
         raise KeyError(layer)
 
-    def with_choice(self, choice: Choice) -> Plan:
-        """The same plan with one layer served otherwise."""
+    def with_choice(self, choice: Choice) -> Self:
+        """The same with one layer served otherwise."""
         return replace(
             self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices)
         )
+
+
+@dataclass(frozen=True)
+class Plan(Layout):
+    """A layout, and what features of training add to it. Everything a run follows; `Layout` has the
+    fields that come first.
+
+    Args:
+        staleness: steps that a worker may be ahead of the slowest, with servers; None: any number.
+        local_steps: steps that ranks make by themselves; 0: gradients are exchanged in every step.
+        outer: the rule by which ranks come together after local steps.
+        update_every: by layer name, every how many steps a layer is updated, if not in each.
+        features: options of other features, by the feature's name, as plain data.
+
+    Examples:
+        >>> import shoal
+        >>> choice = shoal.Choice("fc", "replicate", "ring")
+        >>> plan = shoal.Plan(ranks=2, model="", choices=(choice,), bucket_bytes=1 << 20, lanes=3)
+        >>> print(plan.with_choice(shoal.Choice("fc", "factor")))
+        plan for 2 ranks, buckets of 1 MiB, 3 in flight
+          fc  factor
+    """
+
+    staleness: int | None = 0
+    local_steps: int = 0
+    outer: Outer | None = None
+    update_every: dict[str, int] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
+
+    def period(self, layer: str) -> int:
+        return self.update_every.get(layer, 1)
 
     def with_feature(self, name: str, options: Mapping[str, Any]) -> Plan:
         """The same plan with a feature's options, as plain data."""
