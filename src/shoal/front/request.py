@@ -86,16 +86,21 @@ class Request:
         """The names of the strategies that the planner may use: no feature refuses them.
 
         Raises:
-            PlanError: one that is asked for is refused of every layer.
+            PlanError: every one that is asked for is refused of every layer.
         """
         layers = [layer.name for layer in trainable_layers(self.facts.model)]
-        found = []
-        for name in known(self.options.strategies):
-            drafts = [replace(self.draft, choices=(Choice(layer, name),)) for layer in layers]
-            if any(accepts(draft, self.features, self.facts) for draft in drafts):
-                found.append(name)
-            elif self.options.strategies is not None:
-                refuse(drafts[0], self.features, self.facts)
+        names = known(self.options.strategies)
+        drafts = {
+            name: [replace(self.draft, choices=(Choice(layer, name),)) for layer in layers]
+            for name in names
+        }
+        found = [
+            name
+            for name in names
+            if any(accepts(draft, self.features, self.facts) for draft in drafts[name])
+        ]
+        if not found:
+            refuse(drafts[names[0]][0], self.features, self.facts)
         return found
 
 
