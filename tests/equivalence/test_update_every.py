@@ -288,7 +288,7 @@ def test_what_nobody_keeps_is_dropped_with_a_warning(
         model, loss_fn, optimizer = spread(model, sgd, batch, "replicate:direct")
         train(model, loss_fn, optimizer, [batch])
         shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
-        with pytest.raises(UsageError, match="until the step that ends their period"):
+        with pytest.raises(UsageError, match="until the step that ends their update period"):
             shoal.unparallelize(model)
         train(model, loss_fn, optimizer, [batch] * 5)
         shoal.unparallelize(model)

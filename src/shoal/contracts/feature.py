@@ -86,6 +86,9 @@ class Attachment(Generic[Running]):
         None where the checkpoint has nothing of this feature.
         """
 
+    def finish(self) -> None:
+        """Training ends with the program: say what is left undone."""
+
     def release(self, *, goes_on: bool) -> None:
         """Undo `start`: the model becomes an ordinary one (a collective).
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from shoal.engine.weights import Weigher
 from shoal.profiling.identity import trainable_layers
 from shoal.session.opening import Opening
 from shoal.session.running import Running
-from shoal.session.session import Session
 
 _SUM, _ROWS, _STEPS = "accumulated", "rows", "steps"
 _log = logging.getLogger("shoal")
@@ -232,7 +231,7 @@ class _Periods(Attachment[Running]):
                 period.put(period.parameters[name], kept[_SUM] / usual)
         return set(own)
 
-    def drop_unfinished(self) -> None:
+    def finish(self) -> None:
         """Training has ended: drop what is kept, with a warning on rank 0 that names the layers."""
         unfinished = [period for period in self._periods if period.steps]
         for period in unfinished:
@@ -250,19 +249,6 @@ class _Periods(Attachment[Running]):
         if unfinished:
             assert self._running is not None
             self._running.engine.renew()
-
-
-def drop_unfinished(session: Session) -> None:
-    """Training has ended: drop the gradients that all models keep within their periods."""
-    for attached in session.attached.values():
-        kept = attached.running.attachments.get(UpdateEvery.name)
-        if isinstance(kept, _Periods):
-            kept.drop_unfinished()
-
-
-def is_kept(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state in a checkpoint is that of a period."""
-    return _SUM in state
 
 
 def _number(value: float) -> Tensor:

@@ -22,7 +22,7 @@ from shoal.core.option import Flag, Option, option, options_of
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.core.registry import of
-from shoal.features.lossy import Lossy
+from shoal.features import Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
 from shoal.planner.search_options import DEFAULT, SearchOptions

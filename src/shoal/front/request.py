@@ -126,7 +126,7 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         features = in_order(options.features)
         draft = planned(_draft(options, model, list(layers), facts), features, facts)
-        ahead = draft.staleness != 0
+        ahead = draft.runs_ahead
         check_placement(options.placement, layers, facts.topology.size, facts.servers, stale=ahead)
     else:
         check(given, model, facts.topology.size, facts.servers)

@@ -276,7 +276,7 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     return table
 
 
-def staleness(rank: int, observed: Mapping[int, int]) -> Table:
+def lags(rank: int, observed: Mapping[int, int]) -> Table:
     """By how many steps workers were ahead of the slowest when a server gave them parameters, and
     how often.
     """
