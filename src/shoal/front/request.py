@@ -327,7 +327,7 @@ def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -
     plan, given = request.draft, request.given_plan is not None
     of_plan: dict[str, Any] = {
         "plan": "a plan of its own" if given else "auto",
-        "features": [f"{feature.name} {feature}" for feature in request.features],
+        "features": [feature.name for feature in request.features],
     }
     if given:
         of_plan |= {f"plan for layer {choice.layer}": choice.way for choice in plan.choices}

@@ -121,7 +121,7 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
         warn_of_rounding(comm.topology, plan)
     again = Again(job.loss_fn, request, alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
-    if any(feature.name == Replan.name for feature in request.features):
+    if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
     return loss
