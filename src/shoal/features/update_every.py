@@ -11,7 +11,8 @@ tests/equivalence/test_update_every.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -21,10 +22,11 @@ from torch.optim import SGD, Optimizer
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
-from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.contracts.feature import Attachment, Feature, PlanFacts, Profiled
 from shoal.contracts.period import Period
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
+from shoal.core.facts import ModelProfile
 from shoal.core.names import matched
 from shoal.core.numbers import how_many, whole
 from shoal.core.option import Flag, option
@@ -128,6 +130,15 @@ class UpdateEvery(Feature[Opening]):
                     got=f"{choice.strategy}, every {plan.update_every[choice.layer]} steps",
                     do="serve it by one of these, or take it out of update_every",
                 )
+
+    @contextmanager
+    def measuring(self, model: nn.Module) -> Iterator[Profiled]:
+        """Have the search price layers as they are updated."""
+
+        def with_periods(profile: ModelProfile) -> ModelProfile:
+            return profile.updated(self._by_layer(model))
+
+        yield with_periods
 
     def attach(self, opening: Opening) -> Attachment[Running]:
         begin_momentum(opening.plan.update_every, opening.model, opening.optimizers)
