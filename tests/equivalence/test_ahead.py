@@ -243,7 +243,7 @@ def test_a_plan_with_a_staleness_needs_servers_for_every_layer() -> None:
         trained(2, 1, loop, plan=wrong)
     trained(2, 1, steps(2), plan=replace(plan, staleness=1))
     for how, says in (
-        ({"staleness": 1}, "both a plan and a staleness"),
+        ({"staleness": 1}, "both a plan and staleness"),
         ({"count": lambda output, target: 1.0}, "weighs the same"),
     ):
         with pytest.raises(UsageError, match=says):

@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster
+from shoal.core.json_record import record_of
 from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
 from shoal.core.outer import Outer
 from shoal.core.pieces import balanced
@@ -38,7 +39,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "local_steps": (0, _MOST),
     "predicted_s": (0, MOST_SECONDS),
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,49 +136,42 @@ def _site(layers: Sequence[str], strategy: str, exchange: str, every: int) -> Si
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Choices for every layer with parameters, in the order in which backward finishes them.
+class Layout:
+    """How the layers of a model are served: choices, in the order in which backward finishes them.
 
-    * `bucket_bytes` bounds how much is put into one bucket. A larger layer is a bucket of its own.
-      If owners update it, it is cut.
-    * `lanes` is the number of exchanges in flight at once.
-    * `predicted_s` is the step time that the planner expects.
-    * With a `staleness` other than 0 workers run ahead of one another.
-    * `placement` says who owns what: a policy's name, or ranks by dotted name or glob.
-    * With `local_steps` ranks step by themselves, and come together every so many steps by `outer`.
-    * `update_every` says of layers, by name, every how many steps they are updated, if not in each.
-    * `features` has the options of other features that a plan says, by the feature's name.
-
-    Examples:
-        >>> import shoal
-        >>> choice = shoal.Choice("fc", "replicate", "ring")
-        >>> plan = shoal.Plan(ranks=2, model="", choices=(choice,), bucket_bytes=1 << 20, lanes=3)
-        >>> print(plan.with_choice(shoal.Choice("fc", "factor")))
-        plan for 2 ranks, buckets of 1 MiB, 3 in flight
-          fc  factor
+    Args:
+        ranks: how many train.
+        model: the digest of the model that it was made for.
+        choices: one for every layer with parameters.
+        bucket_bytes: how much is put into one bucket. A larger layer is a bucket of its own. If
+            owners update it, it is cut.
+        lanes: the number of exchanges in flight at once.
+        predicted_s: the step time that the planner expects.
+        placement: who owns what: a policy's name, or ranks by dotted name or glob.
+        micro_batches: per batch, if hosts of its own run the end of the model.
+        joined: whether these run all micro-batches at once.
+        chunks: number of chunks in which layers that are cut over ranks receive their rows.
+        late: how many of the last sites that go to servers come back first; the others come as
+            forward needs them.
+        least_part_bytes: the least part of a layer that has owners and is cut into parts.
     """
 
     ranks: int
-    model: str  # digest of the model it was made for
+    model: str
     choices: tuple[Choice, ...]
     bucket_bytes: int
     lanes: int
     predicted_s: float = 0.0
-    # steps that a worker may be ahead of the slowest, with servers; None: any number
-    staleness: int | None = 0
     placement: Placement = BALANCED
-    # that a batch is cut into where the end of the model has hosts of its own
     micro_batches: int = MICRO_BATCHES
-    joined: bool = True  # and whether these run all of them at once
-    chunks: int = 1  # that rows come in to layers that are cut over ranks
-    # so many of the last sites that go to servers come back first, the others as forward needs them
+    joined: bool = True
+    chunks: int = 1
     late: int = 0
-    # of a layer that has owners and is cut into parts
     least_part_bytes: int = LEAST_PART_BYTES
-    local_steps: int = 0  # 0: gradients are exchanged in every step
-    outer: Outer | None = None
-    update_every: dict[str, int] = field(default_factory=dict)
-    features: dict[str, Any] = field(default_factory=dict)
+
+    def period(self, layer: str) -> int:
+        """Steps from one update of a layer to the next."""
+        return 1
 
     def sites(
         self,
@@ -221,7 +214,7 @@ class Plan:
         ends = {name for name, role in used.items() if role.is_at_tail}
         at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
-            key = (choice.strategy, choice.exchange, self.update_every.get(choice.layer, 1))
+            key = (choice.strategy, choice.exchange, self.period(choice.layer))
             if choice.strategy in ends:
                 if choice == at_tail[-1]:
                     rows = {c.rows for c in at_tail}  # as codes only if all of them say so
@@ -252,17 +245,62 @@ class Plan:
         )
 
     def choice(self, layer: str) -> Choice:
-        """The choice for a layer (KeyError if the plan has none)."""
+        """The choice for a layer (KeyError if there is none)."""
         for choice in self.choices:
             if choice.layer == layer:
                 return choice
         raise KeyError(layer)
 
-    def with_choice(self, choice: Choice) -> Plan:
-        """The same plan with one layer served otherwise."""
+    def with_choice(self, choice: Choice) -> Self:
+        """The same with one layer served otherwise."""
         return replace(
             self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices)
         )
+
+
+@dataclass(frozen=True)
+class Plan(Layout):
+    """A layout, and what features of training add to it. Everything a run follows; `Layout` has the
+    fields that come first.
+
+    Args:
+        staleness: steps that a worker may be ahead of the slowest, with servers; None: any number.
+        local_steps: steps that ranks make by themselves; 0: gradients are exchanged in every step.
+        outer: the rule by which ranks come together after local steps.
+        update_every: by layer name, every how many steps a layer is updated, if not in each.
+        features: options of other features, by the feature's name, as plain data.
+
+    Examples:
+        >>> import shoal
+        >>> choice = shoal.Choice("fc", "replicate", "ring")
+        >>> plan = shoal.Plan(ranks=2, model="", choices=(choice,), bucket_bytes=1 << 20, lanes=3)
+        >>> print(plan.with_choice(shoal.Choice("fc", "factor")))
+        plan for 2 ranks, buckets of 1 MiB, 3 in flight
+          fc  factor
+    """
+
+    staleness: int | None = 0
+    local_steps: int = 0
+    outer: Outer | None = None
+    update_every: dict[str, int] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
+
+    def period(self, layer: str) -> int:
+        return self.update_every.get(layer, 1)
+
+    @property
+    def periods(self) -> Mapping[str, int]:
+        """Steps from one update to the next, by layer, of layers that have such a period."""
+        return self.update_every
+
+    def with_periods(self, periods: Mapping[str, int]) -> Self:
+        """The same with these periods."""
+        return replace(self, update_every=dict(periods))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether workers run ahead of one another."""
+        return self.staleness != 0
 
     def with_feature(self, name: str, options: Mapping[str, Any]) -> Plan:
         """The same plan with a feature's options, as plain data."""
@@ -359,10 +397,12 @@ class Plan:
             raise PlanError(
                 f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo
             )
-        choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
+        choices = tuple(
+            record_of(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows)
+        )
         if data.get("outer") is not None:
-            data["outer"] = _record(Outer, data["outer"], f"{source}, outer")
-        plan = _record(cls, {**data, "choices": choices}, source)
+            data["outer"] = record_of(Outer, data["outer"], f"{source}, outer")
+        plan = record_of(cls, {**data, "choices": choices}, source)
         if bool(plan.local_steps) != (plan.outer is not None):
             raise PlanError(f"{source}: local_steps and outer go together", do=redo)
         check_periods(plan.update_every, source)
@@ -420,48 +460,3 @@ def check_periods(update_every: Any, source: str) -> None:
 def _no_constant(name: str) -> float:
     """JSON has no NaN and no Infinity, which Python's reader takes."""
     raise ValueError(f"{name} is no number of JSON's")
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (float, int),
-    "float | None": (float, int, type(None)),
-    "int | None": (int, type(None)),
-    "bool | None": (bool, type(None)),
-    "Placement": (str, dict),
-    "Outer | None": (Outer, type(None)),
-    "dict[str, int]": (dict,),
-    "dict[str, Any]": (dict,),
-    "tuple[Choice, ...]": (tuple,),
-}
-
-
-def _record(kind: type[T], row: Any, source: str) -> T:
-    """Build a frozen dataclass from a JSON object, refusing what does not fit by name."""
-    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    if not isinstance(row, dict):
-        raise PlanError(
-            f"{source} is not an object", got=repr(row)[:80], expected=", ".join(fields)
-        )
-    unknown = sorted(set(row) - set(fields))
-    if unknown:
-        raise PlanError(
-            f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields)
-        )
-    for name, value in row.items():
-        if not isinstance(value, _TYPES[fields[name].type]) or (
-            isinstance(value, bool) and "bool" not in fields[name].type
-        ):
-            raise PlanError(
-                f"{source}: {name} is of the wrong type",
-                got=repr(value)[:80],
-                expected=fields[name].type,
-            )
-    try:
-        return kind(**row)
-    except TypeError as error:
-        raise PlanError(
-            f"{source} lacks a field", got=str(error), expected=", ".join(fields)
-        ) from error

@@ -27,8 +27,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
-from shoal.features.lossy import Lossy
-from shoal.features.older import Older
+from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.joining import is_tail_host, serve_and_end
