@@ -71,14 +71,14 @@ class Attachment(Generic[Running]):
 
     def saving(self) -> AbstractContextManager[None]:
         """Return a context in which model and optimizers hold what a checkpoint is to have."""
-        return nullcontext()
+        return nullcontext()  # save 2
 
     def state(self) -> Any:
         """What a checkpoint keeps: tensors and plain data, whole, keyed by no rank (a collective).
 
         None if there is nothing to keep. All ranks return the same.
         """
-        return None
+        return None  # save 10
 
     def load(self, state: Any) -> None:
         """Go on from what `state` gave, on any number of ranks (a collective).
