@@ -258,3 +258,25 @@ def test_what_cannot_be_a_feature_is_refused() -> None:
             parallelized(comm, model, ranks, toy_evry=2)
 
     on_ranks(2, work)
+
+
+@dataclass(frozen=True)
+class Watcher(Feature[Opening]):
+    """Adds nothing to a plan."""
+
+    name: ClassVar[str] = "watcher"
+
+    def attach(self, opening: Opening) -> Attachment[Running]:
+        return Norms(1, opening)
+
+
+def test_it_is_there_on_one_process() -> None:
+    def work(comm: ThreadComm, model: nn.Module, ranks: int) -> int:
+        *parts, own = parallelized(comm, model, ranks, features=[Watcher()])
+        train(*parts, own)
+        kept = current().attached[model].running.attachments["watcher"]
+        assert isinstance(kept, Norms)
+        return len(kept.noted)
+
+    with registry.registered(Watcher):
+        assert on_ranks(1, work) == [6]

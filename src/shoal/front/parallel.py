@@ -208,7 +208,7 @@ def by_options(
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
-    if comm.size == 1 and request.draft.is_plain:
+    if comm.size == 1 and request.is_nothing_for_one():
         return model, alone(session, job, sample), optimizer
     loss = spread(session, job, request, sample)
     if kept(model) is not None:

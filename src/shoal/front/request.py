@@ -82,6 +82,14 @@ class Request:
         """The plan that is given; None where one is to be made."""
         return None if self.options.plan == "auto" else self.draft
 
+    def is_nothing_for_one(self) -> bool:
+        """Whether one process trains by itself as it would without Shoal.
+
+        Shoal's own features do nothing on one rank but what a plan says; others may.
+        """
+        strangers = from_outside(Feature)
+        return self.draft.is_plain and not any(f.name in strangers for f in self.features)
+
     def usable(self) -> list[str]:
         """The names of the strategies that the planner may use: no feature refuses them.
 
