@@ -239,12 +239,14 @@ class Options:
         _check_known(asked)
         given = list(check_features(features))
         for kind in of(Feature).values():
-            feature = _feature(kind, asked)
-            if feature is not None and any(type(other) is kind for other in given):
+            if not _is_asked(kind, asked):
+                continue
+            if any(type(other) is kind for other in given):
                 raise UsageError(
-                    f"{feature.name} is given twice", do="give it as a keyword, or in features"
+                    f"{kind.name} is given twice",
+                    do="give all its options as keywords, or in features",
                 )
-            given += [] if feature is None else [feature]
+            given.append(_feature(kind, asked))
         values = {o.name: asked[o.keyword] for o in options_of(cls) if o.keyword in asked}
         for name in ("strategies", "codecs", "left_alone"):
             if name in values:
@@ -339,7 +341,8 @@ def _check_memory(memory: Any, limit: Any) -> None:
 def check_asked(asked: Mapping[str, Any]) -> None:
     """Raise the error of the first feature that does not take what keywords ask of it."""
     for kind in of(Feature).values():
-        _feature(kind, asked)
+        if _is_asked(kind, asked):
+            _feature(kind, asked)
 
 
 def keywords() -> list[str]:
@@ -360,11 +363,15 @@ def _check_known(asked: Mapping[str, Any]) -> None:
             )
 
 
-def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any] | None:
-    """A feature as keywords ask for it; None where they do not."""
+def _is_asked(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> bool:
+    """Whether keywords ask for a feature."""
+    options = [o for o in options_of(kind) if o.keyword in asked]
+    return not all(_is_off(o, asked[o.keyword]) for o in options)
+
+
+def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any]:
+    """A feature as keywords ask for it."""
     options = list(options_of(kind))
-    if all(_is_off(o, asked[o.keyword]) for o in options if o.keyword in asked):
-        return None
     # of several options of a feature those that are not asked for are off
     off = {o.name: o.off for o in options if o.keyword not in asked and o.off is not o.default}
     return kind(**off, **{o.name: asked[o.keyword] for o in options if o.keyword in asked})

@@ -146,6 +146,7 @@ def _flags() -> dict[str, tuple[str, Flag]]:
 
 
 _PARAMETERS = _flags()
+_UNSAID = object()
 
 
 def _click_options(*, plans: bool) -> list[Callable[[Callable[..., None]], Callable[..., None]]]:
@@ -157,18 +158,15 @@ def _click_options(*, plans: bool) -> list[Callable[[Callable[..., None]], Calla
 def _click_option(
     parameter: str, flag: Flag
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A flag as click has it; None where it is not given."""
+    """A flag as click has it; _UNSAID where it is not given, as None may be what it says."""
     name = flag.name or "--" + parameter.replace("_", "-")
-    if flag.no:
-        both = f"{name}/--no-{name[2:]}"
-        return click.option(both, parameter, default=None, help=flag.help)
     read = flag.read
-    if read is None:
-        return click.option(name, parameter, is_flag=True, default=None, help=flag.help)
 
     def value(context: click.Context, option: click.Parameter, text: Any) -> Any:
         if text is None or text == ():
-            return None
+            return _UNSAID
+        if flag.no or read is None:
+            return text
         try:
             return read(text)
         except UsageError:
@@ -176,6 +174,13 @@ def _click_option(
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
 
+    if flag.no:
+        both = f"{name}/--no-{name[2:]}"
+        return click.option(both, parameter, default=None, callback=value, help=flag.help)
+    if read is None:
+        return click.option(
+            name, parameter, is_flag=True, default=None, callback=value, help=flag.help
+        )
     return click.option(
         name,
         parameter,
@@ -193,7 +198,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {}
     for parameter, value in given.items():
         keyword, _, field = parameter.partition("__")
-        if value is None:
+        if value is _UNSAID:
             continue
         if field:
             parts.setdefault(keyword, {})[field] = value
