@@ -283,7 +283,7 @@ class Options:
         """The plan that is given, read from its file; None where one is to be made.
 
         Raises:
-            PlanError: it is none, or says otherwise than a feature that is asked for.
+            PlanError: it is none.
         """
         if self.plan == AUTO:
             return None
@@ -294,13 +294,6 @@ class Options:
                 got=type(plan).__name__,
                 do='give "auto", a Plan or a path',
             )
-        for feature in self.features:
-            kind = type(feature)
-            if kind.plan is not Feature.plan and kind.of_plan(plan) != feature:
-                raise PlanError(
-                    f"there are both a plan and {feature.name}",
-                    do=f"write {feature.name} into the plan",
-                )
         return plan
 
     def without_codecs(self) -> Options:
