@@ -16,14 +16,17 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
-from shoal.features.check_every import CheckReplicas
-from shoal.features.local_steps import LocalSteps, global_weights
-from shoal.features.lossy import Lossy
-from shoal.features.max_error import MaxError
-from shoal.features.replan import Replan
-from shoal.features.staleness import Staleness
-from shoal.features.sync_batchnorm import SyncBatchNorm
-from shoal.features.update_every import UpdateEvery
+from shoal.features import (
+    CheckReplicas,
+    LocalSteps,
+    Lossy,
+    MaxError,
+    Replan,
+    Staleness,
+    SyncBatchNorm,
+    UpdateEvery,
+    global_weights,
+)
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.codec_report import CodecReport, codec_report
 from shoal.front.distributed_checkpoint import Stateful

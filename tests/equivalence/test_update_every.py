@@ -8,6 +8,7 @@ plain     one process on whole batches: their gradients, times rows, are added u
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -40,6 +41,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
 from shoal.front.joining import using
 from shoal.session.session import current
@@ -288,7 +290,7 @@ def test_what_nobody_keeps_is_dropped_with_a_warning(
         model, loss_fn, optimizer = spread(model, sgd, batch, "replicate:direct")
         train(model, loss_fn, optimizer, [batch])
         shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
-        with pytest.raises(UsageError, match="until the step that ends their period"):
+        with pytest.raises(UsageError, match="until the step that ends their update period"):
             shoal.unparallelize(model)
         train(model, loss_fn, optimizer, [batch] * 5)
         shoal.unparallelize(model)
@@ -364,7 +366,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "factors": ({"pins": {"1": "factor"}}, "replicate or sliced"),
     "a cut layer": (
         {"strategies": ["column"], "pins": None},
-        "replicate or sliced",
+        "steps, which goes with replicate, sliced only",
     ),
     "a plan, too": ({"plan": None, "pins": None}, "both a plan and update_every"),
 }
@@ -520,3 +522,28 @@ def test_what_is_not_applied_at_the_end_is_told_once(caplog: pytest.LogCaptureFi
 
 class Ended(Exception):
     """The test has seen what it wanted."""
+
+
+def test_the_search_knows_which_layers_are_updated_seldom() -> None:
+    """Few rows and a slow link: factor serves a wide layer best, but has no periods."""
+
+    def work(comm: ThreadComm) -> list[str]:
+        model = built(lambda: nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 4)))
+        slow = Cluster(Topology(("one", "other")), Link(1e-5, 1e5))
+        sample = numbers(2, 64, seed=0), integers(4, 2, seed=0)
+        ways = []
+        for periods in ({}, {"0": 2}):
+            with using(comm, slow):
+                network = copy.deepcopy(model)
+                optimizer = sgd(network.parameters())
+                shoal.parallelize(
+                    network, F.cross_entropy, optimizer, sample=sample, update_every=periods
+                )
+                plan = shoal.plan_of(network)
+                assert plan is not None
+                ways.append(plan.choice("0").strategy)
+        return ways
+
+    for freely, seldom in run(2, work, timeout_s=60):
+        assert freely not in ("replicate", "sliced")
+        assert seldom in ("replicate", "sliced")

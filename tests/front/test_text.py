@@ -182,7 +182,7 @@ def test_a_cluster_shows_link_and_paces() -> None:
 
 
 def test_a_histogram_of_staleness_adds_up() -> None:
-    out = printed(text.staleness(4, {2: 10, 0: 30}))
+    out = printed(text.lags(4, {2: 10, 0: 30}))
     assert "rank 4" in out
     assert out.index("0 steps") < out.index("2 steps")
     assert "75%" in out and "25%" in out

@@ -82,7 +82,7 @@ def test_exchanges_are_of_two_halves() -> None:
 def test_servers_have_all_weights_up_and_down() -> None:
     """Of 8 MB each of two servers has half, so a worker sends 8 MB, and gets them back: 16 s."""
     where = replace(cluster(2, 1e6), servers=("s0", "s1"), ahead=True, apart=True)
-    made = plan_for(NET, where, strategies=["server"], staleness=None, options=ONE_BUCKET)
+    made = plan_for(NET, where, strategies=["server"], options=ONE_BUCKET)
     plan = with_local_steps(made, NET, where, "auto", Outer(rule="average"))
     assert plan.local_steps == 5
     assert plan.predicted_s == pytest.approx(3.5)

@@ -100,7 +100,7 @@ def test_servers_are_sent_codes_where_workers_keep_step() -> None:
     coded = plan_for(NET, served, codecs=["int8"], **options)
     assert {choice.exchange for choice in coded.choices} == {"direct+int8"}
     assert coded.predicted_s < 0.5 * exact.predicted_s
-    ahead = plan_for(NET, served, codecs=["int8"], staleness=2, **options)
+    ahead = plan_for(NET, replace(served, ahead=True), codecs=["int8"], **options)
     assert codecs_in(ahead) == {""}
 
 

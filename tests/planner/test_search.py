@@ -350,7 +350,7 @@ def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
 def test_where_workers_run_ahead_servers_own_all_and_nothing_else_is_compared() -> None:
     where = replace(cluster(2, 1e6), servers=("s0",))  # in step, each worker owns a quarter
     in_step, ahead = (
-        plan_for(NET, where, strategies=["server"], staleness=staleness) for staleness in (0, 2)
+        plan_for(NET, replace(where, ahead=ahead), strategies=["server"]) for ahead in (False, True)
     )
     assert 1.8 < ahead.predicted_s / in_step.predicted_s < 2.2
     for shown in explain(ahead, NET, replace(where, ahead=True)).layers:

@@ -50,14 +50,14 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path)
     folder = _marked(path, _TMP)
-    folder.mkdir()  # 1
+    folder.mkdir()  # 1  # save 12
     try:
         yield folder
         flush(folder)  # 2
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    _rename(folder, path)  # 3
+    _rename(folder, path)  # 3  # save 15
     flush(path.parent)  # 4
 
 

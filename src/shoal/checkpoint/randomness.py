@@ -15,7 +15,7 @@ _DERIVED = 2**63 - 25
 
 def drawn() -> dict[str, Any]:
     """The state of all generators that a script draws from unless it makes its own."""
-    version, words, gauss = random.getstate()
+    version, words, gauss = random.getstate()  # save 9
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state: dict[str, Any] = {

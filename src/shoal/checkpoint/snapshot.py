@@ -63,7 +63,7 @@ class Snapshot:
         Raises:
             UsageError: something in it is not plain data.
         """
-        return encoded(value, partial(self._take, file, strip), (file,))
+        return encoded(value, partial(self._take, file, strip), (file,))  # save 7
 
     def _take(self, file: str, strip: str, path: Keys, tensor: Tensor | Spread) -> str:
         wanted = "/".join(path[1:]).removeprefix(strip) or file
@@ -78,7 +78,7 @@ class Snapshot:
             self.spreads[file + SUFFIX, name] = Spread(kept, tensor.cut)
             return name
         there[name] = tensors.form_of(name, tensor)
-        if self.keeps:
+        if self.keeps:  # save 8
             kept = tensor if self.copies is None else self.copies.copied(file, name, tensor)
             self.files.setdefault(file + SUFFIX, {})[name] = kept
         return name
@@ -120,7 +120,7 @@ class Snapshot:
             assert whole is not None
             return whole
 
-        with replacing(path) as folder:
+        with replacing(path) as folder:  # save 12
             files = {
                 file: tensors.write(folder / file, forms, partial(tensor, file))
                 for file, forms in self.forms.items()

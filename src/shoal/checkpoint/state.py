@@ -50,7 +50,7 @@ class State:
 
     def write(self, folder: Path) -> None:
         """Write the file, durably."""
-        write_text(folder / STATE, self.text())
+        write_text(folder / STATE, self.text())  # save 14
 
 
 def _packed(state: Any) -> bytes:

@@ -98,7 +98,7 @@ def write(
     checksums = {HEADER: checksum(header)}
     with open(path, "wb") as file:
         file.write(header)
-        for name in names:
+        for name in names:  # save 13
             whole, crc = memory_of(tensor(name)), 0
             for begin in range(0, len(whole), CHUNK_BYTES):
                 chunk = whole[begin : begin + CHUNK_BYTES]

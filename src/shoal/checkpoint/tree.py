@@ -56,7 +56,7 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
     Raises:
         UsageError: something in it is not plain data.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool):  # save 7
         return value
     for kind in (str, int):
         if isinstance(value, kind):
@@ -66,7 +66,7 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
         finite = number - number == 0
         return number if finite else {KIND: "float", "value": repr(number)}
     if isinstance(value, Tensor | Spread):
-        return {KIND: "tensor", "name": take(path, value)}
+        return {KIND: "tensor", "name": take(path, value)}  # save 8
     if isinstance(value, Mapping):
         return _encoded_dict(value, take, path)
     name = type(value).__name__

@@ -27,7 +27,7 @@ def agreed(
         elsewhere: the error of the ranks on which it did not fail.
     """
     try:
-        result = work()
+        result = work()  # save 11
     except UsageError as error:
         comm.gather_objects(str(error), purpose)
         raise

@@ -103,8 +103,8 @@ class ProcessGroupComm(Comm):
         # receive first
         at_host = staged(tensor)
         # the group's own call: dist.isend looks up the group anew, at twice the processor time
-        with self._inside:
-            return WorkHandle(self._group.send([at_host], to, self._tag), self._inside)  # walk 7
+        with self._inside:  # gradient 10
+            return WorkHandle(self._group.send([at_host], to, self._tag), self._inside)
 
     def receive(self, tensor: Tensor, source: int) -> WorkHandle | ReceiveViaHost:
         received = tensor if tensor.device.type == "cpu" else beside(tensor)

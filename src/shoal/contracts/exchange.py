@@ -258,7 +258,7 @@ class PlainCarrier(Carrier):
     flat: Tensor
 
     def reduce(self, comm: Comm) -> None:
-        self.exchange.reduce(self.flat, comm)
+        self.exchange.reduce(self.flat, comm)  # gradient 8
 
     def gather(self, comm: Comm) -> None:
         self.exchange.gather(self.flat, comm)
@@ -302,7 +302,7 @@ class SliceCarrier(Carrier):
     slices: Sequence[Tensor]  # of each rank
 
     def reduce(self, comm: Comm) -> None:
-        self.exchange.reduce_scatter(self.slices, comm)  # walk 6
+        self.exchange.reduce_scatter(self.slices, comm)  # gradient 8
 
     def gather(self, comm: Comm) -> None:
         self.exchange.all_gather(self.slices, comm)
@@ -390,7 +390,7 @@ class DeliveringExchange(CodingExchange):
         landing = iter(own.new_empty(comm.workers - 1, own.numel()).unbind())
         parts = [own if r == home else next(landing) for r in range(comm.workers)]
         total = parts[0]
-        for r in self.deliver(slices, parts, comm):
+        for r in self.deliver(slices, parts, comm):  # gradient 9
             if r == home and r > 0:
                 # a + b has the bits of b + a, and from here on the sum stands in its place
                 total = own.add_(total)

@@ -71,20 +71,23 @@ class Attachment(Generic[Running]):
 
     def saving(self) -> AbstractContextManager[None]:
         """Return a context in which model and optimizers hold what a checkpoint is to have."""
-        return nullcontext()
+        return nullcontext()  # save 2
 
     def state(self) -> Any:
         """What a checkpoint keeps: tensors and plain data, whole, keyed by no rank (a collective).
 
         None if there is nothing to keep. All ranks return the same.
         """
-        return None
+        return None  # save 10
 
     def load(self, state: Any) -> None:
         """Go on from what `state` gave, on any number of ranks (a collective).
 
         None where the checkpoint has nothing of this feature.
         """
+
+    def finish(self) -> None:
+        """Training ends with the program: say what is left undone."""
 
     def release(self, *, goes_on: bool) -> None:
         """Undo `start`: the model becomes an ordinary one (a collective).
@@ -110,7 +113,14 @@ class Feature(Contract, ABC, Generic[Opening]):
     def of_plan(cls, plan: Plan) -> Feature[Any] | None:
         """The feature as a plan says it; None: it leaves that to the caller."""
         said = plan.features.get(cls.name)
-        return None if said is None else cls(**said)
+        try:
+            return None if said is None else cls(**said)
+        except TypeError as error:
+            raise PlanError(
+                f"the plan's options of {cls.name} do not fit",
+                got=repr(said)[:200],
+                do="save the plan again, or leave that feature out of it",
+            ) from error
 
     def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
         """Return the plan with what this feature adds to it.

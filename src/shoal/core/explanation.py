@@ -94,3 +94,4 @@ class Explanation:
     # the same plan without its codecs, where it has some: seconds of a step, and bytes sent
     without_codecs: tuple[float, float] | None = None
     local: str = ""  # the local steps and their rule, where ranks step by themselves
+    features: tuple[str, ...] = ()  # lines about features of training

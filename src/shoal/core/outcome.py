@@ -68,7 +68,7 @@ class Outcome:
         measured_s: the same, without what passes between steps. Nobody predicts that.
         steps: that were measured.
         terms: "compute", "exchanges", "optimizer" and "between steps". None of a plan with a tail,
-            tables at servers, local steps, `update_every` or a staleness.
+            tables at servers, or steps that are not alike.
         longest: the exchange that is waited for longest, and for how many seconds.
         slowest: the rank that computes far longer than the others, and by how much.
         links: what the slowest link carried as the plan was made, and carries now. In bytes a

@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster
+from shoal.core.json_record import record_of
 from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
 from shoal.core.outer import Outer
 from shoal.core.pieces import balanced
@@ -38,7 +39,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "local_steps": (0, _MOST),
     "predicted_s": (0, MOST_SECONDS),
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,20 @@ class Plan(Layout):
     def period(self, layer: str) -> int:
         return self.update_every.get(layer, 1)
 
+    @property
+    def periods(self) -> Mapping[str, int]:
+        """Steps from one update to the next, by layer, of layers that have such a period."""
+        return self.update_every
+
+    def with_periods(self, periods: Mapping[str, int]) -> Self:
+        """The same with these periods."""
+        return replace(self, update_every=dict(periods))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether workers run ahead of one another."""
+        return self.staleness != 0
+
     def with_feature(self, name: str, options: Mapping[str, Any]) -> Plan:
         """The same plan with a feature's options, as plain data."""
         return replace(self, features={**self.features, name: dict(options)})
@@ -383,10 +397,12 @@ class Plan(Layout):
             raise PlanError(
                 f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo
             )
-        choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
+        choices = tuple(
+            record_of(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows)
+        )
         if data.get("outer") is not None:
-            data["outer"] = _record(Outer, data["outer"], f"{source}, outer")
-        plan = _record(cls, {**data, "choices": choices}, source)
+            data["outer"] = record_of(Outer, data["outer"], f"{source}, outer")
+        plan = record_of(cls, {**data, "choices": choices}, source)
         if bool(plan.local_steps) != (plan.outer is not None):
             raise PlanError(f"{source}: local_steps and outer go together", do=redo)
         check_periods(plan.update_every, source)
@@ -444,48 +460,3 @@ def check_periods(update_every: Any, source: str) -> None:
 def _no_constant(name: str) -> float:
     """JSON has no NaN and no Infinity, which Python's reader takes."""
     raise ValueError(f"{name} is no number of JSON's")
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (float, int),
-    "float | None": (float, int, type(None)),
-    "int | None": (int, type(None)),
-    "bool | None": (bool, type(None)),
-    "Placement": (str, dict),
-    "Outer | None": (Outer, type(None)),
-    "dict[str, int]": (dict,),
-    "dict[str, Any]": (dict,),
-    "tuple[Choice, ...]": (tuple,),
-}
-
-
-def _record(kind: type[T], row: Any, source: str) -> T:
-    """Build a frozen dataclass from a JSON object, refusing what does not fit by name."""
-    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    if not isinstance(row, dict):
-        raise PlanError(
-            f"{source} is not an object", got=repr(row)[:80], expected=", ".join(fields)
-        )
-    unknown = sorted(set(row) - set(fields))
-    if unknown:
-        raise PlanError(
-            f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields)
-        )
-    for name, value in row.items():
-        if not isinstance(value, _TYPES[fields[name].type]) or (
-            isinstance(value, bool) and "bool" not in fields[name].type
-        ):
-            raise PlanError(
-                f"{source}: {name} is of the wrong type",
-                got=repr(value)[:80],
-                expected=fields[name].type,
-            )
-    try:
-        return kind(**row)
-    except TypeError as error:
-        raise PlanError(
-            f"{source} lacks a field", got=str(error), expected=", ".join(fields)
-        ) from error

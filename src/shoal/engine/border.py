@@ -125,7 +125,7 @@ class Border:
         if task != self._checked:
             self._check_whole()
             self._checked = task
-        backward = self.engine.begin()
+        backward = self.engine.begin()  # gradient 1
         if self.awaited_loss and not backward.was_called:
             self._warn_of_loss()
         if backward.weight is None:

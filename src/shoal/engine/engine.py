@@ -2,11 +2,11 @@
 
 It owns order and errors; what it runs (`Transfer.run`) is straight-line and blocking, on lanes.
 
-    2, 4, 8  round.py       one backward that sends: opened by its first gradient, closed with all
-                            of them published
-    5        routes.py      which lane each transfer takes, and what is under way
-             timetable.py   what else happens on the engine's events: listeners, and transfers that
-                            go by a cadence of their own
+    1, 5, 12  round.py       one backward that sends: opened as it enters the model, closed with all
+                             gradients published
+    7         routes.py      which lane each transfer takes, and what is under way
+              timetable.py   what else happens on the engine's events: listeners, and transfers that
+                             go by a cadence of their own
 
 The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
 
@@ -123,7 +123,7 @@ class Engine(Rounds):
             transfer.connect(self)
 
     def current(self) -> BackwardRound:
-        backward = self._round  # walk 2
+        backward = self._round  # gradient 3
         if backward.accumulating:
             if self.periods:
                 self._check_cleared(landed=1)

@@ -238,7 +238,7 @@ class Lane:
                     errand.give_up()
                     continue
                 begin_s = time.perf_counter()
-                errand.run()  # walk 5
+                errand.run()  # gradient 7
                 if self._failed is None and errand.failed():
                     self._failed = errand
                 if self.recorder is not None:

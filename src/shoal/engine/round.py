@@ -1,11 +1,11 @@
 """One backward that sends: from the calls of the model before it to the gradients behind it.
 
        called    the model is called: what it counts is this round's share, if it is the only call
-    2  open      backward enters the model, or else its first gradient is there; autograd is asked
+    1  open      backward enters the model, or else its first gradient is there; autograd is asked
                  to call at the end
-    4  ready     a transfer has everything: it is packed, and sent as soon as all before it in the
+    5  ready     a transfer has everything: it is packed, and sent as soon as all before it in the
                  plan's order are
-    8  finish    backward is over: what never got ready is packed as it is, lanes are waited for,
+    12 finish    backward is over: what never got ready is packed as it is, lanes are waited for,
                  gradients published
 
 The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
@@ -179,7 +179,7 @@ class BackwardRound(Round):
             WorldError: it was open for another backward, which ended half-way.
         """
         with self._opening:
-            task = torch._C._current_graph_task_id()  # walk 2
+            task = torch._C._current_graph_task_id()  # gradient 1
             if self._task is None:
                 self._task, self._began_s = task, perf_counter()
                 # without a call it is of an earlier one: of its graph again, or of what it kept
@@ -205,7 +205,7 @@ class BackwardRound(Round):
 
     def ready(self, transfer: Transfer) -> None:
         with self._opening:
-            self._queue.ready[transfer] = this_moment(self._routes.device)  # walk 4
+            self._queue.ready[transfer] = this_moment(self._routes.device)  # gradient 5
             self._queue.send(self)
 
     def found_nan(self, parameter: str) -> None:
@@ -235,7 +235,7 @@ class BackwardRound(Round):
     def finish(self) -> None:
         """Send what never got ready, wait for what is to be waited for, and publish."""
         routes, queue = self._routes, self._queue
-        routes.note("backward", self._began_s)  # walk 8
+        routes.note("backward", self._began_s)  # gradient 12
         waits_s = perf_counter()
         self.running = nothing
         queue.send(self, everything=True)

@@ -128,7 +128,7 @@ class Routes:
     def send(self, transfer: Transfer) -> Errand:
         """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""
         purpose = f"exchange {transfer.label}"
-        errand = self._there[transfer].run(transfer.run, purpose)  # walk 5
+        errand = self._there[transfer].run(transfer.run, purpose)  # gradient 7
         if isinstance(transfer, OwnedTransfer):
             with self._changing_last:
                 self._last[transfer] = errand

@@ -73,7 +73,7 @@ class Direct(DeliveringExchange):
         self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
     ) -> Iterator[int]:
         """Receive one message from each worker, and send one to each owner."""
-        trains = comm.rank < comm.workers  # walk 6
+        trains = comm.rank < comm.workers  # gradient 9
         receives = {
             r: comm.receive(landing[r], r)
             for r in comm.others

@@ -1,1 +1,25 @@
 """Features of training, one in a file: contracts/feature.py says what each has to do."""
+
+from shoal.features.check_every import CheckReplicas
+from shoal.features.local_steps import LocalSteps, check_in_step, global_weights
+from shoal.features.lossy import Lossy
+from shoal.features.max_error import MaxError
+from shoal.features.older import Older
+from shoal.features.replan import Replan
+from shoal.features.staleness import Staleness
+from shoal.features.sync_batchnorm import SyncBatchNorm
+from shoal.features.update_every import UpdateEvery
+
+__all__ = [
+    "CheckReplicas",
+    "LocalSteps",
+    "Lossy",
+    "MaxError",
+    "Older",
+    "Replan",
+    "Staleness",
+    "SyncBatchNorm",
+    "UpdateEvery",
+    "check_in_step",
+    "global_weights",
+]

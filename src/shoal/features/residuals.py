@@ -7,7 +7,7 @@ tests/features/test_residuals.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 from weakref import ref
@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shoal.codecs.remembering import Remembering, coded_carriers
+from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.feature import Attachment, Feature
@@ -193,11 +193,6 @@ def residuals(model: nn.Module) -> StateDict:
         parameter's memory. {} where nothing is owed.
     """
     return residuals_of(model).own() if uncompiled(model) in current().attached else {}
-
-
-def coded(running: Running) -> Iterator[Remembering]:
-    """What carries codes for a model."""
-    return coded_carriers(running.engine.transfers)
 
 
 def _owed(transfers: Iterable[Transfer]) -> StateDict:

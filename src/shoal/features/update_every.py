@@ -11,9 +11,10 @@ tests/equivalence/test_update_every.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,11 @@ from torch.optim import SGD, Optimizer
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
-from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.contracts.feature import Attachment, Feature, PlanFacts, Profiled
 from shoal.contracts.period import Period
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
+from shoal.core.facts import ModelProfile
 from shoal.core.names import matched
 from shoal.core.numbers import how_many, whole
 from shoal.core.option import Flag, option
@@ -34,7 +36,6 @@ from shoal.engine.weights import Weigher
 from shoal.profiling.identity import trainable_layers
 from shoal.session.opening import Opening
 from shoal.session.running import Running
-from shoal.session.session import Session
 
 _SUM, _ROWS, _STEPS = "accumulated", "rows", "steps"
 _log = logging.getLogger("shoal")
@@ -129,6 +130,15 @@ class UpdateEvery(Feature[Opening]):
                     got=f"{choice.strategy}, every {plan.update_every[choice.layer]} steps",
                     do="serve it by one of these, or take it out of update_every",
                 )
+
+    @contextmanager
+    def measuring(self, model: nn.Module) -> Iterator[Profiled]:
+        """Have the search price layers as they are updated."""
+
+        def with_periods(profile: ModelProfile) -> ModelProfile:
+            return profile.updated(self._by_layer(model))
+
+        yield with_periods
 
     def attach(self, opening: Opening) -> Attachment[Running]:
         begin_momentum(opening.plan.update_every, opening.model, opening.optimizers)
@@ -232,7 +242,7 @@ class _Periods(Attachment[Running]):
                 period.put(period.parameters[name], kept[_SUM] / usual)
         return set(own)
 
-    def drop_unfinished(self) -> None:
+    def finish(self) -> None:
         """Training has ended: drop what is kept, with a warning on rank 0 that names the layers."""
         unfinished = [period for period in self._periods if period.steps]
         for period in unfinished:
@@ -250,19 +260,6 @@ class _Periods(Attachment[Running]):
         if unfinished:
             assert self._running is not None
             self._running.engine.renew()
-
-
-def drop_unfinished(session: Session) -> None:
-    """Training has ended: drop the gradients that all models keep within their periods."""
-    for attached in session.attached.values():
-        kept = attached.running.attachments.get(UpdateEvery.name)
-        if isinstance(kept, _Periods):
-            kept.drop_unfinished()
-
-
-def is_kept(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state in a checkpoint is that of a period."""
-    return _SUM in state
 
 
 def _number(value: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.tree import decoded, encoded
 from shoal.core.errors import UsageError
-from shoal.features.local_steps import check_in_step
+from shoal.features import check_in_step
 from shoal.front.saving import saving
 from shoal.front.stateful import has_state, modules_of, put_back, state_of
 
@@ -59,7 +59,7 @@ class Stateful:
         """The state of all objects, in one-process form (a collective).
 
         Raises:
-            UsageError: ranks step by themselves (`local_steps`).
+            UsageError: ranks step by themselves.
         """
         modules = modules_of(self._objects)
         check_in_step([model for _, model in modules])

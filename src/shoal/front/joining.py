@@ -28,7 +28,6 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster
 from shoal.core.numbers import MOST_SECONDS, is_positive
-from shoal.features.update_every import drop_unfinished
 from shoal.front import text
 from shoal.front.errors import show_messages_only
 from shoal.front.request import listed
@@ -177,7 +176,7 @@ def _is_server(comm: Comm) -> bool:
 def _serve_workers(comm: Comm) -> None:
     """Be a server until the workers have ended; say how far they were ahead of one another."""
     for observed in filter(None, serve_workers(comm)):
-        text.console().print(text.staleness(comm.rank, observed))
+        text.console().print(text.lags(comm.rank, observed))
     comm.leave(None)
 
 
@@ -232,7 +231,7 @@ def _drain_at_exit(session: Session) -> None:
     if session.broken or getattr(sys, "last_value", None) is not None:
         session.abandon()
         return
-    drop_unfinished(session)
+    session.finish()
     try:
         session.drain()
     except (WorldError, RanksDiffer):  # told by those who still need what is lost
@@ -246,7 +245,7 @@ def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     with of_thread(session):
         try:
             yield session
-            drop_unfinished(session)
+            session.finish()
             session.drain()
             session.close()  # after an error a lane may wait for a message that will not come
         except BaseException:

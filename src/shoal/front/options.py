@@ -22,7 +22,7 @@ from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.core.registry import of
-from shoal.features.lossy import Lossy
+from shoal.features import Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
 from shoal.planner.search_options import DEFAULT, SearchOptions
@@ -334,15 +334,20 @@ def check_asked(asked: Mapping[str, Any]) -> None:
         _feature(kind, asked)
 
 
-def _check_known(asked: Mapping[str, Any]) -> None:
+def keywords() -> list[str]:
+    """Every keyword that `parallelize` takes for an option, those of registered features too."""
     kinds = (Options, *of(Feature).values())
-    keywords = [o.keyword for kind in kinds for o in options_of(kind)]
+    return [o.keyword for kind in kinds for o in options_of(kind)]
+
+
+def _check_known(asked: Mapping[str, Any]) -> None:
+    known_ones = keywords()
     for keyword in asked:
-        if keyword not in keywords:
-            near = difflib.get_close_matches(keyword, keywords, n=1)
+        if keyword not in known_ones:
+            near = difflib.get_close_matches(keyword, known_ones, n=1)
             raise UsageError(
                 f"parallelize takes no {keyword!r}",
-                expected="one of " + ", ".join(sorted(keywords)),
+                expected="one of " + ", ".join(sorted(known_ones)),
                 do=f"did you mean {near[0]!r}?" if near else "leave it out",
             )
 

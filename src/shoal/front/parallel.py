@@ -27,8 +27,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
-from shoal.features.lossy import Lossy
-from shoal.features.older import Older
+from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.joining import is_tail_host, serve_and_end
@@ -209,7 +208,7 @@ def by_options(
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
-    if comm.size == 1 and request.draft.is_plain:
+    if comm.size == 1 and request.is_nothing_for_one():
         return model, alone(session, job, sample), optimizer
     loss = spread(session, job, request, sample)
     if kept(model) is not None:

@@ -91,7 +91,6 @@ def _checked(session: Session, model: nn.Module) -> Running | None:
     if not attached.plan.in_step and not attached.plan.is_local:
         raise UsageError(
             "workers run ahead of one another, so there is no one state to give back",
-            got=f"a staleness of {attached.plan.staleness}",
             do="save a checkpoint, and start again from it",
         )
     attached.running.check_release(model)

@@ -19,11 +19,11 @@ from weakref import ref
 import torch
 from torch import nn
 
+from shoal.codecs.remembering import coded_carriers
 from shoal.comm.agreement import agreed, from_first
 from shoal.core.errors import UsageError
 from shoal.core.outcome import Outcome, Spending
 from shoal.core.plan import Plan
-from shoal.features.residuals import coded
 from shoal.front.outcomes import links_now, spending
 from shoal.front.planned import plan_of
 from shoal.front.release import give_back, require_same_model
@@ -169,7 +169,9 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
     check(replace(found.plan, model=model_digest(model)), model, size)
     running.engine.settle()
     states = {name: kept.state() for name, kept in running.attachments.items()}
-    given_up = {name for carrier in coded(running) for name in carrier.given_up}
+    given_up = {
+        name for carrier in coded_carriers(running.engine.transfers) for name in carrier.given_up
+    }
     loaded = session.usual_rows.pop(model, None)
     if (usual := running.weigher.usual) is not None:
         session.usual_rows[model] = {size: usual}
@@ -183,7 +185,7 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
     follow(session, job, found, again, {}, attached.watched)
     for name, kept_now in session.attached[model].running.attachments.items():
         kept_now.load(states.get(name))
-    for carrier in coded(session.attached[model].running):
+    for carrier in coded_carriers(session.attached[model].engine.transfers):
         carrier.give_up([name for name in carrier.bucket.numels if name in given_up])
     session.comm.gather_objects(None, "replan: all follow the new plan")  # or all hear of one
     session.usual_rows.pop(model, None)

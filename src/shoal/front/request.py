@@ -82,20 +82,33 @@ class Request:
         """The plan that is given; None where one is to be made."""
         return None if self.options.plan == "auto" else self.draft
 
+    def is_nothing_for_one(self) -> bool:
+        """Whether one process trains by itself as it would without Shoal.
+
+        Shoal's own features do nothing on one rank but what a plan says; others may.
+        """
+        strangers = from_outside(Feature)
+        return self.draft.is_plain and not any(f.name in strangers for f in self.features)
+
     def usable(self) -> list[str]:
         """The names of the strategies that the planner may use: no feature refuses them.
 
         Raises:
-            PlanError: one that is asked for is refused of every layer.
+            PlanError: every one that is asked for is refused of every layer.
         """
         layers = [layer.name for layer in trainable_layers(self.facts.model)]
-        found = []
-        for name in known(self.options.strategies):
-            drafts = [replace(self.draft, choices=(Choice(layer, name),)) for layer in layers]
-            if any(accepts(draft, self.features, self.facts) for draft in drafts):
-                found.append(name)
-            elif self.options.strategies is not None:
-                refuse(drafts[0], self.features, self.facts)
+        names = known(self.options.strategies)
+        drafts = {
+            name: [replace(self.draft, choices=(Choice(layer, name),)) for layer in layers]
+            for name in names
+        }
+        found = [
+            name
+            for name in names
+            if any(accepts(draft, self.features, self.facts) for draft in drafts[name])
+        ]
+        if not found:
+            refuse(drafts[names[0]][0], self.features, self.facts)
         return found
 
 
@@ -121,7 +134,7 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         features = in_order(options.features)
         draft = planned(_draft(options, model, list(layers), facts), features, facts)
-        ahead = draft.staleness != 0
+        ahead = draft.runs_ahead
         check_placement(options.placement, layers, facts.topology.size, facts.servers, stale=ahead)
     else:
         check(given, model, facts.topology.size, facts.servers)
@@ -322,7 +335,7 @@ def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -
     plan, given = request.draft, request.given_plan is not None
     of_plan: dict[str, Any] = {
         "plan": "a plan of its own" if given else "auto",
-        "features": [f"{feature.name} {feature}" for feature in request.features],
+        "features": [feature.name for feature in request.features],
     }
     if given:
         of_plan |= {f"plan for layer {choice.layer}": choice.way for choice in plan.choices}

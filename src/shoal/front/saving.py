@@ -68,7 +68,7 @@ def save(path: str | Path, /, **objects: Any) -> None:
         {'epoch': 3}
     """
     comm = ranks()
-    snapshot = Snapshot(keeps=comm.rank == 0)
+    snapshot = Snapshot(keeps=comm.rank == 0)  # save 1
     with saving():
         state = taken(snapshot, objects, comm)
 
@@ -76,7 +76,7 @@ def save(path: str | Path, /, **objects: Any) -> None:
             with writing(Path(path)):
                 snapshot.write(Path(path), state)
 
-        agreed(comm, write, _WRITING)
+        agreed(comm, write, _WRITING)  # save 11
 
 
 def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
@@ -129,18 +129,18 @@ def taken(
         )
     modules = modules_of(objects)
     forms = {}
-    for keyword, value in objects.items():
+    for keyword, value in objects.items():  # save 3
         optimizer = isinstance(value, Optimizer)
         forms[keyword] = snapshot.encoded(
             keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
         )
-    states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")
+    states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")  # save 9
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
-    features: dict[str, dict[str, Any]] = {}  # by its name, then by the way to a model  # save 4
+    features: dict[str, dict[str, Any]] = {}  # by its name, then by the way to a model
     for path, attached in _attached(objects):
         for name, attachment in attached.running.attachments.items():
-            if (state := attachment.state()) is not None:
+            if (state := attachment.state()) is not None:  # save 10
                 features.setdefault(name, {})[path] = state
     software = versions()
     return State(
@@ -163,7 +163,7 @@ def saving() -> Iterator[None]:
     with ExitStack() as stack:
         for attached in [] if session is None else session.attached.values():
             for attachment in attached.running.attachments.values():
-                stack.enter_context(attachment.saving())
+                stack.enter_context(attachment.saving())  # save 2
         yield
 
 

@@ -26,7 +26,7 @@ from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named
 from shoal.core.side_threads import side_threads
 from shoal.engine.weights import inputs_alike
-from shoal.features.replan import Replan
+from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.options import Options
@@ -121,7 +121,7 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
         warn_of_rounding(comm.topology, plan)
     again = Again(job.loss_fn, request, alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
-    if any(feature.name == Replan.name for feature in request.features):
+    if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
     return loss
@@ -240,7 +240,6 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             pins=options.pins,
             strategies=request.usable(),
             placement=options.placement,
-            staleness=draft.staleness,
             memory=options.memory,
             memory_limit=options.memory_limit,
             micro_batches=options.micro_batches,

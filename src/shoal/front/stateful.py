@@ -68,9 +68,9 @@ def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
         UsageError: a loader whose ranks are at positions of their own.
     """
     if isinstance(value, nn.Module):
-        return _of_module(uncompiled(value), spread=spread)
+        return _of_module(uncompiled(value), spread=spread)  # save 4
     if isinstance(value, Optimizer):
-        state = kept_state_dict(value, Spread) if spread else value.state_dict()
+        state = kept_state_dict(value, Spread) if spread else value.state_dict()  # save 5
         return _named(value, state, modules)
     if isinstance(value, Positioned):
         return _of_loader(value)
@@ -187,7 +187,7 @@ class _Named:
 def _named(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> dict[str, Any]:
     """An optimizer's state with names in place of numbers."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, _Named.of(optimizer, modules).names, strict=True))
+    name_of = dict(zip(numbers, _Named.of(optimizer, modules).names, strict=True))  # save 6
     groups = [
         {**group, "params": [name_of[number] for number in group["params"]]}
         for group in state["param_groups"]

@@ -177,17 +177,13 @@ def _step(explanation: Explanation) -> Text:
         + f"\nthe busiest rank sends {megabytes(step.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
-        + _local(explanation.local)
+        + "".join(f"\n{line}" for line in explanation.features)
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)
         + _placed(explanation.placement)
         + _idle(explanation.idle)
     )
-
-
-def _local(steps: str) -> str:
-    return f"\n{steps}: this changes the mathematics" if steps else ""
 
 
 def _exact(without: tuple[float, float] | None) -> str:
@@ -280,7 +276,7 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     return table
 
 
-def staleness(rank: int, observed: Mapping[int, int]) -> Table:
+def lags(rank: int, observed: Mapping[int, int]) -> Table:
     """By how many steps workers were ahead of the slowest when a server gave them parameters, and
     how often.
     """

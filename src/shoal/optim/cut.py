@@ -57,7 +57,7 @@ class CutPart(Part):
             if gradient.stride() != part.stride():
                 self._opened.callback(set_local_gradient, parameter, gradient)
                 set_local_gradient(parameter, torch.empty_like(part).copy_(gradient))
-        self._opened.enter_context(opened(parameters))  # 7
+        self._opened.enter_context(opened(parameters))  # step 7
 
     def close(self) -> None:
         self._opened.close()

@@ -181,7 +181,7 @@ class _Extension:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """Before a step: all that it updates must have been exchanged."""
-        # 2
+        # step 2
         changed = checked_step(self._declared, args, kwargs, self._check_sent)
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]
         check_known(optimizer, known)
@@ -198,7 +198,7 @@ class _Extension:
     def _step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
-            with torch.enable_grad():  # 1
+            with torch.enable_grad():  # step 1
                 loss = closure()
         hooks = self._optimizer._optimizer_step_post_hooks
         before = self._optimizer.register_step_pre_hook(self._enter)  # users' may clip, edit groups
@@ -206,7 +206,7 @@ class _Extension:
         # `behind` is the last: the others go behind it, in their order
         hooks.update({key: hooks.pop(key) for key in list(hooks) if key != behind.id})
         try:
-            result = original()  # 8
+            result = original()  # step 8
         finally:
             self._open = 0
             self._close()
@@ -216,7 +216,7 @@ class _Extension:
 
     def _enter(self, *_: object) -> None:
         self._open += 1
-        if self._open == 1:  # 3
+        if self._open == 1:  # step 3
             self._happened(Event.STEP_BEGUN)
             for part in self._parts:
                 part.open()
@@ -232,7 +232,7 @@ class _Extension:
             trained.engine.happened(event)
 
     def _close(self) -> None:
-        for part in reversed(self._parts):  # 9  the first sees the groups as they were
+        for part in reversed(self._parts):  # step 9: the first part sees the groups as they were
             part.close()
 
     @contextmanager
@@ -289,7 +289,7 @@ class _Extension:
 
     def _state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         spread = self._spread
-        of_parts = [
+        of_parts = [  # save 5
             part.whole_state() if spread is None else part.kept_state(spread)
             for part in self._parts
         ]

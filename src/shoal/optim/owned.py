@@ -107,7 +107,7 @@ class OwnedPart(Part):
 
     def _send_off(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Have lanes and servers update what has a gradient, in the order that forward needs."""
-        # 4
+        # step 4
         captured = [settings(group) for group in self.optimizer.param_groups]
         attributes_now = attributes(self.optimizer)
         leaving = self._leaving(group_of)
@@ -122,13 +122,13 @@ class OwnedPart(Part):
                 }
                 return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
 
-            self._owners.tell(OfRank(update_for))  # 5  order 1
+            self._owners.tell(OfRank(update_for))  # step 5  # order 1
         self.mark(updated)
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]
             work = update.work(steps, captured, attributes_now, set(parameters))
-            self._owners.send_off(transfer, parameters, work)  # 6
+            self._owners.send_off(transfer, parameters, work)  # step 6
 
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]

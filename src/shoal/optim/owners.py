@@ -193,7 +193,7 @@ class Owners:
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new values of the transfers that bring this parameter's."""
         for transfer in self._transfers[parameter]:
-            self._engine.routes.settle(transfer)  # 12
+            self._engine.routes.settle(transfer)  # step 12
         with self._marking:
             for member in {
                 member for transfer in self._transfers[parameter] for member in transfer.parameters

@@ -44,7 +44,7 @@ class TablePart(Part):
                 table.step(self._number, settings(group), attributes_now)
         held = self.parameters()
         self.mark(held)
-        self._hidden.enter_context(hidden(held))  # 7
+        self._hidden.enter_context(hidden(held))  # step 7
 
     def close(self) -> None:
         self._hidden.close()

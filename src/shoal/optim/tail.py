@@ -41,7 +41,7 @@ class TailPart(Part):
         self._stage.step(self._number, self._groups(), attributes(self.optimizer))
         held = self.parameters()
         self.mark(held)
-        self._hidden.enter_context(hidden(held))  # 7
+        self._hidden.enter_context(hidden(held))  # step 7
 
     def close(self) -> None:
         self._hidden.close()

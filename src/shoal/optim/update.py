@@ -109,12 +109,9 @@ class PieceUpdate:
         """
 
         def update(comm: Comm) -> None:
-            # 10
-            self._transfer.open_update(parameters)
-            # order 8
-            values = self.step(self._transfer.gradients(), steps, groups, attributes)
-            # 11
-            gathered = self._transfer.gather(values, Turn.VALUES, comm)
+            self._transfer.open_update(parameters)  # step 10
+            values = self.step(self._transfer.gradients(), steps, groups, attributes)  # order 8
+            gathered = self._transfer.gather(values, Turn.VALUES, comm)  # step 11
             new_values = [
                 (piece.of(piece.parameter), value)
                 for piece, value in gathered

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.codecs.coded import codec_named
+from shoal.contracts.feature import lines_of
 from shoal.contracts.strategy import Strategy
 from shoal.core.explanation import (
     Alternative,
@@ -83,6 +84,7 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
+        features=lines_of(plan),
     )
     return explained_locally(explanation, plan, profile) if plan.is_local else explanation
 

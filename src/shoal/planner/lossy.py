@@ -52,7 +52,7 @@ def with_codecs(
         constraints: what the plan must keep. Layers with pins stay as they are.
         options: sizes of buckets that are tried.
     """
-    if plan.staleness != 0:
+    if cluster.ahead:
         return plan
     predictor = Predictor(as_planned(profile, plan), cluster)
     best, off_by = replace(plan, predicted_s=predictor.as_is(plan).step_s), -1.0

@@ -171,8 +171,7 @@ class _Descent:
             bucket_bytes,
             lanes,
             predicted_s=step.step_s,
-            update_every=self._predictor.update_every,
-        )
+        ).with_periods(self._predictor.periods)
         return replace(plan, late=step.late, least_part_bytes=least_part_bytes)
 
     def _carriers(self, picks: dict[str, Option]) -> list[_Carrier]:

@@ -28,7 +28,6 @@ def plan_for(
     cluster: Cluster,
     *,
     micro_batches: int = MICRO_BATCHES,
-    staleness: int | None = 0,
     options: SearchOptions = DEFAULT,
     codecs: Sequence[str] = (),
     **how: Any,
@@ -39,17 +38,13 @@ def plan_for(
         profile: the model, as profiled in so many micro-batches.
         cluster: the ranks and their links.
         micro_batches: that a batch is cut into where the end of the model has hosts of its own.
-        staleness: steps that a worker may be ahead of the slowest, with servers.
         options: what is tried.
         codecs: that it may use, as plans write them.
         how: the fields of `Constraints`.
     """
-    cluster, constraints = replace(cluster, ahead=staleness != 0), Constraints(**how)
-    made = replace(
-        search(profile, cluster, constraints, options),
-        micro_batches=micro_batches,
-        staleness=staleness,
-    )
+    constraints = Constraints(**how)
+    made = search(profile, cluster, constraints, options)
+    made = replace(made, micro_batches=micro_batches)
     if codecs:
         within = within_memory(options, profile, constraints.memory)
         made = with_codecs(made, profile, cluster, codecs, constraints, within)

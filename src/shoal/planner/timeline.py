@@ -32,7 +32,7 @@ _BURST = 0.01  # of the step: what is less does not change it
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """The profile with what the plan says of owners, of the end of the model, and of chunks."""
     setting = Setting(chunks=plan.chunks, joined=plan.joined)
-    return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.update_every)
+    return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.periods)
 
 
 class Predictor:
@@ -43,7 +43,7 @@ class Predictor:
         self.cluster = cluster
         self._layers = {layer.name: layer for layer in profile.layers}
         # of those that are not updated in each step
-        self.update_every = {
+        self.periods = {
             layer.name: layer.setting.every for layer in profile.layers if layer.setting.every > 1
         }
         self._norms = phases_of(profile.norms, cluster)
@@ -201,8 +201,7 @@ class Predictor:
             tuple(choices),
             bucket_bytes,
             lanes,
-            update_every=self.update_every,
-        )
+        ).with_periods(self.periods)
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """The busiest rank's parameters, optimizer state, gradients and buckets between steps."""

@@ -422,7 +422,7 @@ def written_order(order: ServerOrder | UpdatePieces) -> Written:
 
 def send_orders(orders: Mapping[int, Written], comm: Comm) -> None:
     """Send each rank its order."""
-    # 3  to all at once
+    # order 3: to all servers at once
     sends = [
         send
         for rank, order in orders.items()

@@ -87,7 +87,7 @@ class StagedRun:
             back=back,
             wide=None if activation is None or code is None else activation.dtype,
         )
-        self.tail.hosts.tell(message)  # 1  the next micro-batch begins meanwhile
+        self.tail.hosts.tell(message)  # batch 1: the next micro-batch begins meanwhile
         self._since_s = perf_counter()
         return index
 
@@ -106,7 +106,7 @@ class StagedRun:
         number, self._losses = self._losses, self._losses + 1
         message = loss_message(args, kwargs, run=self.number, index=number)
         begin_s = perf_counter()
-        value = self.tail.hosts.ask(message, Tensor)  # 6  its arguments, for its value
+        value = self.tail.hosts.ask(message, Tensor)  # batch 6: arguments go, the value comes
         self._note("wait for the loss", begin_s)
         if not torch.is_grad_enabled():
             return value
@@ -127,7 +127,7 @@ class StagedRun:
         if not self._gone:
             self._gone = True
             cleared, wanted = self.tail.cleared(), self.tail.wanted()
-            hosts.tell(  # 8  once, with the last micro-batch
+            hosts.tell(  # batch 8: once, with the last micro-batch
                 backward_message(cleared, wanted, float(weight), self._slopes, run=self.number)
             )
             for number in sorted(self._forms, reverse=True):
@@ -144,7 +144,7 @@ class StagedRun:
             return None
         begin_s = perf_counter()
         pending, gradient = self._landing.pop(index)
-        pending.wait()  # 10  on through the body
+        pending.wait()  # batch 10: backward goes on through the body
         self._note(f"wait for the gradient of micro-batch {index}", begin_s)
         self._since_s = perf_counter()
         form = self._forms[index]

@@ -82,11 +82,11 @@ def placed(
         rank=rank,
         ranks=plan.ranks,
         servers=servers,
-        stale=plan.staleness != 0,
+        stale=plan.runs_ahead,
         buckets=buckets or Buckets(),
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
     )
-    periods = {every: Period(every) for every in plan.update_every.values() if every > 1}
+    periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:
         parameters = {
@@ -229,7 +229,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         )
     for choice in plan.choices:
         check_carried(choice.layer, choice.strategy, choice.exchange)
-    check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
+    check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ worker's. Each step's gradients are summed in the order of the ranks and applied
 that a bound of 0 gives the bits of the synchronous step. Without a bound each gradient is an update
 of its own as it comes, and no answer waits. Guarded by tests/equivalence/test_servers.py.
 
-For a checkpoint workers stand still (session/standing.py): each has its answers, and all meet, so
+For a checkpoint workers stand still (features/staleness.py): each has its answers, and all meet, so
 that every gradient has been applied. Then servers have one state. It goes over its own channel.
 
 Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter

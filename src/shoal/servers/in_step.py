@@ -111,7 +111,7 @@ class InStep(OwnersRole):
             self._engine.routes.exchange(transfer)
 
     def update(self, order: UpdatePieces) -> None:
-        # 7  on the lanes, behind the sums of this backward
+        # order 7: on the lanes, behind the sums of this backward
         for number, pieces in order.given.items():
             transfer = self.transfers[number]
             update = self._updates[order.optimizer][transfer]

@@ -247,7 +247,7 @@ class Servers:
             return
         self._lane.check("an order to the servers")
         servers = range(self._comm.workers, self._comm.size)
-        # 2  as of now: what cannot be sent is refused here
+        # order 2: as of now. What cannot be sent is refused here
         orders = {server: written_order(order(server)) for server in servers}
         self._lane.run(partial(send_orders, orders), "order to servers")
 
@@ -304,13 +304,13 @@ def serve(comm: Comm) -> list[Counter[int]]:
     # after an error nothing is closed: threads may wait for messages that will not come
     while True:
         received: SimpleQueue[AnyOrder] = SimpleQueue()
-        # 4  the lane's thread reads, so that this one sees meanwhile whether a rank was lost
+        # order 4: the lane's thread reads, so that this one sees meanwhile if a rank was lost
         errand = lane.run(partial(_read, reader, received), "orders")
         errand.wait("serving", meanwhile=server.check)
         order = received.get()
         if isinstance(order, OrdersDone):
             break
-        order.do(server)  # 5
+        order.do(server)  # order 5
     server.finish()
     lane.close()
     return server.observed()
@@ -375,7 +375,7 @@ class _RunningServer:
 
     def do_for_model(self, order: ToModel) -> None:
         """Do something for a model."""
-        # 6  the model, and whose gradients owners have
+        # order 6: find the model, and note the parameters whose gradients owners have
         model = self._models[order.model]
         if order.held is not None:
             for transfer, numbers in zip(model.transfers, order.held, strict=True):

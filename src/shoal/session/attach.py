@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
+from shoal.contracts.feature import Attachment
 from shoal.contracts.state import OF_LOSS, states
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import OwnedTransfer
@@ -41,7 +42,6 @@ from shoal.optim.table import TablePart
 from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
 from shoal.remote.orders import SumGradients
-from shoal.remote.tables import Tables
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.servers.ahead import RunningAhead
@@ -85,7 +85,7 @@ def attach(
         opening.boundary()
     buckets = Buckets(job.memory)
     sites = placed(job.model, prepared.plan, session.comm.rank, num_servers, buckets)
-    tables = open_tables(session, sites, prepared.plan, job.optimizers)
+    opening.tables = open_tables(session, sites, prepared.plan, job.optimizers)
     weigher = _weigher(session, job, prepared)
     attachments = {
         feature.name: attachment
@@ -93,30 +93,9 @@ def attach(
         if (attachment := feature.attach(opening)) is not None
     }
     # 2
-    rewritten = _rewritten(opening, sites, tables)
+    rewritten = _rewritten(opening, sites)
     # 3
-    opening.main += [tables.comm] if tables else []
-    opening.main += [opening.stage.hosts.comm] if opening.stage else []
-    engine, at_servers = _started(opening, rewritten, buckets)
-    running = Running(
-        session.models,
-        rewritten,
-        engine,
-        _owners(opening, engine, at_servers),
-        weigher,
-        tables,
-        at_servers.number,
-        attachments,
-    )
-    session.threads[running.number] = Threads(
-        ref(job.model),
-        engine.routes.lanes,
-        weigher,
-        opening.opened_boundary,
-        ref(engine),
-        lasting=servers is not None,
-    )
-    session.models += 1
+    running = _running(opening, rewritten, buckets, weigher, attachments)
     for attachment in attachments.values():
         attachment.start(running)
     if prepared.plan.in_step:
@@ -130,24 +109,60 @@ def attach(
         job = replace(job, loss_fn=loss_at_tail(job.loss_fn))
     loss, watched = watch(job, running, _terms(prepared), prepared.before)
     _join(opening.weighing, watched.border)
-    add(job.model, engine)
+    add(job.model, running.engine)
+    profile, cluster = prepared.profile, prepared.cluster
     return loss, Attached(
         running,
         prepared.plan,
-        prepared.profile,  # type: ignore[arg-type]  # unknown where nobody measured
-        prepared.cluster,  # type: ignore[arg-type]
+        profile,  # type: ignore[arg-type]  # unknown where nobody measured
+        cluster,  # type: ignore[arg-type]
         prepared.features,
         parts,
         watched,
     )
 
 
-def _rewritten(opening: Opening, sites: Sequence[PlacedSite], tables: Tables | None) -> Rewritten:
+def _running(
+    opening: Opening,
+    rewritten: Rewritten,
+    buckets: Buckets,
+    weigher: Weigher,
+    attachments: Mapping[str, Attachment[Any]],
+) -> Running:
+    """What runs the model, with the threads that its session ends."""
+    session, tables, stage = opening.session, opening.tables, opening.stage
+    opening.main += [tables.comm] if tables else []
+    opening.main += [stage.hosts.comm] if stage else []
+    engine, at_servers = _started(opening, rewritten, buckets)
+    owners = _owners(opening, engine, at_servers)
+    running = Running(
+        session.models,
+        rewritten,
+        engine,
+        owners,
+        weigher,
+        tables,
+        at_servers.number,
+        attachments,
+    )
+    session.threads[running.number] = Threads(
+        ref(opening.model),
+        engine.routes.lanes,
+        weigher,
+        opening.opened_boundary,
+        ref(engine),
+        lasting=session.other(Servers) is not None,
+    )
+    session.models += 1
+    return running
+
+
+def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
     """The model's layers as the plan has them, with rank 0's values."""
     stage, weighing = opening.stage, opening.weighing
 
     def with_channels(place: Place) -> Place:
-        boundary = opening.opened_boundary
+        boundary, tables = opening.opened_boundary, opening.tables
         return replace(place, comm=boundary, tables=tables, tail=stage, weighs=weighing)
 
     sites = [replace(site, place=with_channels(site.place)) for site in sites]

@@ -20,6 +20,7 @@ from shoal.core.facts import Cluster, ModelProfile, MovingState
 from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
 from shoal.remote.far_tail import FarTail
+from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session
@@ -82,6 +83,7 @@ class Opening:
         inside: channels among the ranks of an island, each for a lane.
         main: channels that the main thread itself waits for.
         weighing: tells what this rank's rows weigh in the running backward.
+        tables: the way to tables at servers, if there are any.
     """
 
     session: Session
@@ -92,6 +94,7 @@ class Opening:
     inside: tuple[Comm, ...] = ()
     main: list[Comm] = field(default_factory=list)
     weighing: Weighing = field(default_factory=Weighing)
+    tables: Tables | None = None
     _boundary: Comm | None = None
 
     @property

@@ -56,7 +56,7 @@ class Running:
             )
         if self.engine.keeps_gradients:
             raise UsageError(
-                "gradients are kept until the step that ends their period (update_every)",
+                "gradients are kept until the step that ends their update period",
                 got=", ".join(f"step {p.steps} of {p.every}" for p in self.engine.periods),
                 do="go on until these end, or save a checkpoint, which has them",
             )

@@ -209,6 +209,12 @@ class Session:
             ended.close_boundary()
             ended.release()
 
+    def finish(self) -> None:
+        """Training ends: each feature of each model says what it leaves undone."""
+        for attached in self.attached.values():
+            for attachment in attached.running.attachments.values():
+                attachment.finish()
+
     def drain(self) -> None:
         """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""
         for part in self._parts():

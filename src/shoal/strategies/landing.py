@@ -79,10 +79,10 @@ class Landing(ABC):
         """
 
     def _land(self, parameter: nn.Parameter) -> None:
-        gradient = local_gradient(parameter)  # walk 1
+        gradient = local_gradient(parameter)  # gradient 2
         if gradient is not None and gradient.requires_grad:
             raise history()
-        backward = self._transfer.rounds.current()  # walk 2
+        backward = self._transfer.rounds.current()  # gradient 3
         period = self._period
         if backward.accumulating or not (period is None or period.is_due):
             return

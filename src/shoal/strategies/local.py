@@ -13,8 +13,8 @@ The bytes are those of `replicate` by the same exchange, every H steps, and a me
 rank. The bucket holds θ_old between two times; that is the memory of one copy of the parameters.
 While it is under way there is a second one, and with a lag a third. Momentum is divided by P.
 
-Ranks of an island step as one (session/rounds.py): each has the island's θ. The sum by their shares
-of the rows is then the mean over islands by theirs, with nothing else to do here.
+Ranks of an island step as one (features/local_rounds.py): each has the island's θ. The sum by their
+shares of the rows is then the mean over islands by theirs, with nothing else to do here.
 
 With a codec, codes are of differences and of changes. What these lose is kept and goes with the
 next, as of gradients (codecs/coded.py).

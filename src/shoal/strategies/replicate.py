@@ -5,12 +5,14 @@ a parameter that says whether the parameter was used: one that no rank used keep
 had (None, usually), as in one process; and some numbers more: where ranks have unlike numbers of
 rows, they have shares, whose mean the sum is divided by; and 5 are the round's mark (marks.py).
 
-    3  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
-                             a view of that
-    4  the last one landed   flags and this rank's share are put behind the gradients
-    6  on a lane             the exchange sums the bucket, and the sum is divided by the mean share
-    8  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
-                             without another copy
+    4   a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad`
+                              becomes a view of that
+    5   the last one landed   flags and this rank's share are put behind the gradients
+    6                         and the round's mark, in one transfer of a round
+    8   on a lane             the bucket's carrier has the exchange sum it
+    11  on the lane           the sum of marks is checked, and the sum divided by the mean share
+    12  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
+                              without another copy
 
 The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
 
@@ -102,7 +104,7 @@ class BucketLanding(Landing):
         super().__init__(transfer, parameters, flat, ranks)
 
     def take(self, parameter: nn.Parameter, backward: Round) -> bool:
-        view, gradient = self._views[parameter], parameter.grad  # walk 3
+        view, gradient = self._views[parameter], parameter.grad  # gradient 4
         if gradient is None:
             view.zero_()
             return False
@@ -146,20 +148,20 @@ class BucketTransfer(Transfer):
         self._landing = BucketLanding(self, parameters, self._views, self._flat, ranks)
 
     def pack(self, backward: Round) -> None:
-        self._used = self._landing.close(backward)  # walk 4
+        self._used = self._landing.close(backward)  # gradient 5
         mark(self._flags, self._used)
         self._landing.weigh([self._gradients], self._shares, backward)
         self._mark = backward.mark(self)
-        put(self._mark, [self._marks])
+        put(self._mark, [self._marks])  # gradient 6
 
     def run(self, comm: Comm) -> None:
-        self.carrier.reduce(comm)  # walk 6
+        self.carrier.reduce(comm)  # gradient 8
         self.carrier.gather(comm)
-        check(self._mark, self._marks, comm)
+        check(self._mark, self._marks, comm)  # gradient 11
         self._landing.divide(self._gradients, self._shares)
 
     def publish(self) -> None:
-        used = self._used if all(self._used) else self._flags.tolist()  # walk 8
+        used = self._used if all(self._used) else self._flags.tolist()  # gradient 12
         for (parameter, view), users in zip(self._views.items(), used, strict=True):
             if users and parameter.grad is None:  # this rank brought nothing
                 parameter.grad = view.detach()

@@ -4,16 +4,17 @@ What an embedding with `sparse=True` leaves is U different ids and a row of D nu
 rank sends U·(4 + D·s)·(P−1) bytes, instead of 2·V·D·s·(P−1)/P. `.grad` is a sparse tensor still, as
 SparseAdam wants it. Several tables go together.
 
-    3  a gradient lands      it stays where it is, in `.grad`
-    4  the last one landed   the gradients are kept for the lane, with this rank's share
-    6  on a lane             rows of the same id are added up, and weighed by the share
-    7  on a lane             8 bytes a table, and 8 for the share, tell each peer how many rows
+    1  a gradient lands      it stays where it is, in `.grad`
+    2  the last one landed   the gradients are kept for the lane, with this rank's share
+    3  on a lane             rows of the same id are added up, and weighed by the share
+    4  on a lane             8 bytes a table, and 8 for the share, tell each peer how many rows
                              come; ids and rows of all ranks are gathered, in rank order
-    8  on a lane             they are added up by id: the global mean, alike on every rank
-    9  backward ends         `.grad` of every used parameter is that
+    5  on a lane             they are added up by id: the global mean, alike on every rank
+    6  backward ends         `.grad` of every used parameter is that
 
-The numbers 3, 4 and 6 are those of docs/ideas/walk-gradient.md. A gradient that comes dense, as of
-a bias in the same layer, or of a table that one backward also reads whole, goes whole.
+docs/ideas/walk-gradient.md has the same way for a dense gradient: 1 and 2 are its 4 and 5, 3 to 5
+stand for its 8 to 11, and 6 is its 12. A gradient that comes dense, as of a bias in the same layer,
+or of a table that one backward also reads whole, goes whole.
 
 Reference: Sergeev and Del Balso, "Horovod", 2018, and its allreduce of IndexedSlices.
 """
@@ -153,7 +154,7 @@ class SparseTransfer(Transfer):
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
         gradients, share = self._packed
-        own = [_TableGradient.of(gradient) for gradient in gradients]  # 6
+        own = [_TableGradient.of(gradient) for gradient in gradients]  # 3
         used = [table for table in own if table.count != _UNUSED]
         nothing = self._parameters[0].detach().new_empty(0)
         ids = torch.cat([nothing.to(self._ids), *(table.ids for table in used)]).to(self._ids)
@@ -162,13 +163,13 @@ class SparseTransfer(Transfer):
         header = torch.tensor(
             [share, *(table.count for table in own)], dtype=torch.float64, device="cpu"
         )
-        headers, of_ranks = self._gathered(comm, header, ids, values)  # 7
+        headers, of_ranks = self._gathered(comm, header, ids, values)  # 4
         mean_share = at_least(sum(float(header[0]) for header in headers) / comm.size)
         parts = [self._tables(*arrived) for arrived in zip(headers, *of_ranks, strict=True)]
         self._sums = [
             _sum(parameter, tables, mean_share)
             for parameter, *tables in zip(self._parameters, *parts, strict=True)
-        ]  # 8
+        ]  # 5
 
     def _gathered(
         self, comm: Comm, header: Tensor, ids: Tensor, values: Tensor
@@ -211,7 +212,7 @@ class SparseTransfer(Transfer):
 
     def publish(self) -> None:
         for parameter, gradient in zip(self._parameters, self._sums, strict=True):
-            if gradient is not None:  # 9
+            if gradient is not None:  # 6
                 parameter.grad = gradient
         self._packed, self._sums = None, []
         self._landing.open()

@@ -64,7 +64,7 @@ class Inbox:
                     self._answering.check()
             messages = {worker: box.popleft() for worker, box in self._boxes.items()}
             self._moved.notify_all()
-        # 3  all of them are about the same
+        # batch 3: all messages are about the same
         first, *_ = messages.values()
         for worker, message in messages.items():
             if message.key != first.key:
@@ -89,7 +89,7 @@ class Inbox:
         channel = Channel[AnyTailMessage](comm, worker, AnyTailMessage)
         message: AnyTailMessage | None = None
         while not isinstance(message, TailDone):
-            message = channel.next()  # 2  ahead of what is done
+            message = channel.next()  # batch 2: ahead of the work
             with self._moved:
                 while len(self._boxes[worker]) >= _AHEAD:
                     self._moved.wait()

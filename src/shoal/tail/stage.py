@@ -129,7 +129,7 @@ class ServedTail(TailRole):
             }
             self._forwards[first.run] = TailRun(first.of_gradients)
         run = self._forwards[first.run]
-        # 4  join the rows
+        # batch 4: join the rows
         for worker, message in asked.items():
             activation = message.activation
             if activation is not None:
@@ -154,7 +154,7 @@ class ServedTail(TailRole):
                 got=", ".join(str(tuple(group[0][1].shape[1:])) for group in groups),
                 do="pad batches alike on every worker, or take one tail host",
             )
-        # 5  run the tail
+        # batch 5: run the tail
         with torch.set_grad_enabled(first.of_gradients), _cast(first.autocast):
             for same in groups:
                 blocks, tensors = map(list, zip(*same, strict=True))
@@ -201,7 +201,7 @@ class ServedTail(TailRole):
                 whole = self._whole(run, worker)
                 loss = self._loss_fn(whole, *message.args.value, **message.kwargs.value)
             run.losses.setdefault(worker, {})[message.index] = loss
-            self._answer(worker, loss.detach())  # 7  of all of its rows
+            self._answer(worker, loss.detach())  # batch 7: the loss of all rows of this worker
 
     def backward(self, asked: Mapping[int, Backward]) -> None:
         first = asked[self._workers[0]]
@@ -272,7 +272,7 @@ class ServedTail(TailRole):
         ):
             if block.back and block.rows:
                 code = self._crossing.narrowed(part) if block.coded else None
-                self._channels[block.worker].post_rows(  # 9
+                self._channels[block.worker].post_rows(  # batch 9
                     part.contiguous() if code is None else code
                 )
 

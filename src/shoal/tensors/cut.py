@@ -136,7 +136,7 @@ class OverRanks(Cut):
         return in_rows(ids[own] - start, whole.values()[own], shape, coalesced=True)
 
     def whole(self, part: Tensor) -> Tensor:
-        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")
+        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")  # save 4
 
     def numels(self) -> list[int]:
         """Elements of each rank's part."""

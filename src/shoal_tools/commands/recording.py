@@ -55,7 +55,7 @@ class History:
     """The curves of a run on one rank, and what its threads did in some steps.
 
     Args:
-        model: that is trained. Another engine may send for it after a replan.
+        model: that is trained. Another engine may send for it when its plan is made anew.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,7 +164,7 @@ def _cut(track: Track) -> Track:
 def predicted(attached: Attached) -> tuple[Track, ...]:
     """The predicted step; () of local steps, for which there is no timeline."""
     plan, cluster = attached.plan, attached.cluster
-    if plan.local_steps:
+    if plan.is_local:
         return ()
     timeline = Predictor(as_planned(attached.profile, plan), cluster).as_is(plan)
     return (step_as_track(timeline, cluster),)

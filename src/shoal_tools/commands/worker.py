@@ -24,9 +24,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.outcome import Outcome
 from shoal.core.plan import Plan
-from shoal.features.local_steps import global_weights
-from shoal.features.sync_batchnorm import SyncBatchNorm
-from shoal.features.update_every import drop_unfinished
+from shoal.features import SyncBatchNorm, global_weights
 from shoal.front import text
 from shoal.front.carriers import all_codecs, codecs_of
 from shoal.front.cluster import measured_cluster, with_codings
@@ -121,7 +119,7 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
             report_training(wanted.report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
-    drop_unfinished(current())  # it warns, as long as the model lives
+    current().finish()  # it warns, as long as the model lives
 
 
 def _length(

@@ -204,7 +204,7 @@ class Responder:
             with connection, suppress(OSError):
                 line = Line(connection, _REQUEST_S)
                 greeting = _Greeting(self.id, secrets.token_hex(8))
-                line.say(greeting)  # walk 2
+                line.say(greeting)  # 2
                 proved = line.hear(_Proved)
                 proof = _proof(self._secret, greeting, proved.request)
                 if hmac.compare_digest(proof.encode(), proved.proof.encode()):
@@ -370,7 +370,7 @@ class _called:
         try:
             greeting = self.line.hear(_Greeting)
             text = msgspec.json.encode(request).decode()
-            self.line.say(_Proved(text, _proof(secret, greeting, text)))  # walk 3
+            self.line.say(_Proved(text, _proof(secret, greeting, text)))  # 3
         except BaseException:
             self.line.connection.close()
             raise
@@ -391,7 +391,7 @@ def _connected(door: Door, timeout_s: float, segment: int | None) -> socket.sock
             if segment is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.connect(place)  # walk 1
+            connection.connect(place)  # 1
         except BaseException:
             connection.close()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from shoal.contracts.sample import Objective, called, own_loss
 from shoal.core.errors import UsageError
-from shoal.front.parallel import parallelize
+from shoal.front.options import keywords
 
-_OWN = ("model", "loss_fn", "optimizer", "sample", "compute_loss")  # not among options
-_KNOWN = inspect.signature(parallelize).parameters.keys() - set(_OWN)
+# `Parts` has fields of its own for these
+_OWN = ("model", "loss_fn", "optimizer", "sample", "compute_loss")
 
 
 @dataclass(frozen=True)
@@ -186,11 +185,12 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         UsageError: it does not, or they have a place of their own in `Parts`.
     """
-    unknown = [name for name in options if name not in _KNOWN]
+    known = {*keywords(), "lossy", "features"} - set(_OWN)
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(
             "options has what shoal.parallelize does not take from there",
             got=", ".join(map(repr, unknown)),
-            expected="of " + ", ".join(sorted(_KNOWN)),
+            expected="of " + ", ".join(sorted(known)),
             do="correct the name; Parts itself takes the model, loss, optimizer and compute_loss",
         )
