@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shoal.contracts.feature import Feature, Features, check_features
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import MOST_RANKS, is_count, is_positive, whole
-from shoal.core.option import Flag, Option, option, options_of
+from shoal.core.numbers import MOST_RANKS, is_count, is_positive
+from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.core.registry import of
@@ -59,10 +59,8 @@ def _read_pins(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(
-                "a pin is LAYER=STRATEGY",
-                got=text,
-                do="write for instance --pin 'classifier.*=factor'",
+            raise ValueError(
+                f"{text!r} is not LAYER=STRATEGY: write for instance --pin 'classifier.*=factor'"
             )
         pins[name] = value
     return pins
@@ -78,13 +76,7 @@ def _read_bytes(text: str) -> float:
     except ValueError:
         number = 0.0
     if not is_positive(number):
-        raise ValueError(f"{text!r} is no number of bytes above 0; 2e9 is 2 GB")
-    return number
-
-
-def _read_micro_batches(text: str) -> int:
-    if not (number := whole(text)):
-        raise ValueError(f"{text!r} is no number of micro-batches, at least 1")
+        raise ValueError(f"{text!r} is not a number of bytes above 0; 2e9 is 2 GB")
     return number
 
 
@@ -156,7 +148,7 @@ class Options:
             "Micro-batches per batch, where the end of the model has hosts of its own. "
             f"{MICRO_BATCHES} by default.",
             "--micro-batches",
-            read=_read_micro_batches,
+            read=read_whole("micro-batches", 1),
             metavar="NUMBER",
             plans=True,
         ),
