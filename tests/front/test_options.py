@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.contracts.feature import Feature
+from shoal.contracts.feature import Feature, PlanFacts
 from shoal.core.errors import PlanError, UsageError
+from shoal.core.facts import Topology
 from shoal.core.option import options_of
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
@@ -26,6 +27,7 @@ from shoal.features.sync_batchnorm import SyncBatchNorm
 from shoal.features.update_every import UpdateEvery
 from shoal.front.options import Options, compared
 from shoal.front.recipe import load
+from shoal.front.request import check_beside
 
 pytestmark = pytest.mark.quick
 OUTER = shoal.Outer(rule="average")
@@ -236,10 +238,22 @@ def test_every_feature_that_plans_say_is_here() -> None:
 def test_a_given_plan_and_a_feature_must_say_the_same(name: str) -> None:
     plan, same, other = SAID[name]
     both = f"there are both a plan and {name}(.|\n)*write {name} into the plan"
-    assert Options(plan=plan, features=(same,)).given_plan() == plan
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    facts = PlanFacts(model, Topology(("one", "other")))
+    check_beside(plan, (same,), facts)
     for said, feature in ((plan, other), (small_plan(), same)):
         with pytest.raises(PlanError, match=both):
-            Options(plan=said, features=(feature,)).given_plan()
+            check_beside(said, (feature,), facts)
+
+
+def test_a_plan_may_say_more_exactly_what_is_asked_for() -> None:
+    """As a recipe's constants do beside a plan that the same recipe has saved."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    facts = PlanFacts(model, Topology(("one", "other")))
+    plan = small_plan(local_steps=4, outer=OUTER)
+    for asked in (LocalSteps(4), LocalSteps("auto")):
+        check_beside(plan, (asked,), facts)
+    check_beside(small_plan(update_every={"0": 2, "1": 2}), (UpdateEvery({"*": 2}),), facts)
 
 
 def test_a_given_plan_leaves_other_features_to_the_caller() -> None:

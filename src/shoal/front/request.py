@@ -137,8 +137,8 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         ahead = draft.runs_ahead
         check_placement(options.placement, layers, facts.topology.size, facts.servers, stale=ahead)
     else:
+        check_beside(given, options.features, facts)
         check(given, model, facts.topology.size, facts.servers)
-        _check_beside(given, options.features, facts)
         features = of_plan(given, options.features)
         draft = planned(given, features, facts)
     request = Request(options, features, draft, facts)
@@ -146,7 +146,7 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     return request
 
 
-def _check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
+def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
     """Refuse a feature that is asked for beside a plan that says otherwise."""
     for feature in asked:
         if feature.plan(given, facts) != given:
