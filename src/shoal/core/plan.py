@@ -335,7 +335,7 @@ class Plan(Layout):
         return self.in_step and not self.update_every and not self.features
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Return the cluster, with a note whether workers run ahead of one another or step alone."""
+        """Return the cluster, noting whether workers run ahead of one another or step alone."""
         apart = bool(self.local_steps and cluster.servers)
         return replace(cluster, ahead=apart or self.staleness != 0, apart=apart)
 
