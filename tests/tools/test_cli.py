@@ -358,7 +358,7 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
         (("trian", RECIPE), "Did you mean 'train'?"),
         (("train",), "RECIPE"),
         (("train", RECIPE.replace("recipe", "recipee")), "did you mean"),
-        (("train", RECIPE, "--pin", "2"), "a pin is LAYER=STRATEGY"),
+        (("train", RECIPE, "--pin", "2"), "--pin': '2' is not LAYER=STRATEGY"),
         (("train", RECIPE, "--pin", "3=factor"), "such as 0, 2"),
         (("train", RECIPE, "--strategy", "fctor"), "did you mean 'factor'?"),
         (("train", RECIPE, "--placement", "robin"), "round-robin"),
@@ -368,7 +368,9 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
         (("train", RECIPE, "--outer", "adam"), "--outer"),
         (("train", RECIPE, "--outer", "bmuf"), "no local_steps"),
         (("train", RECIPE, "--islands"), "no local_steps"),
-        (("train", RECIPE, "--warmup-steps", "-1"), "-1 is not in the range"),
+        (("train", RECIPE, "--warmup-steps", "-1"), "--warmup-steps': '-1' is not a number of"),
+        (("train", RECIPE, "--check-every", "-1"), "'-1' is not a number of steps, 0 or more"),
+        (("train", RECIPE, "--micro-batches", "0"), "'0' is not a number of micro-batches, 1 or"),
         (("train", RECIPE, "--pin", "2=fctor"), "did you mean 'factor'?"),
         (("train", RECIPE, "--plan", "no\0where.json"), "where.json cannot be read"),
         (("train", RECIPE, "--memory-limit", "nan"), "--memory-limit"),
@@ -426,10 +428,10 @@ def test_all_frames_of_an_error_are_shown_on_demand(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_TRACEBACK", "1")
-    assert shoal("train", RECIPE, "--pin", "2") == [2]
+    assert shoal("train", RECIPE, "--pin", "3=factor") == [2]
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback") and "cli.py" in printed
-    assert "\nshoal: a pin is LAYER=STRATEGY\n" in printed
+    assert "\nshoal: the pin '3' matches no layer" in printed
     assert "do this:" in printed.splitlines()[-1], "the message comes last"
 
 

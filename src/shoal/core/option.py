@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.numbers import whole
+
 _SLOT = "shoal"
 
 
@@ -20,7 +22,8 @@ class Flag:
 
     Args:
         help: one or two sentences for `--help`.
-        name: a name such as "--check-every"; by default made from the field's name.
+        name: a name such as "--check-every"; by default made from the keyword, or in a `record`
+            from the field's name.
         read: makes the value from the text, or raises ValueError with a hint. None: the flag takes
             no text, and stands for True.
         metavar: placeholder of the text in `--help`.
@@ -64,6 +67,23 @@ class Option:
     flag: Flag | None
     compared: Callable[[Any], Any] | None
     off: Any
+
+
+def read_whole(noun: str, least: int = 0) -> Callable[[str], int]:
+    """Make the `read` of a flag that takes a whole number.
+
+    Args:
+        noun: the things that it counts, such as "steps".
+        least: the smallest number that is right.
+    """
+
+    def read(text: str) -> int:
+        number = whole(text)
+        if number is None or number < least:
+            raise ValueError(f"{text!r} is not a number of {noun}, {least} or more")
+        return number
+
+    return read
 
 
 def _itself(value: Any) -> Any:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
-from shoal.core.numbers import is_count, is_positive, whole
-from shoal.core.option import Flag, option
+from shoal.core.numbers import is_count, is_positive
+from shoal.core.option import Flag, option, read_whole
 
 # a rule's learning rate and momentum; None: 1 − 1/N of N ranks
 RULES: dict[str, tuple[float, float | None]] = {
@@ -35,12 +35,6 @@ RULES: dict[str, tuple[float, float | None]] = {
     "nesterov": (0.7, 0.9),
     "slowmo": (1.0, 0.7),
 }
-
-
-def _read_steps(text: str) -> int:
-    if (steps := whole(text)) is None:
-        raise ValueError(f"{text!r} is not a number of steps")
-    return steps
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Outer:
         flag=Flag(
             "Exact steps of all ranks first, with --local-steps.",
             "--warmup-steps",
-            read=_read_steps,
+            read=read_whole("steps"),
             metavar="STEPS",
         ),
     )

@@ -14,18 +14,12 @@ from shoal.contracts.cadence import Event
 from shoal.contracts.feature import Attachment, Feature
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.errors import UsageError
-from shoal.core.numbers import is_count, whole
-from shoal.core.option import Flag, option
+from shoal.core.numbers import is_count
+from shoal.core.option import Flag, option, read_whole
 from shoal.core.role import Role
 from shoal.engine.replicas import EVERY, Replicas
 from shoal.session.opening import Opening
 from shoal.session.running import Running
-
-
-def _read(text: str) -> int:
-    if (steps := whole(text)) is None:
-        raise ValueError(f"{text!r} is not a number of steps")
-    return steps
 
 
 @final
@@ -50,7 +44,7 @@ class CheckReplicas(Feature[Opening]):
             f"From one comparison of the ranks' copies to the next; 0 for none. {EVERY} by "
             "default.",
             "--check-every",
-            read=_read,
+            read=read_whole("steps"),
             metavar="STEPS",
         ),
     )

@@ -137,9 +137,10 @@ class LocalSteps(Feature[Opening]):
         return cls(plan.local_steps, plan.outer) if plan.is_local else None
 
     def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
-        outer = self.outer or (Outer(rule="average") if facts.servers else Outer())
+        usual = Outer(rule="average") if facts.servers else Outer()
+        outer = self.outer or plan.outer or usual
         if facts.profile is None or facts.cluster is None:
-            steps = 1 if self.steps == _AUTO else self.steps
+            steps = plan.local_steps or 1 if self.steps == _AUTO else self.steps
             assert isinstance(steps, int)
             return replace(plan, local_steps=steps, outer=outer)
         # each worker pushes to servers by itself, so there are no islands

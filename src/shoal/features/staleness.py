@@ -96,7 +96,7 @@ class Staleness(Feature[Opening]):
         if not facts.servers:
             raise PlanError(
                 "there are no servers, which a staleness needs",
-                do="set SHOAL_SERVERS=1 on every rank",
+                do="start the ranks with --servers 1, or set SHOAL_SERVERS=1 on every rank",
             )
         for choice in plan.choices:
             if not named(Strategy, choice.strategy).role.takes_servers:

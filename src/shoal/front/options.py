@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shoal.contracts.feature import Feature, Features, check_features
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import MOST_RANKS, is_count, is_positive, whole
-from shoal.core.option import Flag, Option, option, options_of
+from shoal.core.numbers import MOST_RANKS, is_count, is_positive
+from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.core.registry import of
@@ -59,10 +59,8 @@ def _read_pins(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(
-                "a pin is LAYER=STRATEGY",
-                got=text,
-                do="write for instance --pin 'classifier.*=factor'",
+            raise ValueError(
+                f"{text!r} is not LAYER=STRATEGY: write for instance --pin 'classifier.*=factor'"
             )
         pins[name] = value
     return pins
@@ -78,13 +76,7 @@ def _read_bytes(text: str) -> float:
     except ValueError:
         number = 0.0
     if not is_positive(number):
-        raise ValueError(f"{text!r} is no number of bytes above 0; 2e9 is 2 GB")
-    return number
-
-
-def _read_micro_batches(text: str) -> int:
-    if not (number := whole(text)):
-        raise ValueError(f"{text!r} is no number of micro-batches, at least 1")
+        raise ValueError(f"{text!r} is not a number of bytes above 0; 2e9 is 2 GB")
     return number
 
 
@@ -156,7 +148,7 @@ class Options:
             "Micro-batches per batch, where the end of the model has hosts of its own. "
             f"{MICRO_BATCHES} by default.",
             "--micro-batches",
-            read=_read_micro_batches,
+            read=read_whole("micro-batches", 1),
             metavar="NUMBER",
             plans=True,
         ),
@@ -239,12 +231,14 @@ class Options:
         _check_known(asked)
         given = list(check_features(features))
         for kind in of(Feature).values():
-            feature = _feature(kind, asked)
-            if feature is not None and any(type(other) is kind for other in given):
+            if not _is_asked(kind, asked):
+                continue
+            if any(type(other) is kind for other in given):
                 raise UsageError(
-                    f"{feature.name} is given twice", do="give it as a keyword, or in features"
+                    f"{kind.name} is given twice",
+                    do="give all its options as keywords, or in features",
                 )
-            given += [] if feature is None else [feature]
+            given.append(_feature(kind, asked))
         values = {o.name: asked[o.keyword] for o in options_of(cls) if o.keyword in asked}
         for name in ("strategies", "codecs", "left_alone"):
             if name in values:
@@ -281,7 +275,7 @@ class Options:
         """Return the given plan, read from its file if need be; None if one must be made.
 
         Raises:
-            PlanError: it is no plan, or contradicts a feature that is asked for.
+            PlanError: it is no plan.
         """
         if self.plan == AUTO:
             return None
@@ -292,13 +286,6 @@ class Options:
                 got=type(plan).__name__,
                 do='give "auto", a Plan or a path',
             )
-        for feature in self.features:
-            kind = type(feature)
-            if kind.plan is not Feature.plan and kind.of_plan(plan) != feature:
-                raise PlanError(
-                    f"there are both a plan and {feature.name}",
-                    do=f"write {feature.name} into the plan",
-                )
         return plan
 
     def without_codecs(self) -> Options:
@@ -339,7 +326,8 @@ def _check_memory(memory: Any, limit: Any) -> None:
 def check_asked(asked: Mapping[str, Any]) -> None:
     """Raise the error of the first feature that does not take the values of its keywords."""
     for kind in of(Feature).values():
-        _feature(kind, asked)
+        if _is_asked(kind, asked):
+            _feature(kind, asked)
 
 
 def keywords() -> list[str]:
@@ -360,11 +348,15 @@ def _check_known(asked: Mapping[str, Any]) -> None:
             )
 
 
-def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any] | None:
-    """Make a feature as keywords ask for it; None if they do not."""
+def _is_asked(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> bool:
+    """Return whether keywords ask for a feature."""
+    options = [o for o in options_of(kind) if o.keyword in asked]
+    return not all(_is_off(o, asked[o.keyword]) for o in options)
+
+
+def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any]:
+    """Make a feature as keywords ask for it."""
     options = list(options_of(kind))
-    if all(_is_off(o, asked[o.keyword]) for o in options if o.keyword in asked):
-        return None
     # if a feature has several options, the ones that nobody asks for are off
     off = {o.name: o.off for o in options if o.keyword not in asked and o.off is not o.default}
     return kind(**off, **{o.name: asked[o.keyword] for o in options if o.keyword in asked})

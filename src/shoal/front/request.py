@@ -32,7 +32,7 @@ from shoal.contracts.feature import (
 )
 from shoal.contracts.sample import check_compute_loss
 from shoal.contracts.strategy import Strategy
-from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan
@@ -140,11 +140,22 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         check_placement(options.placement, layers, facts.topology.size, facts.servers, stale=ahead)
     else:
         check(given, model, facts.topology.size, facts.servers)
+        _check_beside(given, options.features, facts)
         features = of_plan(given, options.features)
         draft = planned(given, features, facts)
     request = Request(options, features, draft, facts)
     request.usable()
     return request
+
+
+def _check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
+    """Refuse a feature that is asked for beside a plan that says otherwise."""
+    for feature in asked:
+        if feature.plan(given, facts) != given:
+            raise PlanError(
+                f"there are both a plan and {feature.name}",
+                do=f"write {feature.name} into the plan",
+            )
 
 
 def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> PlanFacts:

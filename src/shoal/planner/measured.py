@@ -37,7 +37,7 @@ def has_terms(plan: Plan) -> bool:
     """Whether a prediction's terms are those of its main thread, in every step."""
     roles = [named(Strategy, choice.strategy).role for choice in plan.choices]
     elsewhere = any(role.is_at_tail or role.has_tables for role in roles)
-    return plan.is_plain and not elsewhere
+    return plan.in_step and not plan.periods and not elsewhere
 
 
 def outcome_of(

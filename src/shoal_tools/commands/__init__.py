@@ -1,1 +1,1 @@
-"""What the command line runs: train, plan, check, probe, bench."""
+"""Commands of `shoal`, a file each, and the work that their ranks do."""

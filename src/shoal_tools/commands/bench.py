@@ -106,57 +106,44 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
     help="Write a Chrome trace of steps there.",
 )
 @REPORT
-def bench(
-    recipe: Recipe,
-    options: Options,
-    against: list[str],
-    rounds: int,
-    steps: int,
-    json_path: Path | None,
-    trace_path: Path | None,
-    report: Path | None,
-) -> None:
+def bench(recipe: Recipe, options: Options, **wanted: Any) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
-    run(
-        recipe,
-        options,
-        against,
-        rounds=rounds,
-        steps=steps,
-        json_path=json_path,
-        trace_path=trace_path,
-        report_path=report,
-    )
+    run(recipe, options, BenchRun(**wanted))
 
 
-def run(
-    recipe: Recipe,
-    options: Options,
-    against: Sequence[str],
-    *,
-    rounds: int = 5,
-    steps: int = 5,
-    json_path: Path | None = None,
-    trace_path: Path | None = None,
-    report_path: Path | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class BenchRun:
+    """A benchmark as the command line asks for it. Rank 0 writes the files.
+
+    Args:
+        against: names of peers: plain, ddp, ddp:fp16, ddp:bf16, ddp:powersgd4 (or another rank),
+            fsdp2, and exact, which is Shoal by itself if the options allow codecs.
+        rounds: turns that each contender takes.
+        steps: timed steps in a turn, after one that is not timed.
+        json_path: file for all figures.
+        trace_path: file for a Chrome trace of some more of Shoal's steps, with the predicted one.
+        report: file for a page, with some more of Shoal's steps.
+    """
+
+    against: Sequence[str]
+    rounds: int = 5
+    steps: int = 5
+    json_path: Path | None = None
+    trace_path: Path | None = None
+    report: Path | None = None
+
+
+def run(recipe: Recipe, options: Options, wanted: BenchRun) -> dict[str, Any]:
     """Time the recipe's step under Shoal and the named peers; print medians, ratios and memory.
 
     Args:
-        recipe: what to train, each rank on its own rows.
-        options: Shoal's plan.
-        against: names of peers: plain, ddp, ddp:fp16, ddp:bf16, ddp:powersgd4 (or another rank),
-            fsdp2, and exact, which is Shoal by itself where the options allow codecs.
-        rounds: turns that each contender takes.
-        steps: timed steps in a turn, after one that is not.
-        json_path: where rank 0 writes every figure.
-        trace_path: where rank 0 writes a Chrome trace of some more of Shoal's steps, the predicted
-            one beside them.
-        report_path: where rank 0 writes a page, with some more of Shoal's steps.
+        recipe: the model and its data, each rank on its own rows.
+        options: of Shoal's plan.
+        wanted: the peers, the number of steps, and the files to write.
 
     Returns:
-        What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and
-        machine.
+        The record that is written as JSON: medians, ratios with 95 % intervals, every round's
+        figure, plan and machine.
 
     Raises:
         UsageError: an unknown peer, or no other rank to train with.
@@ -171,13 +158,13 @@ def run(
     shoal = _shoal(work, options, recipe.count)
     attached = current().attached[shoal.model]
     contenders = {"shoal": shoal}
-    for name in against:
+    for name in wanted.against:
         _tell(f"making {name} ready")
         if name == EXACT:
             contenders[name] = _shoal(work, options.without_codecs(), recipe.count, "shoal, exact")
         else:
             contenders[name] = ready(name, _seeded(work))
-    turns = _turns(contenders, batch, rounds, steps)
+    turns = _turns(contenders, batch, wanted.rounds, wanted.steps)
     outcome = outcome_of_ranks(shoal.model)
     report = _report(shoal, attached, contenders, turns, outcome)
     if current().comm.rank == 0:
@@ -188,14 +175,14 @@ def run(
         )
         if report["codecs"]:
             text.console().print(codec_report(shoal.model).summary)
-        if json_path:
-            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if trace_path or report_path:
-        tracks = _recorded_steps(shoal, attached, batch, steps)
-        if current().comm.rank == 0 and trace_path:
-            _write_trace(trace_path, attached, tracks)
-        if current().comm.rank == 0 and report_path:
-            report_benchmark(report_path, recipe.path, report, shoal.model, tracks, outcome)
+        if wanted.json_path:
+            wanted.json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if wanted.trace_path or wanted.report:
+        tracks = _recorded_steps(shoal, attached, batch, wanted.steps)
+        if current().comm.rank == 0 and wanted.trace_path:
+            _write_trace(wanted.trace_path, attached, tracks)
+        if current().comm.rank == 0 and wanted.report:
+            report_benchmark(wanted.report, recipe.path, report, shoal.model, tracks, outcome)
     return report
 
 
@@ -217,7 +204,7 @@ def _report(
     turns: Mapping[str, Sequence[_TurnResult]],
     outcome: Outcome | None,
 ) -> dict[str, Any]:
-    """What is written as JSON."""
+    """Make the record that is written as JSON."""
     figures = {name: [turn.step_s for turn in taken] for name, taken in turns.items()}
     return {
         "command": ["shoal", *sys.argv[1:]],
@@ -262,7 +249,7 @@ class _TurnResult:
 def _turns(
     contenders: Mapping[str, Peer], batch: tuple[Any, Any], rounds: int, steps: int
 ) -> dict[str, list[_TurnResult]]:
-    """What each contender takes in each round; every other round goes backwards."""
+    """Time each contender in each round; every other round goes backwards."""
     turns: dict[str, list[_TurnResult]] = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
         order = list(contenders.items())
@@ -306,7 +293,7 @@ def _tell(progress: str) -> None:
 
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:
-    """What Shoal's model holds, each kind on the rank with the most, without the process's peak."""
+    """Gather the memory of Shoal's model by kind, each of the rank that holds most of it."""
     ranks = current().comm.gather_objects(
         _told(replace(memory(model), process_peak=None)), "bench: memory"
     )
@@ -320,7 +307,7 @@ def _told(held: Memory) -> dict[str, int]:
 def _recorded_steps(
     shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int
 ) -> tuple[Track, ...]:
-    """What ranks and interfaces do in some more steps (a collective)."""
+    """Record ranks and interfaces in some more steps (a collective)."""
     comm = current().comm
     comm.gather_objects(None, "bench: start together")  # so that they begin at once
     with attached.engine.recorded() as recorder, watching(recorder):
@@ -330,7 +317,7 @@ def _recorded_steps(
 
 
 def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> None:
-    """Write what ranks did, and beside it what was predicted of one step."""
+    """Write the tracks of the ranks, and the predicted track of one step beside them."""
     begins = (event.begin_s for event in measured[0].events if event.what == "backward")
     begin_s = next(begins, 0.0)
     events = {f"rank {rank}": track.events for rank, track in enumerate(measured)}

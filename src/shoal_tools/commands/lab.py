@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -72,17 +73,13 @@ from shoal_tools.launch.quota import LEAST_CORES
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def lab(
+    command: tuple[str, ...],
     hosts: int,
-    ranks_per_host: int,
     servers: int,
     tail: int,
-    rate: str,
-    delay: str | None,
-    queue: str,
-    congestion: str,
-    cores: float | None,
+    ranks_per_host: int,
     grace_s: float,
-    command: tuple[str, ...],
+    **network: Any,
 ) -> None:
     """Run COMMAND on hosts with shaped links (root, Linux).
 
@@ -92,21 +89,15 @@ def lab(
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
-    if (ranks := (hosts + servers + tail) * ranks_per_host) > MOST_RANKS_HERE:
+    num_hosts = hosts + servers + tail
+    if (ranks := num_hosts * ranks_per_host) > MOST_RANKS_HERE:
         raise UsageError(
             f"a lab has at most {MOST_RANKS_HERE} ranks, which one machine starts",
-            got=f"{hosts + servers + tail} hosts × {ranks_per_host} = {ranks}",
+            got=f"{num_hosts} hosts × {ranks_per_host} = {ranks}",
             do="ask for fewer",
         )
-    built = Lab(
-        hosts + servers + tail,
-        rate,
-        delay,
-        queue=queue,
-        ranks_per_host=ranks_per_host,
-        congestion=congestion,
-        cores=cores,
-    )
+    # the other flags have the names that Lab's own arguments have
+    built = Lab(num_hosts, ranks_per_host=ranks_per_host, **network)
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
     job = Job(

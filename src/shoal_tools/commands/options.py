@@ -1,10 +1,14 @@
-"""Options that commands share, and what every command on a recipe does first."""
+"""Options that commands share, and the first steps of every command on a recipe.
+
+Most flags stand beside the options that they set (`shoal.core.option.Flag`), in front/options.py
+and in features/. Here they become options of click.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from shoal.comm import rendezvous
 from shoal.contracts.feature import Feature
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS_HERE, decimal
-from shoal.core.option import Flag, options_of
+from shoal.core.option import Flag, Option, options_of
 from shoal.core.registry import of
 from shoal.front.options import AUTO, Options
 from shoal.front.recipe import load
@@ -54,15 +58,17 @@ EXPLAIN = click.option(
 WEIGHTS = click.option(
     "--weights",
     type=click.Path(path_type=Path),
-    help="Of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a file of "
-    "safetensors, or of torch.save(model.state_dict()).",
+    help="Weights of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a "
+    "file of safetensors, or of torch.save(model.state_dict()).",
 )
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_Key = tuple[str, str]  # an option's keyword, and a field of the record that it holds or ""
+_GIVEN = "shoal.given"  # key in click's context: values of the flags that are given, by _Key
 
 
 def seconds(context: click.Context, option: click.Parameter, text: str) -> float:
-    """A time as people write it, in seconds."""
+    """Read a time as people write it, in seconds."""
     for unit, unit_s in _TIME_UNITS.items():
         number = decimal(text.removesuffix(unit).strip()) if text.endswith(unit) else None
         if number:
@@ -72,7 +78,7 @@ def seconds(context: click.Context, option: click.Parameter, text: str) -> float
 
 def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse, before any work, a file that cannot be written when the work is done."""
-    # who writes it
+    # the first rank alone writes files
     if path is not None and rendezvous.is_first() and not path.parent.is_dir():
         raise UsageError(
             f"there is no folder {path.parent}",
@@ -91,8 +97,11 @@ REPORT = click.option(
 
 
 def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command on a recipe: called on every rank, with the recipe and the options of its plan
-    before its own.
+    """Make a command on a recipe: it loads the recipe, reads the options and starts the ranks.
+
+    Args:
+        function: called on every rank with the recipe, the options, and the command's own flags by
+            name.
     """
 
     @functools.wraps(function)
@@ -101,115 +110,94 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         workers: int | None,
         plan: str = AUTO,
         by: Launching | None = None,
-        **given: Any,
+        **own: Any,
     ) -> None:
         loaded = load(recipe)
-        own = {name: value for name, value in given.items() if name not in _PARAMETERS}
-        asked = _asked({name: given[name] for name in given.keys() - own.keys()})
-        options = Options.of({**loaded.asked, **asked, "plan": plan})
+        options = Options.of({**loaded.asked, **_asked(), "plan": plan})
         by = by or Launching()
         sent = (recipe, *by.files, *(() if plan == AUTO else (Path(plan),)))
         distributed(workers, replace(by, files=sent))
         function(loaded, options, **own)
 
-    decorated: Callable[..., None] = command
-    decorators: list[Any] = [RECIPE, *_click_options(plans=True)]
-    for option in reversed(decorators):
-        decorated = option(decorated)
-    return decorated
+    return RECIPE(_with_flags(command, plans=True))
 
 
 def feature_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of features that only training has."""
-    for option in reversed(_click_options(plans=False)):
-        function = option(function)
+    """Add the flags that only training has."""
+    return _with_flags(function, plans=False)
+
+
+def _options() -> list[Option]:
+    """List all options: of a plan, and of each feature.
+
+    Features of other packages (entry points) are among them. A feature that a recipe registers is
+    not, because flags are read before the recipe is loaded. The recipe itself sets such an option,
+    as it does with SYNC_BATCHNORM = True.
+    """
+    return [option for kind in (Options, *of(Feature).values()) for option in options_of(kind)]
+
+
+def _with_flags(function: Callable[..., None], *, plans: bool) -> Callable[..., None]:
+    """Add the flags of all commands that make a plan, or the flags of training alone."""
+    flags: list[tuple[_Key, Flag]] = []
+    for option in _options():
+        if option.flag is None:
+            continue
+        if option.flag.record is None:
+            flags.append(((option.keyword, ""), option.flag))
+            continue
+        for field in options_of(option.flag.record):
+            if field.flag is not None:
+                flags.append(((option.keyword, field.name), field.flag))
+    for key, flag in reversed(flags):
+        if flag.plans == plans:
+            function = _click_option(key, flag)(function)
     return function
 
 
-def _flags() -> dict[str, tuple[str, Flag]]:
-    """All flags by the name of their parameter, each with the keyword that it is of.
+def _click_option(key: _Key, flag: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make click's option of a flag. Its value goes to click's context, where `_asked` finds it."""
 
-    A record within a feature has a parameter for each of its fields: "outer__rule".
-    """
-    found: dict[str, tuple[str, Flag]] = {}
-    for kind in (Options, *of(Feature).values()):
-        for option in options_of(kind):
-            if option.flag is None:
-                continue
-            if option.flag.record is None:
-                found[option.keyword] = option.keyword, option.flag
-                continue
-            for field in options_of(option.flag.record):
-                if field.flag is not None:
-                    found[f"{option.keyword}__{field.name}"] = option.keyword, field.flag
-    return found
-
-
-_PARAMETERS = _flags()
-
-
-def _click_options(*, plans: bool) -> list[Callable[[Callable[..., None]], Callable[..., None]]]:
-    """Those that every command with a plan has, or the others."""
-    shown = {name: flag for name, (_, flag) in _PARAMETERS.items() if flag.plans == plans}
-    return [_click_option(name, flag) for name, flag in shown.items()]
-
-
-def _click_option(
-    parameter: str, flag: Flag
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A flag as click has it; None where it is not given."""
-    name = flag.name or "--" + parameter.replace("_", "-")
-    if flag.no:
-        both = f"{name}/--no-{name[2:]}"
-        return click.option(both, parameter, default=None, help=flag.help)
-    read = flag.read
-    if read is None:
-        return click.option(name, parameter, is_flag=True, default=None, help=flag.help)
-
-    def value(context: click.Context, option: click.Parameter, text: Any) -> Any:
+    def keep(context: click.Context, option: click.Parameter, text: Any) -> None:
         if text is None or text == ():
-            return None
+            return  # the flag is not given
         try:
-            return read(text)
-        except UsageError:
-            raise
+            value = text if flag.read is None else flag.read(text)
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
+        context.meta.setdefault(_GIVEN, {})[key] = value
 
+    keyword, field = key
+    name = flag.name or "--" + (field or keyword).replace("_", "-")
+    form: dict[str, Any] = {"is_flag": True}
+    if flag.read is not None:
+        choices = click.Choice(flag.choices) if flag.choices else None
+        form = {"multiple": flag.many, "type": choices, "metavar": flag.metavar or None}
     return click.option(
-        name,
-        parameter,
-        multiple=flag.many,
-        type=click.Choice(flag.choices) if flag.choices else None,
-        metavar=flag.metavar or None,
-        callback=value,
+        f"{name}/--no-{name[2:]}" if flag.no else name,
+        default=None,
+        callback=keep,
+        expose_value=False,
         help=flag.help,
+        **form,
     )
 
 
-def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the flags ask for, by keyword of `parallelize`."""
-    asked: dict[str, Any] = {}
-    parts: dict[str, dict[str, Any]] = {}
-    for parameter, value in given.items():
-        keyword, _, field = parameter.partition("__")
-        if value is None:
+def _asked() -> dict[str, Any]:
+    """Return the values of the flags that are given, by keyword of `parallelize`."""
+    given: dict[_Key, Any] = click.get_current_context().meta.get(_GIVEN, {})
+    asked = {keyword: value for (keyword, field), value in given.items() if not field}
+    for option in _options():
+        if option.flag is None or option.flag.record is None:
             continue
-        if field:
-            parts.setdefault(keyword, {})[field] = value
-        else:
-            asked[keyword] = value
-    for kind in of(Feature).values():
-        for option in options_of(kind):
-            if option.keyword in parts and option.flag and option.flag.record:
-                asked[option.keyword] = (option.flag.make or option.flag.record)(
-                    **parts[option.keyword]
-                )
+        fields = {field: v for (keyword, field), v in given.items() if keyword == option.keyword}
+        if fields:
+            asked[option.keyword] = (option.flag.make or option.flag.record)(**fields)
     return asked
 
 
 def bytes_per_s(rate: str) -> float:
-    """A rate as it is written for `tc`, in bytes per second (UsageError if it is none)."""
+    """Read a rate as it is written for `tc`, in bytes per second (UsageError if it is none)."""
     for unit, bits in _RATE_UNITS.items():
         number = decimal(rate.removesuffix(unit)) if rate.endswith(unit) else None
         if number:

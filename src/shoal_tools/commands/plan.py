@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,6 +21,39 @@ from shoal_tools.commands.options import (
     in_a_folder,
     recipe_command,
 )
+
+
+@dataclass(frozen=True)
+class ImaginedHosts:
+    """Hosts that a plan is made for without being there, and the network between them.
+
+    Args:
+        ranks: how many train; None: no host is imagined.
+        ranks_per_host: ranks that share a host and its link.
+        servers: hosts that own parameters and do not train.
+        rate: of each host's link, as `tc` writes it.
+        latency_us: microseconds that a message takes.
+        cores_per_rank: processor cores of a rank.
+    """
+
+    ranks: int | None
+    ranks_per_host: int
+    servers: int
+    rate: str
+    latency_us: float
+    cores_per_rank: float
+
+    def cluster(self) -> Cluster | None:
+        """Return the cluster of these hosts; None if no host is imagined."""
+        if self.ranks is None:
+            return None
+        shared = min(self.ranks, self.ranks_per_host)
+        link = Link(self.latency_us / 1e6, bytes_per_s(self.rate) / shared)
+        hosts = tuple(f"h{rank // self.ranks_per_host}" for rank in range(self.ranks))
+        others = tuple(
+            f"server{number}" for number in range(self.servers) for _ in range(self.ranks_per_host)
+        )
+        return Cluster(Topology(hosts), link, self.cores_per_rank, servers=others)
 
 
 @click.command()
@@ -80,23 +115,11 @@ from shoal_tools.commands.options import (
 def plan(
     recipe: Recipe,
     options: Options,
-    ranks: int | None,
-    ranks_per_host: int,
-    servers: int,
-    rate: str,
-    latency_us: float,
-    cores_per_rank: float,
     save: Path | None,
     save_profile: Path | None,
     reasons: bool,
+    **imagined: Any,
 ) -> None:
     """Plan RECIPE, for these ranks or imagined ones; --explain says why."""
-    cluster = None
-    if ranks is not None:
-        link = Link(latency_us / 1e6, bytes_per_s(rate) / min(ranks, ranks_per_host))
-        hosts = tuple(f"h{rank // ranks_per_host}" for rank in range(ranks))
-        others = tuple(
-            f"server{number}" for number in range(servers) for _ in range(ranks_per_host)
-        )
-        cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
+    cluster = ImaginedHosts(**imagined).cluster()
     worker.plan(recipe, options, cluster, save=save, save_profile=save_profile, reasons=reasons)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,7 +26,7 @@ from shoal_tools.simulate import simulate as foreseen
 
 
 def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """Numbers of hosts: "1,2,4,8", or "1..1024" for 1, 2, 4 … 1024."""
+    """Read numbers of hosts: "1,2,4,8", or "1..1024" for 1, 2, 4 … 1024."""
     numbers: list[int] = []
     for part in text.split(","):
         ends = [whole(end) for end in re.split(r"\.\.", part.strip())]
@@ -39,6 +41,42 @@ def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tupl
             number *= 2
         numbers.append(most)
     return tuple(sorted(set(numbers)))
+
+
+@dataclass(frozen=True)
+class SimulatedHosts:
+    """Hosts of a simulation as the command line asks for them.
+
+    Args:
+        hosts: numbers of hosts, one for each answer.
+        rate: of each host's link, as `tc` writes it; None: as measured.
+        latency_us: microseconds that a message takes; None: as measured.
+        cores_per_rank: processor cores of a rank; None: as measured.
+        oversubscription: hosts' links together, over the links between their switches.
+        straggler: standard deviation of a host's step times, as a part of the step.
+        strong: whether all hosts together have the rows of one.
+        codec: names of codecs that plans may use, or "all" alone.
+    """
+
+    hosts: tuple[int, ...]
+    rate: str | None
+    latency_us: float | None
+    cores_per_rank: float | None
+    oversubscription: float
+    straggler: float
+    strong: bool
+    codec: tuple[str, ...]
+
+    def question(self) -> Question:
+        """Return the question of these hosts to the simulation."""
+        network = Network(
+            None if self.rate is None else bytes_per_s(self.rate),
+            None if self.latency_us is None else self.latency_us / 1e6,
+            self.oversubscription,
+            self.cores_per_rank,
+        )
+        codecs = codecs_of("all" if self.codec == ("all",) else self.codec)
+        return Question(network, self.straggler, self.strong, tuple(codecs))
 
 
 @click.command()
@@ -90,16 +128,9 @@ def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tupl
 def simulate(
     recipe: Path | None,
     source: Path | None,
-    hosts: tuple[int, ...],
-    rate: str | None,
-    latency_us: float | None,
-    cores_per_rank: float | None,
-    oversubscription: float,
-    straggler: float,
-    strong: bool,
-    codec: tuple[str, ...],
     path: Path | None,
     report: Path | None,
+    **imagined: Any,
 ) -> None:
     """Foresee RECIPE on any number of hosts: is it worth it, what limits, what would help.
 
@@ -113,21 +144,15 @@ def simulate(
             got="both" if recipe else "neither",
             do="write shoal simulate RECIPE, or shoal simulate --from profile.json",
         )
-    codecs = codecs_of("all" if codec == ("all",) else codec)
+    simulated = SimulatedHosts(**imagined)
+    question = simulated.question()
     if source is not None:
         measured = Measured.load(source)
     elif recipe is not None:
         *_, measured = worker.measured(load(recipe), Options())
         if not worker.is_first():
             return
-    network = Network(
-        bytes_per_s(rate) if rate else None,
-        None if latency_us is None else latency_us / 1e6,
-        oversubscription,
-        cores_per_rank,
-    )
-    question = Question(network, straggler, strong, tuple(codecs))
-    answer = foreseen(measured.profile, measured.cluster, hosts, question)
+    answer = foreseen(measured.profile, measured.cluster, simulated.hosts, question)
     text.console().print(foresight(answer))
     if path:
         path.write_text(json.dumps(answer.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -32,9 +32,7 @@ from shoal_tools.commands.worker import TrainingRun
 @EXPLAIN
 @PLAN
 @feature_options
-@click.option(
-    "--save-plan", "save", type=NEW_FILE, callback=in_a_folder, help="Write the plan there."
-)
+@click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
 @click.option(
     "--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default."
 )
@@ -67,7 +65,7 @@ from shoal_tools.commands.worker import TrainingRun
     "json_path",
     type=NEW_FILE,
     callback=in_a_folder,
-    help="Write there what steps took beside the prediction, and the plan.",
+    help="Write the time of a step, the predicted time and the plan there.",
 )
 def train(recipe: Recipe, options: Options, **wanted: Any) -> None:
     """Train RECIPE, after showing its plan."""

@@ -1,4 +1,4 @@
-"""What every rank executes for the command line, but for bench: train, check, plan and probe.
+"""Work of every rank for `shoal train`, `check`, `plan` and `probe`.
 
 Each function is a collective: all ranks call it with the same arguments, and rank 0 prints.
 """
@@ -58,20 +58,20 @@ _BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run as the command line asks for it.
+    """A training run as the command line asks for it. Rank 0 writes the files.
 
     Args:
-        save: where to write the plan.
-        epochs: passes over the data; the recipe's own number by default.
-        max_steps: after which to end, however many passes they take.
-        checkpoint: the folder of this run, from whose newest checkpoint it goes on.
+        save_plan: file for the plan.
+        epochs: passes over the data; None: the recipe's own number.
+        max_steps: steps after which training ends, however many passes they take.
+        checkpoint: folder of the run's checkpoints. The run goes on from the newest one there.
         every_s: seconds from one checkpoint to the next.
-        reasons: print also why each layer is served as it is.
-        report: where to write the report of the run.
-        json_path: where to write what the steps took, beside the prediction.
+        reasons: whether to print why each layer is served as it is.
+        report: file for a page about the run; if it ends in .json, for the record behind the page.
+        json_path: file for the time of a step, the predicted time, and the plan.
     """
 
-    save: Path | None = None
+    save_plan: Path | None = None
     epochs: int | None = None
     max_steps: int | None = None
     checkpoint: Path | None = None
@@ -88,9 +88,9 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
     accuracy.
 
     Args:
-        recipe: what to train, on what.
-        options: of the plan.
-        wanted: how long to train, and what to write.
+        recipe: the model and its data.
+        options: of the plan and of features.
+        wanted: how long to train, and the files to write.
     """
     # 1  join the others, and take a share of the data
     init()
@@ -106,26 +106,26 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     model, loss, optimizer = by_options(lambda: asked, model, objective.loss_fn, optimizer, sample)
     objective = objective.by(loss)
-    _show_plan(model, wanted.save, reasons=wanted.reasons)
+    _show_plan(model, wanted.save_plan, reasons=wanted.reasons)
     _show_batch(num_rows(sample))
     # 3  the ordinary loop
     history = History(model) if wanted.report else None
     run = Run(recipe, loader, model, objective, optimizer, history)
     median_step_s = run.train(epochs, num_steps, wanted.checkpoint, wanted.every_s)
-    # 4  what came of it
+    # 4  results
     if median_step_s is not None:
         outcome = _show_outcome(model, median_step_s, wanted.json_path)
         if wanted.report and history:
             report_training(wanted.report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
-    current().finish()  # said as long as there is the model
+    current().finish()  # it warns, as long as the model lives
 
 
 def _length(
     recipe: Recipe, loader: DataLoader[Any], epochs: int | None, max_steps: int | None
 ) -> tuple[int, int]:
-    """How many epochs training has, at most, and how many steps in all."""
+    """Return how many epochs training has at most, and how many steps in all."""
     try:
         num_batches = len(loader)
     except TypeError as error:
@@ -168,9 +168,7 @@ def _show_batch(own_rows: int) -> None:
 
 
 def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> Outcome | None:
-    """Have rank 0 print the prediction beside the measured step, what memory it holds, and what
-    codecs save and lose.
-    """
+    """Have rank 0 print the predicted and the measured step, its memory, and a line on codecs."""
     outcome = outcome_of_ranks(model)
     if world().rank > 0:
         return None
@@ -210,7 +208,7 @@ def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any])
 
 
 def at_own_device(recipe: Recipe) -> Recipe:
-    """The recipe on this rank's GPU, which the ranks of a host share out; else on the CPU."""
+    """Put the recipe on the CPU, or on a GPU: the ranks of a host take its GPUs in turn."""
     if not torch.cuda.is_available():
         return recipe
     comm = current().comm
@@ -222,7 +220,7 @@ def at_own_device(recipe: Recipe) -> Recipe:
 
 @torch.no_grad()
 def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
-    """Share of right answers over all of it."""
+    """Return the share of right answers over all test data."""
     model.eval()
     counts = [recipe.right(model, batch) for batch in map(recipe.batch, test)]
     model.train()
@@ -232,7 +230,7 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
 def check(
     recipe: Recipe, options: Options, *, steps: int = 5, dtype: torch.dtype = torch.float64
 ) -> float:
-    """The largest relative difference after a few steps on all ranks and on one process.
+    """Return the largest relative difference after a few steps on all ranks and on one process.
 
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
     (BatchNorm's statistics, unless ranks share them; dropout's random numbers) are set to
@@ -297,7 +295,7 @@ def check(
 def _differences(
     recipe: Recipe, single: nn.Module, everyone: list[Any], trained: list[Tensor]
 ) -> list[tuple[str, float]]:
-    """Train one process on all ranks' batches: how far each parameter is from the trained one."""
+    """Train one process on all ranks' batches; return each parameter's relative difference."""
     optimizer = recipe.optimizer(single.parameters())
     for parts in zip(*everyone, strict=True):
         timed_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
@@ -309,7 +307,7 @@ def _differences(
 
 
 def _retyped(plan: Plan | str | Path, model: nn.Module, dtype: torch.dtype) -> Plan | str | Path:
-    """Convert the model; a saved plan of the model before is one of the model after."""
+    """Convert the model, and return the plan for it: a saved plan names the model's digest."""
     before = model_digest(model)
     model.to(dtype)
     if plan == "auto":
@@ -330,12 +328,12 @@ def plan(
     """Plan the recipe, and print the plan on rank 0.
 
     Args:
-        recipe: what to plan for.
+        recipe: the model and its data.
         options: of the plan.
-        cluster: the ranks and their links; by default those that call this.
-        save: where to write the plan.
-        save_profile: where to write what was measured, for `shoal simulate`.
-        reasons: print also why each layer is served as it is.
+        cluster: the ranks and their links; None: the ranks that call this.
+        save: file for the plan.
+        save_profile: file for all that was measured, which `shoal simulate` reads.
+        reasons: whether to print why each layer is served as it is.
     """
     stages, request, found = measured(recipe, options, cluster)
     profile, where = found.profile, found.cluster
@@ -357,7 +355,7 @@ def measured(
 ) -> tuple[Stages, Request, Measured]:
     """Measure the recipe's model, and the links between the ranks that call this.
 
-    With a `cluster` its links are taken to be measured.
+    If a `cluster` is given, its links count as measured.
     """
     init()
     session = current()
@@ -386,12 +384,12 @@ def measured(
 
 
 def is_first() -> bool:
-    """Whether this is the rank that prints."""
+    """Tell whether this is the rank that prints."""
     return world().is_main
 
 
 def probe() -> Cluster:
-    """Measure the links between the ranks, and print what was found."""
+    """Measure the links between the ranks, and print them."""
     init()
     _stay_behind(current())
     cluster = measured_cluster(current())
@@ -401,13 +399,13 @@ def probe() -> Cluster:
 
 
 def _stay_behind(session: Session) -> None:
-    """On a tail host, where no model is parallelised: wait for the workers' end, and end."""
+    """Wait for the workers' end and exit, if this is a tail host: no model is parallelised here."""
     if is_tail_host(session):
         serve_and_end(session)
 
 
 def _take(recipe: Recipe, loader: DataLoader[Any], count: int) -> list[Any]:
-    """The first `count` batches, going round where the loader is shorter."""
+    """Return the first `count` batches, and begin again if the loader is shorter."""
 
     def forever() -> Iterator[Any]:
         while True:
@@ -421,7 +419,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
-    """The ranks' batches as one."""
+    """Join the ranks' batches."""
     return pytree.tree_map(
         lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
     )

@@ -163,7 +163,7 @@ def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[
     def work(comm: ThreadComm) -> None:
         with using(comm, HOSTS):
             options = Options.of({"local_steps": 2, "outer": Outer(rule="average")})
-            train(load(path), options, TrainingRun(max_steps=2, save=tmp_path / "plan.json"))
+            train(load(path), options, TrainingRun(max_steps=2, save_plan=tmp_path / "plan.json"))
 
     run(2, work, timeout_s=30)
     said = capsys.readouterr().out
