@@ -1,8 +1,8 @@
-"""Old names of modules that live in `shoal_tools` now: imports and pickles by these names go on.
+"""Old names of modules that live in `shoal_tools` now. Imports and pickles still work by them.
 
 The tools (command line, doctor, launchers, lab, Spark, report page, simulate, fault injection) use
 the library, and the library does not use them. This file and `__main__.py` are its only two doors
-to them, and neither opens before somebody asks for a tool.
+to them, and neither opens until you ask for a tool.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def new_name(name: str) -> str | None:
 
 @final
 class _Finder(MetaPathFinder, Loader):
-    """Imports a moved module under its old name: both names are the same module object."""
+    """Finder of moved modules by their old names. Both names are the same module object."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}
@@ -72,7 +72,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let old names be imported; a second call does nothing."""
+    """Let old names be imported. A second call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # first, else the finder of files would read a moved package's files a second time
+        # it goes first, else the finder of files would read a moved package's files a second time
         sys.meta_path.insert(0, _Finder())

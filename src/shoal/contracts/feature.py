@@ -1,17 +1,17 @@
-"""Feature: one feature of training, in one file. What it does, and when:
+"""Feature: one feature of training, in one file. Its parts, in the order in which they are used:
 
     1  options     its fields: keyword, flag, check and help line of each     (core/option.py)
-    2  plan        what it adds to a plan
-    3  refuses     with what it does not go together. Asked of the plan, before anything is measured
-                   and once more of the plan that is followed
-    4  measuring   what it changes while the model is profiled
-    5  attach      what it does to one model that is parallelised: an `Attachment`, which starts
-                   once the engine runs
-    6  state       what it adds to a checkpoint, and how any number of ranks goes on from that
-    7  release     as `unparallelize` ends it
-    8  line        what a report says of it
+    2  plan        adds its part to a plan
+    3  refuses     refuses a plan that it does not go together with. Asked before anything is
+                   measured, and once more of the plan that is followed
+    4  measuring   changes the model while it is profiled
+    5  attach      takes part in one model that is parallelised: an `Attachment`, which starts once
+                   the engine runs
+    6  state       adds its part to a checkpoint, from which any number of ranks can go on
+    7  release     ends the attachment, as `unparallelize` does
+    8  line        describes the feature in a report
 
-Of two features that do not go together the later one in the registry's order refuses
+If two features do not go together, the later one in the registry's order refuses
 (tests/features/test_pairs.py lists all pairs). parallelize, attach, save, load, release and explain
 are loops over features. `tests/contracts/test_toy_feature.py` is a feature in one file.
 """
@@ -39,13 +39,13 @@ Profiled = Callable[[ModelProfile], ModelProfile]
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """All that is known as a plan is made or judged.
+    """Facts that are known when a plan is made or judged.
 
     Args:
         model: the module.
-        topology: where the ranks are.
-        servers: how many hosts own parameters and do not train.
-        tail_hosts: how many hosts run the end of the model and do not train.
+        topology: the hosts of the ranks.
+        servers: number of hosts that own parameters and do not train.
+        tail_hosts: number of hosts that run the end of the model and do not train.
         counted: whether the caller counts the terms of the loss by `count=`.
         profile: the model as it was measured; None before that.
         cluster: the ranks and their links as they were measured; None before that.
@@ -61,33 +61,33 @@ class PlanFacts:
 
 
 class Attachment(Generic[Running]):
-    """What a feature keeps of one parallelised model. Every method may be left as it is.
+    """A feature's part in one parallelised model. Every method may be left as it is.
 
     It must not keep the model alive.
     """
 
     def start(self, running: Running) -> None:
-        """Begin: the engine runs (`session.running.Running`). The same calls on every rank."""
+        """Begin, now that the engine runs (`session.running.Running`), on every rank alike."""
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context in which model and optimizers hold what a checkpoint is to have."""
+        """Return a context in which model and optimizers hold the values for a checkpoint."""
         return nullcontext()  # save 2
 
     def state(self) -> Any:
-        """What a checkpoint keeps: tensors and plain data, whole, keyed by no rank (a collective).
+        """Return state for a checkpoint, or None if there is nothing to keep (a collective).
 
-        None if there is nothing to keep. All ranks return the same.
+        The state is tensors and plain data, whole, keyed by no rank. All ranks return the same.
         """
         return None  # save 10
 
     def load(self, state: Any) -> None:
-        """Go on from what `state` gave, on any number of ranks (a collective).
+        """Go on from a state that `state` returned, on any number of ranks (a collective).
 
-        None where the checkpoint has nothing of this feature.
+        The state is None if the checkpoint has nothing of this feature.
         """
 
     def finish(self) -> None:
-        """Training ends with the program: say what is left undone."""
+        """Report work that is left undone, as training ends with the program."""
 
     def release(self, *, goes_on: bool) -> None:
         """Undo `start`: the model becomes an ordinary one (a collective).
@@ -102,16 +102,16 @@ class Feature(Contract, ABC, Generic[Opening]):
 
     package: ClassVar[str] = "shoal.features"
     group: ClassVar[str] = "shoal.features"
-    judges: ClassVar[bool] = False  # comes behind the others, as it refuses what they add
+    judges: ClassVar[bool] = False  # comes after the others, because it refuses their additions
 
     @classmethod
     def unasked(cls) -> Feature[Any] | None:
-        """The feature as it is for a caller who does not ask for it; None: it is not there."""
+        """Return the feature as it is if nobody asks for it; None if it is not there then."""
         return None
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Feature[Any] | None:
-        """The feature as a plan says it; None: it leaves that to the caller."""
+        """Return the feature as a plan says it; None if the plan leaves it to the caller."""
         said = plan.features.get(cls.name)
         try:
             return None if said is None else cls(**said)
@@ -123,35 +123,35 @@ class Feature(Contract, ABC, Generic[Opening]):
             ) from error
 
     def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
-        """Return the plan with what this feature adds to it.
+        """Return the plan with this feature's part in it.
 
-        Called of the plan before the search, which has the pinned layers only, and of the plan that
-        is to be followed, with all facts. `written` adds the feature's options.
+        Called for the plan before the search, which has the pinned layers only, and for the plan to
+        follow, with all facts. `written` adds the feature's options.
         """
         return plan
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
-        """Raise PlanError or UsageError where the feature does not go together with the plan."""
+        """Raise PlanError or UsageError if the feature does not go together with the plan."""
 
     def measuring(self, model: nn.Module) -> AbstractContextManager[Profiled]:
-        """Return a context in which the model is profiled; it gives a function of the profile."""
+        """Return a context for profiling the model. It yields a function of the profile."""
         return nullcontext(_as_it_is)
 
     def attach(self, opening: Opening) -> Attachment[Any] | None:
-        """Have a part in one model, before its engine starts (`session.opening.Opening`)."""
+        """Take part in one model, before its engine starts (`session.opening.Opening`)."""
         return None
 
     @classmethod
     def dropped(cls, state: Any) -> str:
-        """What a warning says of a checkpoint's state that no such feature takes here; '': nothing.
+        """Return a warning about a checkpoint's state that no such feature takes here; '': none.
 
         Args:
-            state: as `Attachment.state` gave it.
+            state: the state that `Attachment.state` returned.
         """
         return DROPPED.format(cls.name)
 
     def line(self, plan: Plan) -> str:
-        """What a report says of it, in one line; '' for nothing."""
+        """Return one line about the feature for a report; '' for none."""
         return ""
 
     def written(self, plan: Plan) -> Plan:
@@ -167,9 +167,9 @@ Features = tuple[Feature[Any], ...]
 
 
 def in_order(asked: Iterable[Feature[Any]]) -> Features:
-    """All features of a model: what is asked for, and the others as they are unasked.
+    """Return all features of a model: the ones asked for, and the others as `unasked` has them.
 
-    In the order in which all loops over them go: of their names, and behind them those that judge.
+    All loops over features use this order: by name, and last the features that judge.
     """
     by_name = {feature.name: feature for feature in asked}
     found = []
@@ -180,16 +180,16 @@ def in_order(asked: Iterable[Feature[Any]]) -> Features:
 
 
 def of_plan(plan: Plan, asked: Features) -> Features:
-    """The features of a plan: as it says itself, and for the rest as they are asked for."""
+    """Return the features of a plan: as the plan says itself, the rest as they are asked for."""
     for name in plan.features:
-        class_named(Feature, name)  # PlanError where there is none
+        class_named(Feature, name)  # PlanError if there is none
     said = [kind.of_plan(plan) for kind in of(Feature).values()]
     by_name = {feature.name: feature for feature in (*asked, *filter(None, said))}
     return in_order(by_name.values())
 
 
 def planned(plan: Plan, features: Features, facts: PlanFacts) -> Plan:
-    """The plan with what all features add, which none of them refuses."""
+    """Return the plan with the parts of all features, unless one of them refuses it."""
     for feature in features:
         plan = feature.plan(plan, facts)
     refuse(plan, features, facts)
@@ -203,7 +203,7 @@ def refuse(plan: Plan, features: Features, facts: PlanFacts) -> None:
 
 
 def accepts(plan: Plan, features: Features, facts: PlanFacts) -> bool:
-    """Whether no feature refuses a plan."""
+    """Return whether no feature refuses a plan."""
     try:
         refuse(plan, features, facts)
     except PlanError:
@@ -212,16 +212,16 @@ def accepts(plan: Plan, features: Features, facts: PlanFacts) -> bool:
 
 
 def lines_of(plan: Plan) -> tuple[str, ...]:
-    """What reports say of a plan's features, a line each."""
+    """Return the lines that reports show about a plan's features."""
     found = (kind.of_plan(plan) for kind in of(Feature).values())
     return tuple(filter(None, (feature.line(plan) for feature in found if feature is not None)))
 
 
 def check_features(features: Any) -> Features:
-    """A caller's `features=`, checked: instances of registered classes, each class once.
+    """Check a caller's `features=`: instances of registered classes, each class once.
 
     Raises:
-        PlanError: it is none, is not registered, or is given twice.
+        PlanError: one is no feature, is not registered, or is given twice.
     """
     given = list(features) if isinstance(features, Iterable) else [features]
     names: Mapping[str, type[Any]] = of(Feature)

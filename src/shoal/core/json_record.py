@@ -1,4 +1,4 @@
-"""Frozen dataclasses from JSON objects that people may have edited: each wrong field is named."""
+"""Frozen dataclasses from JSON objects that people may have edited. Errors name a wrong field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def record_of(kind: type[T], row: Any, source: str) -> T:
-    """Build a frozen dataclass from a JSON object, refusing what does not fit by name."""
+    """Build a frozen dataclass from a JSON object. Refuse a field that does not fit, by name."""
     fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if not isinstance(row, dict):
         raise PlanError(

@@ -1,7 +1,7 @@
 """An option: a field of a frozen record that says how people type it and how ranks compare it.
 
 `parallelize` and the command line are made of such records: the core's choices (front/options.py)
-and one for each feature (contracts/feature.py). A record checks itself as it is constructed.
+and one for each feature (contracts/feature.py). A record checks itself when it is constructed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ _SLOT = "shoal"
 
 @dataclass(frozen=True)
 class Flag:
-    """How the command line takes an option.
+    """The command line's form of an option.
 
     Args:
         help: one or two sentences for `--help`.
-        name: such as "--check-every"; by default made of the keyword, in a `record` of the field.
-        read: makes the value of the text; ValueError with a hint where it cannot. None: the flag
-            takes no text, and stands for True.
-        metavar: what stands for the text in `--help`.
-        choices: the texts that are possible, if there are few.
-        many: the flag may be given several times, and `read` takes a tuple of all texts.
-        no: the flag has a `--no-…` form, and stands for True or False.
-        record: the field holds a record, whose own flags are offered in place of this one.
-        make: makes that record of the fields that are given; by default its class.
-        plans: offered by each command that makes a plan, not by `shoal train` alone.
+        name: a name such as "--check-every"; by default made from the keyword, or in a `record`
+            from the field's name.
+        read: makes the value from the text, or raises ValueError with a hint. None: the flag takes
+            no text, and stands for True.
+        metavar: placeholder of the text in `--help`.
+        choices: the possible texts, if there are few.
+        many: whether the flag may be given several times. Then `read` takes a tuple of all texts.
+        no: whether the flag has a `--no-…` form, and stands for True or False.
+        record: type of the record that the field holds. Its own flags are offered in place of this
+            one.
+        make: makes that record from the given fields; by default its class.
+        plans: whether each command that makes a plan offers the flag, not only `shoal train`.
     """
 
     help: str = ""
@@ -51,11 +53,11 @@ class Option:
     """A field, as `options_of` finds it.
 
     Args:
-        name: of the field.
+        name: the field's name.
         default: its value if nobody asks for another.
-        keyword: of `parallelize`.
-        flag: of the command line, if it has one.
-        compared: makes plain data of the value, which ranks compare; None: it is each rank's own.
+        keyword: its keyword of `parallelize`.
+        flag: its flag on the command line, if it has one.
+        compared: turns the value into plain data that ranks compare. None: each rank has its own.
         off: the value of the keyword that asks for nothing.
     """
 
@@ -96,7 +98,7 @@ def option(
     compared: Callable[[Any], Any] | None = _itself,
     off: Any = dataclasses.MISSING,
 ) -> Any:
-    """Declare a field of a frozen dataclass as an option (`Option` says what the arguments are)."""
+    """Declare a field of a frozen dataclass as an option. `Option` explains the arguments."""
     about = {"keyword": keyword, "flag": flag, "compared": compared, "off": off}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata={_SLOT: about})
@@ -104,7 +106,7 @@ def option(
 
 
 def options_of(record: Any) -> Iterator[Option]:
-    """The options of a record or of its class, in the order of its fields."""
+    """Yield the options of a record or of its class, in the order of its fields."""
     for field in dataclasses.fields(record):
         about = field.metadata.get(_SLOT)
         if about is None:

@@ -1,7 +1,7 @@
 """A plan is data: for each layer a strategy and an exchange, in the order the gradients come.
 
-Printable, diffable, saved as JSON, edited by hand and given back. Everything else (which parameters
-travel together) follows from it by `Plan.sites`, the same on every rank.
+You can print, compare and save it as JSON, edit it by hand and give it back. Everything else (which
+parameters travel together) follows from it by `Plan.sites`, the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FORMAT = 1
 MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
-_TABLES = 8  # layers whose rows go together
+_TABLES = 8  # number of layers that send their rows together
 _MOST = 1 << 50  # bytes, or anything else that is counted
-MOST_STEPS = 512  # of a period: a sum in 16 bits can count the shares of as many
+MOST_STEPS = 512  # longest period: a sum in 16 bits can count this many shares
 _BOUNDS: dict[str, tuple[float, float]] = {
     "ranks": (1, MOST_RANKS),
     "bucket_bytes": (1, _MOST),
@@ -43,11 +43,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer is served; `exchange` carries its gradients, '' if none is needed. Where rows
-    of a layer that is cut cross as codes, it is a plus and the codec: "+bfloat16".
+    """Service of one layer: a strategy, and the exchange that carries its gradients.
 
-    Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among
-    themselves. What workers and they send one another may cross as codes: "+bfloat16", or
+    `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
+    codec: "+bfloat16".
+
+    If the layer is on tail hosts ("stage"), `exchange` names the strategy by which they share it
+    among themselves. Rows between workers and tail hosts may cross as codes: "+bfloat16", or
     "+bfloat16:sliced:direct".
 
     Examples:
@@ -62,27 +64,28 @@ class Choice:
 
     @property
     def way(self) -> str:
-        """How it is served, as a pin says it: "factor", or "replicate:ring"."""
+        """The choice as a pin says it: "factor", or "replicate:ring"."""
         if self.exchange.startswith("+"):
             return self.strategy + self.exchange
         return f"{self.strategy}:{self.exchange}" if self.exchange else self.strategy
 
     @property
     def codec(self) -> str:
-        """The codec whose codes the exchange carries, or in which rows of the layer cross, as a
-        plan writes it; '' where none is.
+        """Codec of the exchange, or of the layer's rows as they cross, as a plan writes it.
+
+        '' if there is none.
         """
         codec, rest = rows_and_rest(self.exchange)
         return codec or rest.partition("+")[2]
 
     def without_codec(self) -> Choice:
-        """The same choice, exact."""
+        """Return this choice without its codec, so that it is exact."""
         codec, rest = rows_and_rest(self.exchange)
         return replace(self, exchange=rest if codec else rest.partition("+")[0])
 
     @property
     def rows(self) -> str:
-        """That rows cross as a codec's codes, as an exchange says it, such as "+bfloat16"; or ''.
+        """Codec of rows that cross as codes, as an exchange says it: "+bfloat16"; '' for none.
 
         Examples:
             >>> import shoal
@@ -94,8 +97,9 @@ class Choice:
 
 
 def strategy_and_exchange(way: str) -> tuple[str, str]:
-    """What a pin says, as a `Choice` has it: of "replicate:ring" its two sides; of
-    "column+bfloat16" what is before the plus, and the rest.
+    """Split a pin into the strategy and exchange of a `Choice`.
+
+    "replicate:ring" is split at the colon. "column+bfloat16" is split before the plus.
     """
     strategy, colon, exchange = way.partition(":")
     strategy, plus, codec = strategy.partition("+")
@@ -103,8 +107,9 @@ def strategy_and_exchange(way: str) -> tuple[str, str]:
 
 
 def rows_and_rest(exchange: str) -> tuple[str, str]:
-    """The codec as which rows cross, and how tail hosts share the layer, of "+bfloat16:sliced";
-    of any other exchange '' and itself.
+    """Split "+bfloat16:sliced" into the codec of rows and the way tail hosts share the layer.
+
+    For any other exchange return '' and the exchange itself.
     """
     if not exchange.startswith("+"):
         return "", exchange
@@ -114,9 +119,9 @@ def rows_and_rest(exchange: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Site:
-    """What one strategy serves at once: a layer, several in one bucket, or a part of one.
+    """Unit that one strategy serves at once: a layer, several in one bucket, or a part of one.
 
-    A part is one of `parts` equal ones of the layer's parameters, laid end to end.
+    A part is one of `parts` equal parts of the layer's parameters, laid end to end.
     """
 
     layers: tuple[str, ...]
@@ -127,7 +132,7 @@ class Site:
     every: int = 1  # steps from one update of its parameters to the next
 
     def spans(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """What it has of its parameters, given their sizes: index, and from where to where."""
+        """Return the site's spans of parameters of these sizes, as (index, start, stop)."""
         return balanced(sizes, (1 / self.parts,) * self.parts)[self.part]
 
 
@@ -137,23 +142,24 @@ def _site(layers: Sequence[str], strategy: str, exchange: str, every: int) -> Si
 
 @dataclass(frozen=True)
 class Layout:
-    """How the layers of a model are served: choices, in the order in which backward finishes them.
+    """Layout of a model's layers: choices, in the order in which backward finishes the layers.
 
     Args:
-        ranks: how many train.
-        model: the digest of the model that it was made for.
-        choices: one for every layer with parameters.
-        bucket_bytes: how much is put into one bucket. A larger layer is a bucket of its own. If
+        ranks: number of ranks that train.
+        model: digest of the model that the layout was made for.
+        choices: one choice for every layer with parameters.
+        bucket_bytes: bytes that are put into one bucket. A larger layer is a bucket of its own. If
             owners update it, it is cut.
-        lanes: the number of exchanges in flight at once.
-        predicted_s: the step time that the planner expects.
-        placement: who owns what: a policy's name, or ranks by dotted name or glob.
-        micro_batches: per batch, if hosts of its own run the end of the model.
-        joined: whether these run all micro-batches at once.
+        lanes: number of exchanges in flight at once.
+        predicted_s: step time in seconds that the planner expects.
+        placement: owners of parameters: a policy's name, or ranks by dotted name or glob.
+        micro_batches: number of micro-batches per batch, if the end of the model has hosts of its
+            own.
+        joined: whether these hosts run all micro-batches at once.
         chunks: number of chunks in which layers that are cut over ranks receive their rows.
-        late: how many of the last sites that go to servers come back first; the others come as
+        late: this many of the last sites that go to servers come back first. The others come when
             forward needs them.
-        least_part_bytes: the least part of a layer that has owners and is cut into parts.
+        least_part_bytes: bytes of the smallest part of a layer that has owners and is cut.
     """
 
     ranks: int
@@ -170,7 +176,7 @@ class Layout:
     least_part_bytes: int = LEAST_PART_BYTES
 
     def period(self, layer: str) -> int:
-        """Steps from one update of a layer to the next."""
+        """Return the number of steps from one update of a layer to the next."""
         return 1
 
     def sites(
@@ -182,18 +188,18 @@ class Layout:
     ) -> Iterator[Site]:
         """Cut the layers into sites, in the order in which their last gradients come.
 
-        * Layers whose strategy takes an exchange, and that have the same, join until their bucket
-          is full, if they are updated as often. A layer that has owners and fills more than one
-          bucket is cut into parts of about one each.
-        * Layers of which rows go join by eights.
-        * All layers on tail hosts are one site, however these share them.
+        * Layers join until their bucket is full if their strategy takes an exchange, and if they
+          have the same strategy, exchange and update period. A layer that has owners and fills more
+          than one bucket is cut into parts of about one bucket each.
+        * Layers that send rows join by eights.
+        * All layers on tail hosts are one site, in whatever way these hosts share them.
         * Any other layer is a site of its own.
 
         Args:
             nbytes: the bytes of each layer's gradients.
-            roles: of each strategy that the plan names.
-            placed: owners have whole parameters, so that no layer is cut into parts; also where the
-                plan's own placement says so.
+            roles: the role of each strategy that the plan names.
+            placed: whether owners have whole parameters, so that no layer is cut into parts. The
+                plan's own placement may say so, too.
         """
         placed = placed or self.placement not in (BALANCED, {})
         for site in self._joined(nbytes, roles):
@@ -217,7 +223,7 @@ class Layout:
             key = (choice.strategy, choice.exchange, self.period(choice.layer))
             if choice.strategy in ends:
                 if choice == at_tail[-1]:
-                    rows = {c.rows for c in at_tail}  # as codes only if all of them say so
+                    rows = {c.rows for c in at_tail}  # codes only if all of them say so
                     coded = choice.rows if len(rows) == 1 else ""
                     yield Site(tuple(c.layer for c in at_tail), choice.strategy, coded)
                 continue
@@ -239,20 +245,20 @@ class Layout:
             yield _site(layers, *key)
 
     def owners(self, names: Mapping[str, Sequence[str]]) -> dict[str, Owner]:
-        """The owners of whole parameters, by dotted name; `names` gives those of each layer."""
+        """Return the owners of whole parameters by dotted name. `names` has each layer's names."""
         return owners_of(
             self.placement, {choice.layer: names[choice.layer] for choice in self.choices}
         )
 
     def choice(self, layer: str) -> Choice:
-        """The choice for a layer (KeyError if there is none)."""
+        """Return the choice for a layer (KeyError if there is none)."""
         for choice in self.choices:
             if choice.layer == layer:
                 return choice
         raise KeyError(layer)
 
     def with_choice(self, choice: Choice) -> Self:
-        """The same with one layer served otherwise."""
+        """Return a copy with another choice for one layer."""
         return replace(
             self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices)
         )
@@ -260,14 +266,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan(Layout):
-    """A layout, and what features of training add to it. Everything a run follows; `Layout` has the
-    fields that come first.
+    """A layout with the additions of features: everything that a run follows.
+
+    `Layout` has the fields that come first.
 
     Args:
         staleness: steps that a worker may be ahead of the slowest, with servers; None: any number.
         local_steps: steps that ranks make by themselves; 0: gradients are exchanged in every step.
         outer: the rule by which ranks come together after local steps.
-        update_every: by layer name, every how many steps a layer is updated, if not in each.
+        update_every: steps from one update to the next, by the name of a layer that is not updated
+            in each step.
         features: options of other features, by the feature's name, as plain data.
 
     Examples:
@@ -290,11 +298,11 @@ class Plan(Layout):
 
     @property
     def periods(self) -> Mapping[str, int]:
-        """Steps from one update to the next, by layer, of layers that have such a period."""
+        """Update periods in steps, by the name of each layer that has one."""
         return self.update_every
 
     def with_periods(self, periods: Mapping[str, int]) -> Self:
-        """The same with these periods."""
+        """Return a copy with these periods."""
         return replace(self, update_every=dict(periods))
 
     @property
@@ -303,7 +311,7 @@ class Plan(Layout):
         return self.staleness != 0
 
     def with_feature(self, name: str, options: Mapping[str, Any]) -> Plan:
-        """The same plan with a feature's options, as plain data."""
+        """Return a copy with a feature's options, as plain data."""
         return replace(self, features={**self.features, name: dict(options)})
 
     @property
@@ -323,21 +331,21 @@ class Plan(Layout):
 
     @property
     def is_plain(self) -> bool:
-        """Whether one process trains as the plan says: all that differs is who has which rows."""
+        """Whether one process trains as the plan says: ranks differ only in the rows they have."""
         return self.in_step and not self.update_every and not self.features
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster, with whether workers run ahead of one another, or step by themselves."""
+        """Return the cluster, noting whether workers run ahead of one another or step alone."""
         apart = bool(self.local_steps and cluster.servers)
         return replace(cluster, ahead=apart or self.staleness != 0, apart=apart)
 
     @property
     def locally(self) -> str:
-        """Its local steps and their rule, in words; '' where gradients are exchanged."""
+        """Local steps and their rule, in words; '' if gradients are exchanged."""
         return f"{self.local_steps} local steps, {self.outer}" if self.local_steps else ""
 
     def __str__(self) -> str:
-        """The choices, a layer a line, under what is true of all."""
+        """Write a head line with everything that holds for all layers, then a line per layer."""
         head = [
             f"plan for {how_many(self.ranks, 'rank')}",
             f"buckets of {self.bucket_bytes / (1 << 20):g} MiB, {self.lanes} in flight",
@@ -356,17 +364,17 @@ class Plan(Layout):
         return "\n".join([", ".join(head), *rows])
 
     def to_json(self) -> str:
-        """The plan as JSON text, one layer a line."""
+        """Return the plan as JSON text, one layer a line."""
         head = {k: v for k, v in asdict(self).items() if k != "choices"}
         if not self.features:
-            del head["features"]  # earlier releases read what needs none of it
+            del head["features"]  # earlier releases can read a plan without it
         lines = ["{", f'  "format": {FORMAT},', f'  "written_by": "{_WRITTEN_BY}",']
         lines += [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = ",\n".join("    " + json.dumps(asdict(choice)) for choice in self.choices)
         return "\n".join([*lines, '  "choices": [', rows, "  ]", "}"]) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON (PlanError where it cannot be written)."""
+        """Write the plan as JSON (PlanError if it cannot be written)."""
         try:
             Path(path).write_text(self.to_json(), encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -425,7 +433,7 @@ class Plan(Layout):
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # also of a path with a NUL, of a text in no UTF-8
+        except (OSError, ValueError) as error:  # also a path with a NUL, or a text that is no UTF-8
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"
             ) from None
@@ -433,7 +441,7 @@ class Plan(Layout):
 
 
 def check_periods(update_every: Any, source: str) -> None:
-    """Raise PlanError for what is no mapping from names to numbers of steps."""
+    """Raise PlanError unless the value maps names to numbers of steps."""
     form = 'write for instance {"classifier.*": 4}'
     if not isinstance(update_every, Mapping):
         raise PlanError(
@@ -458,5 +466,5 @@ def check_periods(update_every: Any, source: str) -> None:
 
 
 def _no_constant(name: str) -> float:
-    """JSON has no NaN and no Infinity, which Python's reader takes."""
+    """Refuse NaN and Infinity, which Python's reader takes although JSON has neither."""
     raise ValueError(f"{name} is no number of JSON's")

@@ -1,4 +1,4 @@
-"""Features of training, one in a file: contracts/feature.py says what each has to do."""
+"""Features of training, one in each file. Their contract is contracts/feature.py."""
 
 from shoal.features.check_every import CheckReplicas
 from shoal.features.local_steps import LocalSteps, check_in_step, global_weights

@@ -1,7 +1,8 @@
-"""`check_every`: every so many backwards ranks compare what each of them updates itself.
+"""`check_every`: ranks compare weights and optimizer state after every so many backwards.
 
-How they compare, and what follows: engine/replicas.py. Only where ranks keep step are they to have
-the same bits.
+They compare the tensors that each rank updates itself. engine/replicas.py says how, and how they
+act on a difference. The check runs only if ranks keep step, because only then the bits must be
+equal.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from shoal.session.running import Running
 @final
 @dataclass(frozen=True)
 class CheckReplicas(Feature[Opening]):
-    """Ranks compare the bits of weights and of the optimizer's state that each updates itself.
+    """Comparison of the bits of weights and optimizer state that each rank updates itself.
 
     Args:
-        every: backwards from one comparison to the next; 0: never.
+        every: number of backwards from one comparison to the next; 0: never.
 
     Examples:
         >>> from shoal.features.check_every import CheckReplicas
@@ -69,7 +70,7 @@ class _Checks(Attachment[Running]):
     """The comparisons of one model's replicas.
 
     Args:
-        every: backwards from one to the next.
+        every: number of backwards from one to the next.
         opening: the model that is attached.
     """
 
@@ -80,7 +81,7 @@ class _Checks(Attachment[Running]):
         weights = {
             name: parameter
             for site, _ in running.rewritten.sites
-            # of tables whose rows go, a pass over all rows would take longer than the steps
+            # skip tables that send rows: a pass over all rows would take longer than the steps
             if site.strategy.role in (Role.BUCKET, Role.LAYER)
             for name, parameter in site.place.parameters.items()
         }

@@ -1,13 +1,14 @@
-"""Local steps: when ranks come together, and what they exchange in each step all the same.
+"""Local steps: the rounds in which ranks come together, and the exchanges of each step.
 
-    warm-up   for the first steps all ranks exchange gradients: each is the ordinary exact step
-    then      every H steps weights come together (strategies/local.py); in each step the ranks of
-              an island, which share a host, exchange gradients. Without islands nobody does
+    warm-up   in the first steps all ranks exchange gradients: each is the ordinary exact step
+    then      weights come together every H steps (strategies/local.py). In each step the ranks of
+              an island, which share a host, exchange gradients. Without islands no rank does
 
-So the ranks of an island have the same weights and make the same steps, bit for bit: an island is
-one rank. From one kind of step to the other nothing is copied but θ_old.
+So the ranks of an island have the same weights and make the same steps, bit for bit: an island acts
+as one rank. Between one kind of step and the other nothing is copied but θ_old.
 
-Costs a step of an island what `replicate` costs among as many ranks, over lanes of their own.
+A step of an island costs as much as `replicate` does among that many ranks. The island has lanes of
+its own.
 Guarded by tests/equivalence/test_islands.py and test_warmup.py.
 """
 
@@ -34,7 +35,7 @@ from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
 from shoal.strategies.moving import OfState
 
-NEVER = 1 << 62  # steps before the first round, as long as there is to be none
+NEVER = 1 << 62  # steps before the first round, while there must be none
 
 
 def set_off(
@@ -44,16 +45,16 @@ def set_off(
     lag: int,
     after: int = 0,
 ) -> None:
-    """Have transfers go every so many steps; of several optimizers, a step is one of each.
+    """Have transfers go every so many steps. With a lag they take turns.
 
-    With a lag they take turns.
+    If there are several optimizers, a step is one step of each.
 
     Args:
-        transfers: of weights, and of state.
-        optimizers: that make the steps.
-        steps: of a round.
-        lag: steps until what has come is taken over.
-        after: steps of single optimizers before the first round.
+        transfers: the transfers of weights and of state.
+        optimizers: the optimizers that make the steps.
+        steps: number of steps in a round.
+        lag: number of steps until the result of an exchange is taken over.
+        after: number of steps of single optimizers before the first round.
     """
     learning, each = partial(_rates, optimizers), len(optimizers)
     for number, transfer in enumerate(transfers):
@@ -66,7 +67,7 @@ def set_off(
 
 
 def _rates(optimizers: Sequence[Optimizer]) -> dict[int, float]:
-    """Learning rates as they are now, by the id of a parameter."""
+    """Return the present learning rates by the id of each parameter."""
     return {
         id(parameter): float(group["lr"])
         for optimizer in optimizers
@@ -80,9 +81,9 @@ class Company:
     """Ranks that exchange gradients in each step.
 
     Args:
-        size: how many.
-        counts: the channel on which they tell their rows; None where these are not weighed.
-        lanes: channels of their own, if they are of one host.
+        size: number of these ranks.
+        counts: the channel on which they tell their rows; None if rows are not weighed.
+        lanes: channels of their own, if they share a host.
     """
 
     size: int
@@ -91,7 +92,7 @@ class Company:
 
 
 def island_of(comm: Comm, plan: Plan, prefix: str) -> Company | None:
-    """The ranks of this one's host, where several step together (a collective)."""
+    """Return the ranks of this host if several step together, else None (a collective)."""
     if plan.outer is None or not plan.outer.islands:
         return None
     ranks = comm.topology.ranks_on[comm.topology.hosts[comm.rank]]
@@ -106,18 +107,18 @@ def island_of(comm: Comm, plan: Plan, prefix: str) -> Company | None:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a model's ranks exchange in each step.
+    """Gradients and state that a model's ranks exchange in each step.
 
     Args:
-        sites: of the plan.
-        of_state: what brings state to agree among so many ranks.
+        sites: the sites of the plan.
+        of_state: makes the transfers that bring state to agreement among so many ranks.
     """
 
     sites: Sequence[PlacedSite]
     of_state: Callable[[int], Sequence[OfState]]
 
     def among(self, company: Company) -> list[Transfer]:
-        """New transfers, in the order in which they are sent."""
+        """Make new transfers, in the order in which they are sent."""
         state = self.of_state(company.size)
         with self._trainable():
             landing = gradients(self.sites, company.size, beside=bool(company.lanes))
@@ -129,7 +130,7 @@ class Exchanged:
 
     @contextmanager
     def _trainable(self) -> Iterator[None]:
-        """Have parameters that are frozen now take hooks: they may be trained again."""
+        """Let frozen parameters take hooks, because they may be trained again."""
         frozen = [
             parameter
             for placed in self.sites
@@ -146,13 +147,15 @@ class Exchanged:
 
 
 def gradients(sites: Sequence[PlacedSite], ranks: int, *, beside: bool) -> list[Transfer]:
-    """What sums a model's gradients exactly among some of its ranks, which hold all of it.
+    """Make transfers that sum a model's gradients exactly among some of its ranks.
+
+    Each of these ranks holds the whole model.
 
     Args:
-        sites: of the plan, each served by "replicate".
-        ranks: how many these are.
-        beside: whether they are of one host, where messages go from each to each. Else the plan's
-            exchanges carry them, without their codecs.
+        sites: the sites of the plan, each served by "replicate".
+        ranks: number of these ranks.
+        beside: whether they share a host. Messages then go from each to each. Otherwise the plan's
+            exchanges carry the gradients, without their codecs.
     """
     found: list[Transfer] = []
     for placed in sites:
@@ -168,8 +171,8 @@ class Companies:
     """The ranks that exchange gradients in each step.
 
     Args:
-        all_ranks: who take part in the warm-up.
-        island: who exchange gradients behind it, if several ranks of a host step together.
+        all_ranks: the ranks of the warm-up.
+        island: the ranks after the warm-up, if several ranks of a host step together.
     """
 
     all_ranks: Company
@@ -178,15 +181,15 @@ class Companies:
 
 @final
 class LocalRounds:
-    """When one model's ranks come together, and what they exchange in each step.
+    """Schedule of one model: its rounds, and the exchanges of each step.
 
     Args:
-        running: what sends, and what weighs rows.
-        plan: with local steps.
-        optimizers: that make the steps.
-        exchanged: in each step, by those who exchange something.
-        companies: who these are.
-        in_common: what ranks compare as long as all exchange gradients.
+        running: the engine that sends, and the weigher of rows.
+        plan: a plan with local steps.
+        optimizers: the optimizers that make the steps.
+        exchanged: the gradients and state of each step.
+        companies: the ranks that exchange them.
+        in_common: returns the values that ranks compare while all of them exchange gradients.
     """
 
     def __init__(
@@ -209,28 +212,28 @@ class LocalRounds:
             set_off, self._transfers, optimizers, plan.local_steps, plan.outer.lag or 0
         )
         self._warmup = plan.outer.warmup_steps * self._each  # steps of single optimizers
-        self._left, self._steps = 0, 0  # of the warm-up, and all so far
+        self._left, self._steps = 0, 0  # steps left in the warm-up; all steps so far
         self._is_exact = False
         engine.listen(Event.STEP_ENDED, self._stepped)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the warm-up goes on, in which every rank has all that training makes."""
+        """Whether the warm-up goes on. In it every rank has all results of training."""
         return self._is_exact
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up that were made."""
+        """Number of warm-up steps made so far."""
         return (self._warmup - self._left) // self._each
 
     def begin(
         self, state: Mapping[str, Mapping[str, Tensor]], warmup_steps: int | None = 0
     ) -> None:
-        """Begin with the weights as they are, on every rank alike.
+        """Begin with the present weights, on every rank alike.
 
         Args:
-            state: the outer rule's, by parameter; it is forgotten where exact steps come first.
-            warmup_steps: that were made before; None for all.
+            state: the outer rule's state by parameter. It is forgotten if exact steps come first.
+            warmup_steps: number of warm-up steps made before; None if all were made.
         """
         made = self._warmup if warmup_steps is None else warmup_steps * self._each
         self._left = max(0, self._warmup - made)
@@ -240,7 +243,7 @@ class LocalRounds:
             self._by_islands(state)
 
     def stop(self) -> None:
-        """Exchange nothing any more."""
+        """Stop all exchanges."""
         self._engine.take(())
         island = self._companies.island
         counts = None if island is None else island.counts
@@ -255,7 +258,7 @@ class LocalRounds:
                 self._by_islands({})
 
     def _exactly(self) -> None:
-        """Every step is one of all ranks, from here on."""
+        """Make every step a step of all ranks, from here on."""
         self._is_exact = True
         self._set_off(after=NEVER)
         self._engine.take(self._exchanged.among(self._companies.all_ranks))
@@ -265,7 +268,7 @@ class LocalRounds:
             self._weigher.compare(common)
 
     def _by_islands(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """A round begins here, in which each island steps by itself."""
+        """Begin a round in which each island steps by itself."""
         self._is_exact, island = False, self._companies.island
         landing = [] if island is None else self._exchanged.among(island)
         self._engine.take(landing, inside=True)

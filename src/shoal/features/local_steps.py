@@ -1,13 +1,13 @@
 """Local steps: ranks step by themselves, and come together every so many steps by an outer rule.
 
 Without servers ranks hold all weights, and exchange them in rounds (strategies/local.py). With
-servers each worker pushes what it has learned to these (strategies/geo.py).
+servers each worker pushes its changes of the weights to them (strategies/geo.py).
 
-    planner/local.py     how many steps hide the exchange, and what a step then takes
-    local_rounds.py      when ranks come together, and what they exchange in each step all the same
+    planner/local.py     the number of steps that hide the exchange, and the time of such a step
+    local_rounds.py      the rounds in which ranks come together, and the exchanges of each step
     local_weights.py     the weights that all ranks have in common: to evaluate, and to save
 
-Another mathematics than one process has: the plan and the report say so. Guarded by
+The mathematics is not that of one process, so the plan and the report say it. Guarded by
 tests/equivalence/test_local_steps.py, test_islands.py, test_warmup.py and test_geo.py.
 """
 
@@ -60,7 +60,7 @@ def _read(text: str) -> int | str:
 
 
 def _outer(**fields: Any) -> Outer:
-    """The rule that flags ask for; servers know one only."""
+    """Make the outer rule that flags ask for. Servers know only one."""
     usual = "average" if rendezvous.servers() else Outer.rule
     return Outer(**{"rule": usual, **fields})
 
@@ -68,14 +68,14 @@ def _outer(**fields: Any) -> Outer:
 @final
 @dataclass(frozen=True)
 class LocalSteps(Feature[Opening]):
-    """Each rank makes so many steps by itself, then all come together by an outer rule.
+    """Steps that each rank makes by itself before all come together by an outer rule.
 
     Args:
-        steps: how many, or "auto": the fewest that hide the exchange.
-        outer: the rule; None for the usual one: `shoal.Outer()`, with servers their only one.
+        steps: their number, or "auto" for the fewest that hide the exchange.
+        outer: the rule. None for the usual one: `shoal.Outer()`, or with servers their only rule.
 
     Raises:
-        UsageError: the number is none, or the rule does not go with it.
+        UsageError: `steps` is no such number, or the rule does not go with it.
 
     Examples:
         >>> from shoal.features.local_steps import LocalSteps
@@ -143,7 +143,7 @@ class LocalSteps(Feature[Opening]):
             steps = plan.local_steps or 1 if self.steps == _AUTO else self.steps
             assert isinstance(steps, int)
             return replace(plan, local_steps=steps, outer=outer)
-        # to servers each worker pushes by itself
+        # each worker pushes to servers by itself, so there are no islands
         outer = replace(outer, islands=False) if facts.servers else outer.on(facts.topology)
         cluster = plan.on(facts.cluster)
         assert self.steps is not None
@@ -174,7 +174,7 @@ class LocalSteps(Feature[Opening]):
             )
 
     def _check_at_servers(self, plan: Plan, facts: PlanFacts) -> None:
-        """Refuse what does not go with workers that step by themselves, and push to servers."""
+        """Refuse options that do not go with workers that step alone and push to servers."""
         for choice in plan.choices:
             if choice.strategy != "server" or choice.codec:
                 raise PlanError(
@@ -221,7 +221,7 @@ class LocalSteps(Feature[Opening]):
 
 
 def _waiting(transfers: Sequence[Transfer]) -> Sequence[Any]:
-    """The transfers, which go as a step ends, and not before a round has begun."""
+    """Have transfers go as a step ends, but not before a round has begun; return them."""
     for transfer in transfers:
         transfer.cadence = Cadence(Event.STEP_ENDED, phase=NEVER)
     return transfers
@@ -229,10 +229,10 @@ def _waiting(transfers: Sequence[Transfer]) -> Sequence[Any]:
 
 @final
 class _LocalTraining(Attachment[Running]):
-    """LocalRounds of one model, and the weights that all ranks have in common.
+    """The rounds of one model, and the weights that all ranks have in common.
 
     Args:
-        opening: whose sites and state go in rounds from here on.
+        opening: the model. Its sites and state go in rounds from here on.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -252,7 +252,7 @@ class _LocalTraining(Attachment[Running]):
         self._weights: LocalWeights | None = None
 
     def _serve(self, placed: PlacedSite) -> Sequence[Transfer]:
-        """Rewrite nothing: the site's parameters come together in rounds."""
+        """Rewrite nothing, because the site's parameters come together in rounds."""
         place, exchange = placed.place, placed.exchange
         kinds = by_kind(place.parameters)
         if placed.strategy.role.takes_servers:
@@ -282,13 +282,13 @@ class _LocalTraining(Attachment[Running]):
 
     @property
     def rounds(self) -> LocalRounds:
-        """When ranks come together."""
+        """The rounds in which ranks come together."""
         assert self._rounds is not None
         return self._rounds
 
     @property
     def weights(self) -> LocalWeights | None:
-        """The weights in common; None in the warm-up, in which every rank has everything."""
+        """The weights in common; None in the warm-up, because every rank has everything then."""
         return None if self.rounds.is_exact else self._weights
 
     @contextmanager
@@ -306,7 +306,7 @@ class _LocalTraining(Attachment[Running]):
         return {"outer": outer, "warmup_steps": self.rounds.warmup_steps}
 
     def load(self, state: Any) -> None:
-        """Begin a round with the weights that were loaded, and the outer rule's state."""
+        """Begin a round with the loaded weights and the outer rule's state."""
         outer = {} if state is None else state["outer"]
         assert self._weights is not None
         self._weights.check(outer)
@@ -322,7 +322,7 @@ class _LocalTraining(Attachment[Running]):
 
 
 def _attachment(model: nn.Module) -> _LocalTraining | None:
-    """What a model has of this feature; None where gradients are exchanged in each step."""
+    """Return the model's attachment; None if gradients are exchanged in each step."""
     session = found()
     attached = None if session is None else session.attached.get(uncompiled(model))
     kept = None if attached is None else attached.running.attachments.get(LocalSteps.name)
@@ -332,14 +332,15 @@ def _attachment(model: nn.Module) -> _LocalTraining | None:
 
 @contextmanager
 def global_weights(model: nn.Module) -> Iterator[None]:
-    """Within it a model has the weights that all ranks have in common: to evaluate, or to look.
+    """Lend a model the weights that all ranks have in common: to evaluate, or to look at them.
 
-    With `local_steps` a rank's own weights differ from them until a round ends. Here they are those
-    with which the running round began, and buffers too. Nothing is sent, so one rank may do it
-    alone. Behind it this rank has its own weights again. With any other plan nothing happens.
+    With `local_steps` a rank's own weights differ from them until a round ends. Inside the context
+    the weights are the ones with which the running round began, and so are the buffers. Nothing is
+    sent, so one rank may do it alone. Afterwards this rank has its own weights again. With any
+    other plan nothing happens.
 
     Args:
-        model: a parallelised one, between a step and the next forward. Not to be trained inside.
+        model: a parallelised model, between a step and the next forward. Do not train it inside.
 
     Examples:
         >>> import shoal, torch
@@ -357,7 +358,7 @@ def global_weights(model: nn.Module) -> Iterator[None]:
 
 
 def check_in_step(models: Iterable[nn.Module]) -> None:
-    """Refuse models whose ranks step by themselves, also in their warm-up."""
+    """Refuse models that train by local steps, also during the warm-up."""
     if any(_attachment(model) is not None for model in models):
         raise UsageError(
             "torch.distributed.checkpoint does not have what local steps need to go on: the "

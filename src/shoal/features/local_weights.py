@@ -1,14 +1,14 @@
-"""Models whose ranks step by themselves: the weights that all ranks have in common.
+"""Common weights: the weights that ranks have in common although they step by themselves.
 
     global_weights   the model has these weights for a while: to evaluate
-    saving           the same with what is under way, and optimizers have the mean of the ranks'
-                     states: to save
-    outer_state      the outer rule's, for checkpoints: by parameter, of any number of ranks
+    saving           the same, with the transfers under way, and optimizers have the mean of the
+                     ranks' states: to save
+    outer_state      the outer rule's state by parameter, for checkpoints of any number of ranks
 
-Where servers have the weights, all ranks meet before anybody looks at them, and once more behind
-it: so all see one moment, in which all that was pushed has been added.
+If servers have the weights, all ranks meet before any of them looks at the weights, and once more
+afterwards. So all ranks see one moment, in which everything that was pushed has been added.
 
-As long as all ranks exchange gradients, in the warm-up, all of them have everything.
+In the warm-up all ranks exchange gradients, so each of them has everything.
 
 Guarded by tests/equivalence/test_local_steps.py and test_geo.py.
 """
@@ -41,9 +41,9 @@ class LocalWeights:
     """The weights that the ranks of one model have in common.
 
     Args:
-        engine: what sends them.
+        engine: the engine that sends them.
         comm: the ranks.
-        outer: the rule by which they come together.
+        outer: the rule by which ranks come together.
     """
 
     def __init__(self, engine: Engine, comm: Comm, outer: Outer) -> None:
@@ -58,11 +58,11 @@ class LocalWeights:
         return [t for t in self._engine.transfers if isinstance(t, GeoTransfer)]
 
     def _ask_servers(self, ask: Callable[[GeoTransfer, Comm], None], purpose: str) -> None:
-        """Have each transfer ask servers something while nobody pushes (a collective).
+        """Have each transfer ask servers something while no worker pushes (a collective).
 
         Args:
             ask: `GeoTransfer.look` or `GeoTransfer.put`.
-            purpose: the same in words, before "the weights".
+            purpose: the same in words, which stand before "the weights".
         """
         if not (at_servers := self._at_servers):
             return
@@ -75,10 +75,11 @@ class LocalWeights:
         self._comm.gather_objects(None, f"local steps: ranks {purpose} the weights")
 
     def common(self, *, latest: bool = False) -> dict[str, Tensor]:
-        """What all ranks have in common, by name in the model.
+        """Return the values that all ranks have in common, by name in the model.
 
         Args:
-            latest: with what is under way; else what the running round began with.
+            latest: whether transfers under way count. If not, the values are from the beginning of
+                the running round.
         """
         common: dict[str, Tensor] = {}
         for transfer in self._engine.transfers:
@@ -94,10 +95,10 @@ class LocalWeights:
 
     @contextmanager
     def latest(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Within it the model has the weights in common, and optimizers the mean of their states.
+        """Lend the model the weights in common, and optimizers the mean of their states.
 
-        A collective, which waits for what is under way. The outer rule's state, and what codecs
-        owe, are of that moment, too.
+        A collective, which waits for transfers under way. The outer rule's state, and the residuals
+        of codecs, are of that moment, too.
         """
         self._engine.wait()
         self._ask_servers(GeoTransfer.look, "look at")
@@ -109,7 +110,7 @@ class LocalWeights:
             yield
 
     def take_global(self, model: nn.Module) -> None:
-        """Have the model keep the weights that all ranks have in common (a collective)."""
+        """Give the model the weights that all ranks have in common, to keep (a collective)."""
         self._engine.settle()
         self._ask_servers(GeoTransfer.look, "look at")
         held = _tensors(model)
@@ -118,14 +119,14 @@ class LocalWeights:
                 held[name].copy_(value)
 
     def outer_state(self) -> StateDict:
-        """The outer rule's state by parameter name (a collective)."""
+        """Return the outer rule's state by parameter name (a collective)."""
         found: StateDict = {}
         for transfer in self._in_rounds:
             found |= transfer.state(self._comm)
         return found
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise UsageError where an outer rule's state is that of another model."""
+        """Raise UsageError if an outer rule's state is that of another model."""
         own = {name for transfer in self._in_rounds for name in transfer.parameters}
         own |= {name for transfer in self._at_servers for name in transfer.pieces}
         if unknown := sorted(state.keys() - own):
@@ -143,10 +144,10 @@ class LocalWeights:
     def _mean_states(
         self, optimizers: Sequence[Optimizer]
     ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-        """The tensors of the optimizers' states, and their means over ranks (a collective).
+        """Return the tensors of the optimizers' states, and their means over ranks (a collective).
 
-        An island counts as one rank. A parameter of which not every rank has a state is left out:
-        a checkpoint has rank 0's of it.
+        An island counts as one rank. A parameter is left out unless every rank has the same state
+        of it: a checkpoint then has rank 0's state.
         """
         held: dict[Any, Tensor] = {}
         means: dict[Any, Tensor] = {}
@@ -175,7 +176,7 @@ class LocalWeights:
 
     @property
     def _parts(self) -> int:
-        """The number that divides a sum over ranks, so that each island counts as one rank."""
+        """Divisor of a sum over ranks, such that each island counts as one rank."""
         if not self._outer.islands:
             return self._comm.size
         hosts = self._comm.topology.ranks_on
@@ -183,7 +184,7 @@ class LocalWeights:
 
     @contextmanager
     def at_round(self, model: nn.Module) -> Iterator[None]:
-        """Within it the model has the weights with which the running round began."""
+        """Lend the model the weights with which the running round began."""
         with having(_tensors(model), self.common()):
             yield
 
@@ -194,7 +195,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 @contextmanager
 def having(held: Mapping[Any, Tensor], values: Mapping[Any, Tensor]) -> Iterator[None]:
-    """Within it tensors have those values, and behind it their own again."""
+    """Lend tensors other values. At the end of the context they have their own again."""
     own = {name: held[name].detach().clone() for name in values}
     with torch.no_grad():
         for name, value in values.items():
@@ -208,7 +209,7 @@ def having(held: Mapping[Any, Tensor], values: Mapping[Any, Tensor]) -> Iterator
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, as they are now."""
+    """Return the present parameters and buffers by name."""
     model = uncompiled(model)
     of_state = {name: s.tensor for name, s in states(model, None).items()}
     return {

@@ -1,6 +1,6 @@
 """`max_error`: a codec that is off by more than a bound gives way to exact exchange.
 
-How the error is measured: codecs/ledger.py. Guarded by tests/codecs/test_codecs.py.
+codecs/ledger.py says how the error is measured. Guarded by tests/codecs/test_codecs.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shoal.session.running import Running
 @final
 @dataclass(frozen=True)
 class MaxError(Feature[Opening]):
-    """With codecs, a bound of the relative error of a parameter's mean over 100 steps.
+    """Bound of a codec's relative error of a parameter's mean over 100 steps.
 
-    A bucket that is off by more goes exactly from then on, with a warning.
+    If the error is larger, the parameter's bucket goes exactly from then on, with a warning.
 
     Args:
-        bound: the largest error; each codec has a bound of its own by default.
+        bound: the largest error. By default each codec has a bound of its own.
 
     Examples:
         >>> from shoal.features.max_error import MaxError
@@ -51,7 +51,7 @@ class MaxError(Feature[Opening]):
 
 @final
 class _Bound(Attachment[Running]):
-    """The bound of one model's codecs, at servers too."""
+    """The bound of one model's codecs, also at servers."""
 
     def __init__(self, most_error: float) -> None:
         self._most_error = most_error

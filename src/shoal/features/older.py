@@ -1,6 +1,6 @@
-"""The keywords of `parallelize` that are not named in its signature, with their types.
+"""Keywords of `parallelize` that are not named in its signature, with their types.
 
-Each of them is an option of the core (front/options.py) or of a feature, by which it is checked.
+Each of them is an option of the core (front/options.py) or of a feature, which checks it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.planner.search_options import SearchOptions
 
 
 class Older(TypedDict, total=False):
-    """Keywords that go on as they were. `shoal.Lossy` and `features=` say the same."""
+    """Keywords that work as before. `shoal.Lossy` and `features=` say the same."""
 
     buffers: str | Mapping[str, str]
     check_every: int

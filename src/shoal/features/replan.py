@@ -1,4 +1,4 @@
-"""`replan`: the plan is made anew as epochs end. How: front/replanning.py."""
+"""`replan`: the plan is made anew as epochs end. front/replanning.py says how."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoal.session.opening import Opening
 @final
 @dataclass(frozen=True)
 class Replan(Feature[Opening]):
-    """The plan is made anew as an epoch ends, from what steps took and links carry.
+    """New plans as epochs end, from the measured times of steps and the speed of links.
 
-    Another plan must be predicted to take a tenth less time.
+    The model follows another plan only if it is predicted to take a tenth less time.
 
     Args:
-        on: whether it is.
+        on: whether the plan is made anew.
 
     Examples:
         >>> from shoal.features.replan import Replan

@@ -1,4 +1,4 @@
-"""What codecs have lost and ranks will still send: told and given back, for checkpoints.
+"""Residuals: losses of codecs that ranks will send later. Checkpoints save and restore them.
 
 A checkpoint keeps the sum over ranks, so that any number of ranks can go on. Guarded by
 tests/features/test_residuals.py.
@@ -33,7 +33,7 @@ _log = logging.getLogger("shoal")
 @final
 @dataclass(frozen=True)
 class KeepResiduals(Feature[Opening]):
-    """What codecs have lost goes into checkpoints, and on under another plan."""
+    """Residuals of codecs, which go into checkpoints and on under another plan."""
 
     name: ClassVar[str] = "residuals"
 
@@ -47,7 +47,7 @@ class KeepResiduals(Feature[Opening]):
 
 @final
 class Residuals(Attachment[Running]):
-    """What the ranks of one model owe one another.
+    """Residuals that the ranks of one model owe one another.
 
     Args:
         opening: the model that is attached.
@@ -65,33 +65,33 @@ class Residuals(Attachment[Running]):
 
     @property
     def running(self) -> Running:
-        """What runs the model."""
+        """Engine and other parts that run the model."""
         assert self._running is not None
         return self._running
 
     def _settled(self) -> list[Transfer]:
-        """The model's transfers, when parameters on their way are there."""
+        """Return the model's transfers, once parameters on their way are there."""
         if self.running.owners is not None:
             self.running.owners.settle()
         return list(self.running.engine.transfers)
 
     def own(self) -> StateDict:
-        """What this rank owes; not a collective."""
+        """Return the residuals that this rank owes. Not a collective."""
         return _owed(self._settled())
 
     def state(self) -> Any:
-        """What all ranks owe together, on every rank (a collective); None if nobody owes anything.
+        """Return the residuals of all ranks, on every rank; None if there are none (a collective).
 
-        "local": whether ranks step by themselves, so that it is of differences of weights.
+        "local" says whether ranks step by themselves. Residuals are of differences of weights then.
         """
         sums = self.sums()
         return {"sums": sums, "local": self._is_local} if sums else None
 
     def sums(self) -> StateDict:
-        """The sum of what ranks owe, by parameter name, as `residuals` (a collective)."""
+        """Return the sums of all ranks' residuals, in the form of `residuals` (a collective)."""
         model = self._model()
         if model is None or not self._has_codecs:
-            return {}  # as on every rank
+            return {}  # every rank returns here
         owners = self.running.owners
         served = owners.served if owners is not None else ()
         own = _owed(transfer for transfer in self._settled() if transfer not in served)
@@ -118,18 +118,18 @@ class Residuals(Attachment[Running]):
         return sums
 
     def load(self, state: Any) -> None:
-        """Have ranks owe what ranks owed together, whatever plan and number of ranks that were.
+        """Have ranks owe the residuals of a checkpoint, of any plan and any number of ranks.
 
-        Each takes what it owns. What nobody owes here, as the plan is exact there or the parameter
-        has another size, is dropped, with a warning on rank 0.
+        Each rank takes the part that it owns. A residual is dropped, with a warning on rank 0, if
+        the plan is exact here or the parameter has another size.
         """
         self.give({} if state is None else state["sums"], local=bool(state and state["local"]))
 
     def give(self, sums: Mapping[str, Mapping[str, Tensor]], *, local: bool) -> None:
-        """Have ranks owe the sums of what ranks owed.
+        """Have ranks owe the sums of earlier residuals.
 
         Args:
-            sums: of all ranks' `residuals`, the same on every rank.
+            sums: the sums of all ranks' `residuals`, the same on every rank.
             local: whether ranks stepped by themselves.
         """
         model = self._model()
@@ -152,7 +152,7 @@ class Residuals(Attachment[Running]):
         _warn_of_dropped(dropped, "its size is another now, or it is sent exactly")
 
     def _give_servers(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Have each server owe what was owed of its pieces; what it owed is forgotten."""
+        """Have each server owe the residuals of its pieces, and forget its earlier ones."""
         owners = self.running.owners
         served = list(coded_carriers(owners.served)) if owners is not None else []
 
@@ -176,21 +176,21 @@ class Residuals(Attachment[Running]):
 
 
 def residuals_of(model: nn.Module) -> Residuals:
-    """What the ranks of a parallelised model owe one another."""
+    """Return the attachment that keeps the residuals of a parallelised model."""
     kept = current().attached[uncompiled(model)].running.attachments[KeepResiduals.name]
     assert isinstance(kept, Residuals)
     return kept
 
 
 def residuals(model: nn.Module) -> StateDict:
-    """What this rank owes of a model's gradients and parameters, at a step boundary.
+    """Return this rank's residuals of a model's gradients and parameters, at a step boundary.
 
-    Not a collective; it waits for parameters on their way.
+    Not a collective, but it waits for parameters on their way.
 
     Returns:
-        By parameter name: "gradient", in the unit of gradients, and "parameter", which owners have
-        beyond what all ranks have. Flat, float32 (float64 where the model is), in the order of the
-        parameter's memory. {} where nothing is owed.
+        Tensors by parameter name: "gradient", in the unit of gradients, and "parameter", the amount
+        that owners have and the other ranks lack. They are flat, float32 (float64 if the model is),
+        in the order of the parameter's memory. {} if nothing is owed.
     """
     return residuals_of(model).own() if uncompiled(model) in current().attached else {}
 

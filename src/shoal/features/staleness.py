@@ -4,10 +4,10 @@ Servers own every layer then, and answer each worker by itself (servers/ahead.py
 needs one state of all of them, a consistent cut:
 
     1  finish    each worker has the servers' answers to its last step
-    2  meet      so all gradients of all workers have been applied, and nobody makes a step
-    3  refresh   each worker has the servers' parameters, as one that goes on from the checkpoint
+    2  meet      so all gradients of all workers have been applied, and no worker makes a step
+    3  refresh   each worker has the servers' parameters, like one that goes on from the checkpoint
     4  save      parameters and optimizer's state are of the same moment
-    5  part      together
+    5  part      all workers go on together
 
 That costs the slowest worker's lag, and one gather of the parameters. Guarded by
 tests/equivalence/test_ahead.py.
@@ -48,13 +48,13 @@ def _compared(steps: int | None) -> Any:
 @final
 @dataclass(frozen=True)
 class Staleness(Feature[Opening]):
-    """By how many steps a worker may run ahead of the slowest, with servers.
+    """Number of steps that a worker may run ahead of the slowest, with servers.
 
-    All layers are served then, every rank weighs the same however many rows it has, and there is no
-    one gradient to read or to clip. With local steps it counts rounds of these.
+    All layers are served then. Every rank weighs the same, however many rows it has, and there is
+    no one gradient to read or to clip. With local steps the number counts rounds of them.
 
     Args:
-        steps: how many; None for any number.
+        steps: that number; None for no bound.
 
     Examples:
         >>> from shoal.features.staleness import Staleness
@@ -148,7 +148,7 @@ class _RunAhead(Attachment[Running]):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within it the workers stand still."""
+        """Have the workers stand still within the context."""
         assert self._running is not None
         owners, tables = self._running.owners, self._running.tables
         with ExitStack() as stack:

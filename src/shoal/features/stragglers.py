@@ -1,4 +1,4 @@
-"""Ranks that keep step name who keeps the others waiting: engine/stragglers.py says how."""
+"""Stragglers: ranks that keep step name a rank that keeps others waiting (engine/stragglers.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.session.running import Running
 @final
 @dataclass(frozen=True)
 class NameStragglers(Feature[Opening]):
-    """Slow ranks and links are named, with the cause, while training goes on."""
+    """Names of slow ranks and links, with the cause, while training goes on."""
 
     name: ClassVar[str] = "stragglers"
 
@@ -35,10 +35,10 @@ class NameStragglers(Feature[Opening]):
 
 @final
 class _StragglerWatch(Attachment[Running]):
-    """Watches the ranks of one model.
+    """Watch over the ranks of one model.
 
     Args:
-        step: as it is predicted.
+        step: the predicted step.
         cluster: the ranks and their links.
     """
 

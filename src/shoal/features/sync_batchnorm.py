@@ -1,6 +1,6 @@
 """`sync_batchnorm`: batch norms over the rows of all ranks (strategies/sync_batchnorm.py).
 
-nn.SyncBatchNorm layers always go by these rows; torch's BatchNorm layers where it is asked for.
+nn.SyncBatchNorm layers always go by these rows, torch's BatchNorm layers if you ask for it.
 Guarded by tests/equivalence/test_sync_batchnorm.py.
 """
 
@@ -30,12 +30,12 @@ _LEAVE_OUT = "leave out sync_batchnorm, and use nn.BatchNorm in place of nn.Sync
 @final
 @dataclass(frozen=True)
 class SyncBatchNorm(Feature[Opening]):
-    """BatchNorm layers normalise by the rows of all ranks, as one process does.
+    """Normalisation of BatchNorm layers by the rows of all ranks, as one process does it.
 
     Their statistics cross the network in forward and backward, and main threads wait for them.
 
     Args:
-        convert: whether torch's BatchNorm layers do so, too, and not nn.SyncBatchNorm alone.
+        convert: whether torch's BatchNorm layers do so, too, and not only nn.SyncBatchNorm.
 
     Examples:
         >>> from shoal.features.sync_batchnorm import SyncBatchNorm
@@ -109,7 +109,7 @@ class SyncBatchNorm(Feature[Opening]):
 
 @final
 class _NormsOfRanks(Attachment[Running]):
-    """The norms of one model that go by the rows of all ranks."""
+    """Norms of one model that go by the rows of all ranks."""
 
     def __init__(self, norms: SyncNorms, opening: Opening) -> None:
         self._norms, self._boundary = norms, opening.boundary()

@@ -1,10 +1,10 @@
-"""`update_every`: layers that are updated once in so many steps, by the mean over these.
+"""`update_every`: layers that are updated once in so many steps, by the mean over the steps.
 
 Until then each rank adds up its gradients (contracts/period.py). A checkpoint has their sums over
-all ranks, each gradient times its rows, so any number of ranks may go on: rank 0 keeps them all.
+all ranks, each gradient times its rows. So any number of ranks may go on: rank 0 keeps them all.
 Training that ends within a period drops them, and says so.
 
-Another mathematics than one process has: the plan and the report say so. Guarded by
+The mathematics is not that of one process, so the plan and the report say it. Guarded by
 tests/equivalence/test_update_every.py.
 """
 
@@ -60,13 +60,14 @@ def _compared(periods: Mapping[str, int]) -> list[tuple[str, int]]:
 @final
 @dataclass(frozen=True)
 class UpdateEvery(Feature[Opening]):
-    """Layers that are updated once in so many steps; `.grad` is None until then.
+    """Layers that are updated once in so many steps. Until then their `.grad` is None.
 
     Args:
-        periods: steps by dotted layer name or glob, as {"classifier.*": 4}; a later pattern wins.
+        periods: number of steps by dotted layer name or glob, as {"classifier.*": 4}. If several
+            patterns match, the last one wins.
 
     Raises:
-        PlanError: they are not such a mapping.
+        PlanError: `periods` is not such a mapping.
 
     Examples:
         >>> from shoal.features.update_every import UpdateEvery
@@ -105,7 +106,7 @@ class UpdateEvery(Feature[Opening]):
         return replace(plan, update_every=self._by_layer(facts.model))
 
     def _by_layer(self, model: nn.Module) -> dict[str, int]:
-        """Steps by the layer's name, of the layers that are not updated in each step."""
+        """Return the period in steps by layer name, of layers not updated in each step."""
         names = [layer.name for layer in trainable_layers(model)]
         periods: dict[str, int] = {}
         for pattern, every in self.periods.items():
@@ -133,7 +134,7 @@ class UpdateEvery(Feature[Opening]):
 
     @contextmanager
     def measuring(self, model: nn.Module) -> Iterator[Profiled]:
-        """Have the search price layers as they are updated."""
+        """Have the search price layers by how often they are updated."""
 
         def with_periods(profile: ModelProfile) -> ModelProfile:
             return profile.updated(self._by_layer(model))
@@ -151,7 +152,7 @@ class UpdateEvery(Feature[Opening]):
 
 @final
 class _Periods(Attachment[Running]):
-    """The gradients of one model that wait for the end of their period.
+    """Gradients of one model that wait for the end of their period.
 
     Args:
         opening: the model that is attached.
@@ -176,15 +177,16 @@ class _Periods(Attachment[Running]):
         return self._running.weigher
 
     def state(self) -> StateDict | None:
-        """What all ranks keep, by parameter name; None between periods (a collective).
+        """Return the gradients that all ranks keep, by parameter name (a collective).
 
-        "accumulated": flat, in the order of the parameter's memory, the sum over ranks and steps of
-        gradients times rows. "rows" of all these, and "steps".
+        None between periods. "accumulated" is the sum over ranks and steps of gradients times rows,
+        flat, in the order of the parameter's memory. "rows" and "steps" count the rows and the
+        steps of that sum.
         """
         found: StateDict = {}
         usual = self._weigher.usual or 1.0
         for period in self._periods:
-            if not period.steps:  # as on every rank
+            if not period.steps:  # every rank skips it
                 continue
             rows = _number(period.share * usual)
             self._comm.all_reduce(rows)
@@ -196,10 +198,10 @@ class _Periods(Attachment[Running]):
         return found or None
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]] | None) -> None:
-        """Have ranks keep what all kept together; without any of it periods begin anew.
+        """Have ranks keep the gradients of a checkpoint. Without any, periods begin anew.
 
-        What nobody keeps here is dropped, with a warning on rank 0: the layer has no such period,
-        or shares it with layers that have gradients of other steps, or none.
+        Gradients are dropped, with a warning on rank 0, if the layer has no such period here, or
+        shares it with layers that have gradients of other steps, or none.
         """
         state, taken = state or {}, set[str]()
         if self._periods:
@@ -218,7 +220,7 @@ class _Periods(Attachment[Running]):
             )
 
     def _give(self, period: Period, state: Mapping[str, Mapping[str, Tensor]]) -> set[str]:
-        """Have this rank keep its part; the names of what is kept."""
+        """Have this rank keep its part. Return the names of the parameters that are kept."""
         period.begin()
         own = {
             name: kept
@@ -243,7 +245,7 @@ class _Periods(Attachment[Running]):
         return set(own)
 
     def finish(self) -> None:
-        """Training has ended: drop what is kept, with a warning on rank 0 that names the layers."""
+        """Drop the kept gradients as training ends. A warning on rank 0 names the layers."""
         unfinished = [period for period in self._periods if period.steps]
         for period in unfinished:
             layers = [name for name, every in self._update_every.items() if every == period.every]
@@ -269,10 +271,11 @@ def _number(value: float) -> Tensor:
 def begin_momentum(
     update_every: Mapping[str, int], model: nn.Module, optimizers: Iterable[Optimizer]
 ) -> None:
-    """Give layers that are updated later than others a momentum of 0, where a fused SGD has them.
+    """Give layers that are updated later than others a momentum of 0, if a fused SGD has them.
 
-    torch's kernel takes the momentum of all parameters of a group, or of none. One of 0 changes
-    nothing, but for a dampening, which a first step leaves out.
+    torch's kernel takes the momentum of all parameters of a group, or of none. A momentum of 0
+    changes nothing without a dampening. With one it would, because a first step leaves the
+    dampening out.
 
     Raises:
         PlanError: there is a dampening.

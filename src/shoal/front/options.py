@@ -1,7 +1,7 @@
 """Options: all that a caller asks of `parallelize`, a recipe or the command line, in one record.
 
 of        keywords become the core's choices, and options of features     (core/option.py)
-check     the core's choices, as the record is made; each feature checks its own
+check     the core's choices, when the record is made; each feature checks its own
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AUTO = "auto"
 
 
 def in_a_tuple(names: Any) -> Any:
-    """Names of any iterable, that they can be looked at twice; a single name as it is."""
+    """Make a tuple of names, so that they can be read twice. Leave a single name as it is."""
     is_many = isinstance(names, Iterable) and not isinstance(names, str)
     return tuple(names) if is_many else names
 
@@ -42,7 +42,7 @@ def _is_given(value: Any) -> str:
 
 
 def in_order_of_patterns(value: Any) -> Any:
-    """A mapping as ranks compare it: of two patterns that match, the later one wins."""
+    """Return a mapping as ranks compare it: in order, because the last matching pattern wins."""
     return list(value.items()) if isinstance(value, Mapping) else value
 
 
@@ -82,7 +82,7 @@ def _read_bytes(text: str) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked beside model, loss, optimizer and sample. `parallelize` says what each is."""
+    """All options beside model, loss, optimizer and sample. `parallelize` explains each of them."""
 
     plan: Plan | str | Path = option(AUTO, compared=None)
     pins: Mapping[str, str] | None = option(
@@ -206,15 +206,15 @@ class Options:
         lossy: Lossy | None = None,
         features: Iterable[Feature[Any]] = (),
     ) -> Options:
-        """Make the record of keywords.
+        """Make the record from keywords.
 
         Args:
-            asked: by keyword of `parallelize`.
+            asked: values by keyword of `parallelize`.
             lossy: further keywords.
-            features: whose options are not among the keywords.
+            features: features with options that are not among the keywords.
 
         Raises:
-            UsageError: a keyword is unknown, or something is asked for twice or is not right.
+            UsageError: a keyword is unknown, or an option is given twice or is not right.
         """
         if lossy is not None and not isinstance(lossy, Lossy):
             raise UsageError(
@@ -246,7 +246,7 @@ class Options:
         return cls(**values, features=tuple(given))
 
     def _require_nothing_beside_plan(self) -> None:
-        """Refuse wishes beside a given plan, which says all of that itself."""
+        """Refuse wishes beside a given plan, because the plan says all of that itself."""
         if self.pins:
             raise PlanError(
                 "there are both a plan and pins",
@@ -272,10 +272,10 @@ class Options:
             )
 
     def given_plan(self) -> Plan | None:
-        """The plan that is given, read from its file; None where one is to be made.
+        """Return the given plan, read from its file if need be; None if one must be made.
 
         Raises:
-            PlanError: it is none.
+            PlanError: it is no plan.
         """
         if self.plan == AUTO:
             return None
@@ -289,7 +289,7 @@ class Options:
         return plan
 
     def without_codecs(self) -> Options:
-        """A copy without codecs, including those in pins or a saved plan."""
+        """Return a copy without codecs, also without the codecs in pins or a saved plan."""
         pins = {
             layer: Choice(layer, *strategy_and_exchange(pin)).without_codec().way
             for layer, pin in (self.pins or {}).items()
@@ -302,7 +302,7 @@ class Options:
 
 
 def compared(options: Options) -> dict[str, Any]:
-    """What ranks compare of all options, by keyword."""
+    """Return the options that ranks compare, as plain data by keyword."""
     return {
         o.keyword: o.compared(getattr(record, o.name))
         for record in (options, *options.features)
@@ -324,14 +324,14 @@ def _check_memory(memory: Any, limit: Any) -> None:
 
 
 def check_asked(asked: Mapping[str, Any]) -> None:
-    """Raise the error of the first feature that does not take what keywords ask of it."""
+    """Raise the error of the first feature that does not take the values of its keywords."""
     for kind in of(Feature).values():
         if _is_asked(kind, asked):
             _feature(kind, asked)
 
 
 def keywords() -> list[str]:
-    """Every keyword that `parallelize` takes for an option, those of registered features too."""
+    """List every keyword that `parallelize` takes for an option, also of registered features."""
     kinds = (Options, *of(Feature).values())
     return [o.keyword for kind in kinds for o in options_of(kind)]
 
@@ -349,15 +349,15 @@ def _check_known(asked: Mapping[str, Any]) -> None:
 
 
 def _is_asked(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> bool:
-    """Whether keywords ask for a feature."""
+    """Return whether keywords ask for a feature."""
     options = [o for o in options_of(kind) if o.keyword in asked]
     return not all(_is_off(o, asked[o.keyword]) for o in options)
 
 
 def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any]:
-    """A feature as keywords ask for it."""
+    """Make a feature as keywords ask for it."""
     options = list(options_of(kind))
-    # of several options of a feature those that are not asked for are off
+    # if a feature has several options, the ones that nobody asks for are off
     off = {o.name: o.off for o in options if o.keyword not in asked and o.off is not o.default}
     return kind(**off, **{o.name: asked[o.keyword] for o in options if o.keyword in asked})
 

@@ -1,13 +1,13 @@
 """`parallelize` and `plan`: from a model on one device to the same model on every rank.
 
-    1  compare   every rank gave the same model, plan, pins and features, or all of them hear who
-                 did not
+    1  compare   every rank gave the same model, plan, pins and features, or all of them hear which
+                 rank did not
     2  measure   one sample through the model on all ranks at once; the links, once a session
     3  plan      rank 0 chooses, all take its plan
     4  rewrite   the model's layers change in place; transfers come out
     5  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
 
-A lone process stops after checking what it was given.
+A lone process stops after checking its arguments.
 """
 
 from __future__ import annotations
@@ -77,77 +77,82 @@ def parallelize(
         model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
             blocks afterwards.
         loss_fn: a module or function of (output, target) that gives a mean over local rows, or a
-            sum, as the sample shows. None where there is a `compute_loss`, or the model returns its
+            sum, as the sample shows. None if you give a `compute_loss`, or if the model returns its
             own loss: a scalar, `.loss`, `["loss"]` or the one scalar of a tuple, as in (logits,
             loss).
         optimizer: one optimizer, or a list of them.
-        sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
-            a dict of keyword arguments of the model. A namedtuple is one argument. y is the target,
-            None without a loss_fn. With a `compute_loss` it is any batch that this takes.
+        sample: `(x, y)`, one batch such as training will see. x is a tensor, a tuple of positional
+            or a dict of keyword arguments of the model. A namedtuple is one argument. y is the
+            target, or None without a loss_fn. With a `compute_loss` the sample is any batch that
+            this function takes.
         compute_loss: in place of a loss_fn, a function of (model, batch) that computes the loss, as
-            trainers have it. It may call the model, or parts of it, as it likes. Train by the one
-            that is returned.
-        count: a function of (output, target) that gives how many terms the local mean is over,
-            where that is not the number of rows (ignore_index, token losses). Without a loss_fn its
-            target is what the model was called with. With a `compute_loss` it takes (batch). Each
-            step waits for the number, so on a GPU it is better one that the host knows already.
+            trainers have it. It may call the model, or parts of it, as it likes. Train by the
+            function that is returned.
+        count: a function of (output, target) that gives the number of terms of the local mean, if
+            that is not the number of rows (ignore_index, token losses). Without a loss_fn its
+            target is the input that the model was called with. With a `compute_loss` it takes
+            (batch). Each step waits for the number, so on a GPU the host should know it already.
         left_alone: parameters in the optimizer that are not the model's, and that your program
             itself keeps right among ranks, such as a head cut by hand. Their gradients are not
             exchanged, weighed or clipped.
-        plan: "auto", a `Plan`, or the path of a saved one.
-        pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange
-            ("replicate:ring"). A codec in a pin ("sliced:direct+int8") needs no `lossy`.
+        plan: "auto", a `Plan`, or the path of a saved plan.
+        pins: a strategy ("factor"), or a strategy and its exchange ("replicate:ring"), by dotted
+            layer name or glob. A codec in a pin ("sliced:direct+int8") needs no `lossy`.
         strategies: names of the strategies that the planner may use. By default all.
-        placement: who owns what in layers that have owners: "balanced" (equal shares of bytes,
-            parameters are cut), "round-robin" or "hash" (whole parameters, to the servers where
-            there are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0};
-            those layers are then given to owners, the rest is balanced.
-        memory: "fast", or "low": buckets of layers that have owners take memory only while they are
-            on their way, backward waits where more than two a lane would, and a plan that is made
-            here has small ones. One plan gives the same results either way, bit for bit.
+        placement: the owners in layers that have owners: "balanced" (equal shares of bytes,
+            parameters are cut), "round-robin" or "hash" (whole parameters, to the servers if there
+            are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0}. Layers
+            that you name are then given to owners, and the rest is balanced.
+        memory: "fast" or "low". With "low", buckets of layers that have owners take memory only
+            while they are on their way. Backward waits if more than two per lane would be on their
+            way, and a plan that is made here has small buckets. One plan gives the same results
+            either way, bit for bit.
         memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets
-            and optimizer state. Layers are given to owners, or cut over the ranks, until they are
-            kept. `shoal.memory` tells what is held.
-        lossy: what may change the mathematics: codecs, local steps, layers that are updated less
-            often. `shoal.Lossy` lists it. Nothing by default.
+            and optimizer state. Layers are given to owners, or cut over the ranks, until the limit
+            is kept. `shoal.memory` tells how much is held.
+        lossy: options that may change the mathematics: codecs, local steps, layers that are updated
+            less often. `shoal.Lossy` lists them. None by default.
         features: features of training, such as `shoal.SyncBatchNorm()`, or one of your own.
-        older: the features' options by their keywords, and some of the core:
+        older: the features' options by their keywords, and some options of the core:
 
             * `codecs`, `max_error`, `local_steps`, `outer`, `update_every`: as in `shoal.Lossy`.
-            * `sync_batchnorm`: True has BatchNorm layers normalise by the rows of all ranks, as one
+            * `sync_batchnorm`: if True, BatchNorm layers normalise by the rows of all ranks, as one
               process does. Their statistics cross the network in forward and backward, and main
-              threads wait for them. nn.SyncBatchNorm layers always do.
+              threads wait for them. nn.SyncBatchNorm layers always do so.
             * `buffers`: how buffers that drift apart between ranks are reconciled. "agree": after
-              each backward all ranks have the same, rank 0's of what training reads, the mean of
-              what it only writes, as the sample shows. "local": each rank keeps its own. Or by
-              dotted name or glob "first", "mean" or "local": {"*.center": "first"}; the others
-              agree.
-            * `check_every`: backwards from one comparison of replicas to the next: whether ranks
-              have the same bits of weights and optimizer state that each updates itself. Who
-              differs is named and, where a majority is, given its bits. 100 by default; 0: never.
-            * `replan`: True makes the plan anew as an epoch of a sharded loader ends, from what
-              steps took and links carry. Another plan must be predicted to take a tenth less time.
-              To ask for it yourself, call `shoal.replan`. A given plan is the first one.
-            * `staleness`: with servers only: by how many steps a worker may run ahead of the
-              slowest, 0 for the synchronous step, None for any number. Otherwise all layers are
+              each backward all ranks have the same buffers. The value is rank 0's if training reads
+              the buffer, and the mean if training only writes it, as the sample shows. "local":
+              each rank keeps its own. Or give "first", "mean" or "local" by dotted name or glob:
+              {"*.center": "first"}. The other buffers agree then.
+            * `check_every`: number of backwards from one comparison of replicas to the next. Ranks
+              compare the bits of weights and optimizer state that each rank updates itself. A rank
+              that differs is named and, if there is a majority, given its bits. 100 by default; 0:
+              never.
+            * `replan`: if True, the plan is made anew as an epoch of a sharded loader ends, from
+              the measured times of steps and the speed of links. Another plan must be predicted to
+              take a tenth less time. To ask for it yourself, call `shoal.replan`. A given plan is
+              the first one.
+            * `staleness`: number of steps that a worker may run ahead of the slowest, with servers
+              only. 0 is the synchronous step, None is any number. If it is not 0, all layers are
               served, every rank weighs the same however many rows it has, and there is no one
-              gradient to read or to clip. With local steps it counts rounds of these.
-            * `micro_batches`: number of micro-batches per batch, if hosts of their own run the end
-              of the model ("stage").
+              gradient to read or to clip. With local steps it counts rounds of them.
+            * `micro_batches`: number of micro-batches per batch, if the end of the model has hosts
+              of its own ("stage").
             * `search_options`: sizes of buckets and the like that the planner may try.
 
-    Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
-    "shoal": to stderr where the program has set up no logging.
+    Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger
+    "shoal". The log goes to stderr if your program has set up no logging.
 
     Returns:
-        `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function,
-        which may be wrapped. With a compute_loss, `(model, compute_loss, optimizer)`.
+        `(model, loss_fn, optimizer)`: the same objects, except that a loss that is a plain function
+        may be wrapped. With a compute_loss, `(model, compute_loss, optimizer)`.
 
     Raises:
-        UsageError: what was given does not fit: sample, plan, pins, memory, placement, a feature,
-            a compiled model, or ranks that differ.
-        WorldError: a rank was lost while they prepared.
-        Served: on a tail host, behind its work. Not caught, it ends the script, with exit code 0.
+        UsageError: an argument does not fit: sample, plan, pins, memory, placement, a feature, a
+            compiled model, or ranks that differ.
+        WorldError: a rank was lost during the preparation.
+        Served: on a tail host, after its work. If you do not catch it, it ends the script with exit
+            code 0.
 
     Examples:
         >>> import shoal, torch
@@ -192,7 +197,7 @@ def by_options(
     optimizer: Any,
     sample: Any,
 ) -> tuple[Any, Any, Any]:
-    """Do as `parallelize`, by a record of options that is made when ranks compare it."""
+    """Do as `parallelize` does, by a record of options that is made when ranks compare it."""
     session = current()
     comm = session.comm
     if is_tail_host(session):
@@ -228,13 +233,13 @@ def plan(
     """Plan without changing anything.
 
     Args:
-        model: as for `parallelize`, as are loss_fn, optimizer and sample.
-        cluster: the ranks and links to plan for. With one no network is needed. Without one the
-            session's links are measured.
-        asked: keywords of `parallelize`, also `lossy` and `features`, but for a `plan`.
+        model: as for `parallelize`. So are loss_fn, optimizer and sample.
+        cluster: the ranks and links to plan for. If you give it, no network is needed. Otherwise
+            the session's links are measured.
+        asked: keywords of `parallelize`, also `lossy` and `features`, but no `plan`.
 
     Raises:
-        UsageError: as for `parallelize`; or no cluster and no session.
+        UsageError: as for `parallelize`; or there is no cluster and no session.
 
     Examples:
         >>> import shoal, torch
@@ -263,7 +268,7 @@ def plan_by_options(
     sample: Any,
     cluster: Cluster | None,
 ) -> Plan:
-    """Do as `plan`, by a record of options."""
+    """Do as `plan` does, by a record of options."""
     comm = ranks() if cluster else current().comm
     check_functions(options, loss_fn)
     check_ways(options.buffers, model, options.compute_loss or loss_fn)

@@ -4,10 +4,10 @@
     2  extend    optimizers have their own methods again, and all of their state
     3  owners    parameters have their values, gradients and classes again
     4  watch     hooks come off the model and the loss
-    5  rewrite   layers are what they were, with whole tensors          (rewrite/apply.py)
+    5  rewrite   layers are as they were before, with whole tensors     (rewrite/apply.py)
     6  open      threads end, channels are given back, servers forget the model
 
-The way back of session/attach.py, whose steps have the same names.
+This undoes session/attach.py. Its steps have the same names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def unparallelize(model: nn.Module) -> None:
 
     A collective: every rank calls it, between a step and the next forward. Modules, parameters and
     optimizers are the same objects as before, whole, with no trace of Shoal. Each rank has all
-    values, all of the optimizer's state, and gradients where there are any. A loss that
-    `parallelize` wrapped stays usable and weighs nothing. Then each process trains by itself, or
-    `parallelize` is called again, also for another plan. What codecs have lost and would have sent
-    later is dropped, with a warning on rank 0. Where you `shoal.save` before, a checkpoint has it.
+    values, all of the optimizer's state, and gradients if there are any. A loss that `parallelize`
+    wrapped stays usable and weighs nothing. Then each process trains by itself, or you call
+    `parallelize` again, also for another plan. Losses of codecs, which would have been sent later,
+    are dropped with a warning on rank 0. If you `shoal.save` before, the checkpoint has them.
 
     Args:
-        model: one that `parallelize` was given.
+        model: a model that `parallelize` was given.
 
     Raises:
         UsageError: the model is not parallelised, gradients were accumulated and not sent, its end
@@ -78,7 +78,7 @@ def unparallelize(model: nn.Module) -> None:
 
 
 def _checked(session: Session, model: nn.Module) -> Running | None:
-    """What runs the model; None where this process is alone."""
+    """Return the running model; None if this process is alone."""
     if model not in session.optimizers:
         raise UsageError(
             "the model is not parallelised",
@@ -98,7 +98,7 @@ def _checked(session: Session, model: nn.Module) -> Running | None:
 
 
 def require_same_model(session: Session, running: Running | None, call: str, doing: str) -> None:
-    """Raise RanksDiffer where ranks name other models in a call, which is for `doing` that."""
+    """Raise RanksDiffer if ranks name different models in a call, which is for `doing` that."""
     numbers = session.comm.gather_objects(
         None if running is None else running.number, f"{call}: which model"
     )
@@ -116,12 +116,12 @@ def require_same_model(session: Session, running: Running | None, call: str, doi
 def give_back(
     session: Session, model: nn.Module, running: Running, *, goes_on: bool = False
 ) -> None:
-    """Make the model ordinary; its optimizers are so already (2).
+    """Make the model ordinary. Its optimizers are so already (2).
 
     Args:
         session: the ranks.
         model: the module.
-        running: what runs it.
+        running: the parts that run it.
         goes_on: whether it follows another plan next.
     """
     threads, watched = session.threads.pop(running.number), session.attached[model].watched
@@ -139,7 +139,7 @@ def give_back(
         servers.leave(running.at_servers)
     session.comm.gather_objects(
         "released", "unparallelize: all have released"
-    )  # nobody needs a channel of the model any more
+    )  # no rank needs a channel of the model any more
     threads.close()  # 6
     threads.close_boundary()
     if servers is not None and running.tables is not None:

@@ -1,12 +1,12 @@
-"""`replan`: the plan made anew from what training has measured, where that chooses otherwise.
+"""`replan`: the plan made anew from measurements of training, and followed if it is faster.
 
     1  compare   every rank names the same model, and has no reason to leave its plan alone
-    2  measure   each rank tells what its steps took; a few messages tell what links carry now
+    2  measure   each rank tells the times of its steps; a few messages test the links again
     3  plan      rank 0 makes a plan from these facts, and predicts the present one by them, too
-    4  switch    where the step gets a tenth shorter, all ranks release the model and follow the new
-                 plan, in place: between two steps, so that results stay those of one process
+    4  switch    if the step gets a tenth shorter, all ranks release the model and follow the new
+                 plan, in place: between two steps, so that results stay equal to one process
 
-Costs rank 0 a search, and all ranks its seconds, an epoch.
+Each epoch costs rank 0 a search, and costs all ranks the seconds of that search.
 Guarded by tests/front/test_replanning.py.
 """
 
@@ -41,23 +41,23 @@ from shoal.session.additions import remove, uncompiled
 from shoal.session.again import Again, kept
 from shoal.session.session import Attached, Session, current
 
-_WORTH = 0.1  # of the step: what another plan must gain
+_WORTH = 0.1  # share of the step that another plan must gain
 _FEWEST = 3  # steps that must have been measured
 _CALL = "replan"
 
 
 def replan(model: nn.Module) -> bool:
-    """Make the plan anew from what training has measured, and follow it if it is a tenth faster.
+    """Make the plan anew from measurements of training, and follow it if it is a tenth faster.
 
     A collective: every rank calls it, between a step and the next forward, as at the end of an
     epoch. With `parallelize(…, replan=True)` a loader of `shoal.shard` calls it at the end of each
-    pass that was trained on. Model, optimizer and loss stay the same objects, and results those of
-    one process. Where no other plan is predicted to take a tenth less time, nothing changes.
+    pass that was trained on. Model, optimizer and loss stay the same objects, and results stay
+    equal to one process. If no other plan is predicted to take a tenth less time, nothing changes.
 
     Each rank needs memory for the whole model and the optimizer's state while the plan changes.
 
     Args:
-        model: one that `parallelize` was given with `replan=True`.
+        model: a model that `parallelize` was given with `replan=True`.
 
     Returns:
         Whether the model follows another plan now, the same on every rank.
@@ -101,7 +101,7 @@ def replan(model: nn.Module) -> bool:
 
 
 def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
-    """What the model keeps for it; None where this process is alone."""
+    """Return the record that the model keeps for `replan`; None if this process is alone."""
     if plan_of(model) is None and model not in session.released:
         return None
     again = kept(model)
@@ -117,7 +117,7 @@ def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
 def _measured(
     session: Session, model: nn.Module, attached: Attached, stages: Stages
 ) -> Outcome | None:
-    """The step as it goes, the same on every rank; None where some rank must keep its plan."""
+    """Return the measured step, the same on every rank; None if a rank must keep its plan."""
     comm = session.comm
     why_not = comm.gather_objects(_why_not(session, model), "replan: whether it can be")
     ranks = comm.gather_objects(spending(attached), "replan: what steps took", Spending)
@@ -132,7 +132,7 @@ def _measured(
 
 
 def _why_not(session: Session, model: nn.Module) -> str:
-    """Why this rank cannot follow another plan now, or ''."""
+    """Say why this rank cannot follow another plan now; '' if it can."""
     attached = session.attached[model]
     try:
         attached.running.check_release(model)
@@ -150,7 +150,7 @@ def _why_not(session: Session, model: nn.Module) -> str:
 
 
 def _better(present: Found, asked: Request, outcome: Outcome) -> Plan:
-    """The plan that the facts choose, if it gains enough; else the present one, as it is."""
+    """Return the plan that the facts choose if it gains enough, else the present one as it is."""
     profile, cluster = present.profile, present.cluster
     facts = replace(asked.facts, topology=cluster.topology, profile=profile, cluster=cluster)
     made = chosen(asked, facts, anew=True)
@@ -187,7 +187,7 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
         kept_now.load(states.get(name))
     for carrier in coded_carriers(session.attached[model].engine.transfers):
         carrier.give_up([name for name in carrier.bucket.numels if name in given_up])
-    session.comm.gather_objects(None, "replan: all follow the new plan")  # or all hear of one
+    session.comm.gather_objects(None, "replan: all follow the new plan")  # or all hear of an error
     session.usual_rows.pop(model, None)
     if loaded is not None:
         session.usual_rows[model] = loaded
@@ -195,9 +195,9 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
 
 @final
 class EpochEnds:
-    """Makes plans anew as epochs end: of all models of a session that were parallelised so.
+    """New plans as epochs end, for all models of a session that were parallelised so.
 
-    It is called on every rank alike, as their loaders give as many batches.
+    It is called on every rank alike, because all their loaders give as many batches.
     """
 
     def __init__(self, session: Session) -> None:
@@ -205,12 +205,12 @@ class EpochEnds:
         self._models: list[ref[nn.Module]] = []  # the same, in the same order, on every rank
 
     def add(self, model: nn.Module) -> None:
-        """From here on this model's, too."""
+        """Make this model's plan anew, too, from here on."""
         if not any(listed() is model for listed in self._models):
             self._models.append(ref(model))
 
     def __call__(self) -> None:
-        """An epoch has ended, on the thread that trains."""
+        """Make plans anew when an epoch has ended, on the thread that trains."""
         session = self._session()
         if session is None or not self._models:
             return

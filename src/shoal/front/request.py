@@ -1,7 +1,8 @@
-"""The request: what `parallelize` is asked, checked here and compared among the ranks.
+"""The request: all arguments of `parallelize`, checked here and compared among the ranks.
 
-What does not go together is refused once, of a plan. Before anything is measured that is a draft: a
-given plan, or one that has the pinned layers only, with what features add to it.
+Options that do not go together are refused in one place, by a plan. Before anything is measured
+that plan is a draft: a given plan, or one that has the pinned layers only, with the additions of
+features.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut
 
-# of a plan, beside its choices and placement
+# fields of a plan that ranks compare, beside its choices and placement
 _COMPARED = (
     "model",
     "bucket_bytes",
@@ -57,19 +58,20 @@ _COMPARED = (
     "chunks",
     "least_part_bytes",
 )
-_STATE = "state of optimizer"  # and its number
+_STATE = "state of optimizer"  # its number follows
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
 @dataclass(frozen=True)
 class Request:
-    """All that is asked, checked.
+    """A checked request: options, features, draft of a plan, and facts.
 
     Args:
-        options: as they were given.
-        features: of training, in their order: asked for, of the given plan, or always there.
-        draft: the given plan; else the pinned layers. With what features add to it.
-        facts: what is known before anything is measured.
+        options: the options as they were given.
+        features: features of training, in their order: asked for, of the given plan, or always
+            there.
+        draft: the given plan, else the pinned layers, with the additions of features.
+        facts: the facts that are known before anything is measured.
     """
 
     options: Options
@@ -79,22 +81,22 @@ class Request:
 
     @property
     def given_plan(self) -> Plan | None:
-        """The plan that is given; None where one is to be made."""
+        """The given plan; None if one must be made."""
         return None if self.options.plan == "auto" else self.draft
 
     def is_nothing_for_one(self) -> bool:
-        """Whether one process trains by itself as it would without Shoal.
+        """Return whether one process trains by itself as it would without Shoal.
 
-        Shoal's own features do nothing on one rank but what a plan says; others may.
+        On one rank Shoal's own features do nothing that the plan does not say. Others may.
         """
         strangers = from_outside(Feature)
         return self.draft.is_plain and not any(f.name in strangers for f in self.features)
 
     def usable(self) -> list[str]:
-        """The names of the strategies that the planner may use: no feature refuses them.
+        """Return the names of the strategies that the planner may use: no feature refuses them.
 
         Raises:
-            PlanError: every one that is asked for is refused of every layer.
+            PlanError: features refuse every strategy that is asked for, for every layer.
         """
         layers = [layer.name for layer in trainable_layers(self.facts.model)]
         names = known(self.options.strategies)
@@ -115,7 +117,7 @@ class Request:
 def checked(
     options: Options, model: Any, loss_fn: Any, optimizer: Any, session: Session
 ) -> Request:
-    """Refuse what cannot be parallelised; what is asked, as it is gone on with."""
+    """Refuse arguments that cannot be parallelised, else return the request."""
     optimizers = listed(optimizer)
     check_functions(options, loss_fn)
     loss = options.compute_loss or loss_fn
@@ -128,7 +130,7 @@ def checked(
 
 
 def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
-    """What is asked of a model, where nothing refuses the rest."""
+    """Make the request for a model. Refuse a plan or options that do not go together."""
     given = options.given_plan()
     if given is None:
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
@@ -157,12 +159,12 @@ def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
 
 
 def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> PlanFacts:
-    """What is known of a model and its ranks before anything is measured.
+    """Return the facts about a model and its ranks that are known before anything is measured.
 
     Args:
-        options: what is asked.
+        options: the options that are asked for.
         model: the module.
-        cluster: ranks that are only imagined; None: those of the session.
+        cluster: ranks that are only imagined; None: the session's ranks.
     """
     counted = options.count is not None
     if cluster is not None:
@@ -175,7 +177,7 @@ def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> Pl
 
 
 def _draft(options: Options, model: nn.Module, layers: Sequence[str], facts: PlanFacts) -> Plan:
-    """A plan of what is known before the search: the pinned layers."""
+    """Make a plan of the pinned layers, which are known before the search."""
     pinned = resolve(options.pins or {}, layers)
     return Plan(
         facts.topology.size,
@@ -189,7 +191,7 @@ def _draft(options: Options, model: nn.Module, layers: Sequence[str], facts: Pla
 
 
 def check_functions(options: Options, loss_fn: Any) -> None:
-    """Refuse a loss that is none, or that is another model's."""
+    """Refuse a loss that is no function, or that is another model's."""
     if options.compute_loss is not None:
         check_compute_loss(options.compute_loss, loss_fn)
     if loss_fn is not None and not callable(loss_fn):
@@ -210,7 +212,7 @@ def check_functions(options: Options, loss_fn: Any) -> None:
 
 
 def _check_model(model: Any, session: Session) -> set[int]:
-    """Refuse a model that cannot be rewritten; the ids of its trainable parameters."""
+    """Refuse a model that cannot be rewritten; return the ids of its trainable parameters."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
     if model in session.attached:
@@ -262,7 +264,7 @@ def _check_model(model: Any, session: Session) -> set[int]:
 
 
 def _check_left_alone(left_alone: tuple[Any, ...], model: nn.Module) -> None:
-    """Refuse what is to be left alone and cannot be."""
+    """Refuse parameters that cannot be left alone."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter in left_alone:
         if not isinstance(parameter, nn.Parameter):
@@ -310,7 +312,7 @@ def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None
 
 
 def listed(optimizer: Any) -> list[Optimizer]:
-    """One optimizer, or several, as a list."""
+    """Return one optimizer, or several, as a list."""
     listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for item in listed:
         if not isinstance(item, Optimizer):
@@ -323,7 +325,7 @@ def listed(optimizer: Any) -> list[Optimizer]:
 def require_same(
     comm: Comm, request: Request, model: nn.Module, optimizers: list[Optimizer]
 ) -> None:
-    """Raise RanksDiffer where ranks ask for different things; models are compared later."""
+    """Raise RanksDiffer if ranks ask for different things. Models are compared later."""
     own = _compared(request, model, optimizers)
     first, *other_ranks = comm.gather_objects(own, "parallelize: comparing what was given")
     for rank, theirs in enumerate(other_ranks, start=1):
@@ -342,7 +344,7 @@ def require_same(
 
 
 def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """What ranks compare of a request, by what messages call it."""
+    """Return the parts of a request that ranks compare, by their names in messages."""
     plan, given = request.draft, request.given_plan is not None
     of_plan: dict[str, Any] = {
         "plan": "a plan of its own" if given else "auto",
@@ -367,7 +369,7 @@ def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -
 
 
 def _state(optimizer: Optimizer, model: nn.Module) -> str:
-    """A digest of an optimizer's state of a model's parameters: it may be a checkpoint's."""
+    """Digest an optimizer's state of a model's parameters. It may be a checkpoint's state."""
     held = [
         optimizer.state[parameter]
         for parameter in model.parameters()
@@ -380,7 +382,7 @@ def _state(optimizer: Optimizer, model: nn.Module) -> str:
 
 
 def _settings(optimizer: Optimizer) -> str:
-    """An optimizer as messages show it: its type, and each group's plain settings."""
+    """Describe an optimizer for messages: its type, and each group's plain settings."""
     groups = [
         {
             key: float(value) if isinstance(value, Tensor) else value

@@ -1,9 +1,9 @@
 """`save` and `load`: a checkpoint that any number of ranks can go on from, under any plan.
 
-    1  take     every rank takes part; rank 0 has all of it
-    2  write    rank 0, whole or not at all                          (checkpoint/snapshot.py)
-    3  read     each rank that sees the files, which checks them; others are sent them
-    4  put      into the objects, then the random state
+    1  take     every rank takes part; rank 0 gets all of it
+    2  write    rank 0 writes it, whole or not at all                (checkpoint/snapshot.py)
+    3  read     each rank that sees the files checks and reads them; others are sent them
+    4  put      values go into the objects, then the random state is restored
 
 Guarded by tests/front/test_saving.py.
 """
@@ -33,29 +33,30 @@ from shoal.front.stages import LOGGER
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
 from shoal.session.session import Attached, current, found, ranks
 
-# no keywords are called that
+# no keyword has such a name
 _RANDOM, _FEATURES = "random-state", "features"
-_RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # of releases before features
+_RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # names in releases before features
 _WRITING = "shoal.save: writing the checkpoint"
 
 
 def save(path: str | Path, /, **objects: Any) -> None:
-    """Write a checkpoint: all ranks call it, and it is there when the call returns.
+    """Write a checkpoint. All ranks call this, and the checkpoint is there when the call returns.
 
-    A folder with safetensors of whole tensors under one process's names, and state.json with all
-    else. It is there whole or not at all, also if the process is killed, and takes the place of an
-    older checkpoint of that name. Rank 0 writes it.
+    It is a folder with safetensors of whole tensors under one process's names, and state.json with
+    everything else. It is there whole or not at all, even if the process is killed. It takes the
+    place of an older checkpoint of that name. Rank 0 writes it.
 
     Args:
-        path: the folder, also relative. Its parents are made.
-        objects: under names of your own: all with a `state_dict` and `load_state_dict` (model,
-            optimizer, scheduler, scaler, the loader that `shoal.shard` gave, averaged weights),
-            lists and dicts of such, and plain data. Before or after `parallelize`.
+        path: the folder. It may be relative. Its parents are made.
+        objects: objects under names of your own: everything with a `state_dict` and
+            `load_state_dict` (model, optimizer, scheduler, scaler, the loader that `shoal.shard`
+            gave, averaged weights), lists and dicts of such objects, and plain data. You may save
+            before or after `parallelize`.
 
     Random states, and the plan, are saved too.
 
     Raises:
-        UsageError: it cannot be written, or something in it is neither.
+        UsageError: the checkpoint cannot be written, or an object is of none of these kinds.
         WorldError: a rank was lost.
 
     Examples:
@@ -80,21 +81,21 @@ def save(path: str | Path, /, **objects: Any) -> None:
 
 
 def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
-    """Go on from a checkpoint: all ranks call it.
+    """Go on from a checkpoint. All ranks call this.
 
-    Any number of ranks may have saved it, under any plan. Files are read where they are seen, and
-    each tensor's checksum is compared. Ranks that do not see them are sent them.
+    Any number of ranks may have saved it, under any plan. Each rank that sees the files reads them,
+    and each tensor's checksum is compared. Ranks that do not see the files are sent them.
 
     Args:
-        path: what `save` was given.
-        objects: under the names that they were saved under, made as they were then; before or after
-            `parallelize`. What is left out is not loaded. Plain data, such as `epoch=0`, is
-            returned.
+        path: the path that `save` was given.
+        objects: objects under the names of the save, made as they were then. You may load before or
+            after `parallelize`. An object that you leave out is not loaded. Plain data, such as
+            `epoch=0`, is returned.
 
     If an optimizer is among them, the random state is restored too.
 
     Returns:
-        The plain data that was asked for, by name.
+        The plain data that you asked for, by name.
 
     Raises:
         UsageError: there is no such checkpoint, a file of it is corrupted, it is of a newer format,
@@ -122,7 +123,7 @@ def taken(
     *,
     spread: bool = False,
 ) -> State:
-    """Take all that is to be saved, within `saving` (a collective); `spread` as for `state_of`."""
+    """Take everything to save, within `saving` (a collective). `spread` is as for `state_of`."""
     if not objects:
         raise UsageError(
             "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
@@ -137,7 +138,7 @@ def taken(
     states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")  # save 9
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
-    features: dict[str, dict[str, Any]] = {}  # by its name, then by the way to a model
+    features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model
     for path, attached in _attached(objects):
         for name, attachment in attached.running.attachments.items():
             if (state := attachment.state()) is not None:  # save 10
@@ -155,7 +156,7 @@ def taken(
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Within it models and optimizers hold what checkpoints are to have (a collective).
+    """Have models and optimizers hold the values for a checkpoint, in the context (a collective).
 
     Each feature of each model sees to that, as `Attachment.saving` says.
     """
@@ -168,7 +169,7 @@ def saving() -> Iterator[None]:
 
 
 def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of models that are parallelised, but for their state."""
+    """Describe the parallelised models among objects, without their state."""
     return {
         path: {
             "ranks": attached.plan.ranks,
@@ -180,14 +181,14 @@ def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Attached]]:
-    """The parallelised models among objects, with the ways to them."""
+    """Yield the parallelised models among objects, with the ways to them."""
     for path, model in _models(objects):
         if (attached := current().attached.get(model)) is not None:
             yield path, attached
 
 
 def _go_on(known: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Weigh rows as before, where as many ranks go on: else the last bit may be another."""
+    """Weigh rows as before if as many ranks go on, because else the last bit may differ."""
     for path, model in _models(objects):
         usual, ranks = (known.get(path, {}).get(name) for name in ("usual_rows", "ranks"))
         if usual is None:
@@ -200,13 +201,13 @@ def _go_on(known: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
 
 
 def _models(objects: Mapping[str, Any]) -> Modules:
-    """The modules among objects, if there is a session that may have parallelised them."""
+    """Return the modules among objects, if there is a session that may have parallelised them."""
     return modules_of(objects) if found() is not None else []
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make a UsageError of what the file system refuses inside."""
+    """Turn an error of the file system inside the context into a UsageError."""
     try:
         yield
     except OSError as error:
@@ -220,7 +221,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @torch.no_grad()
 def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, Any]:
-    """Put what was saved into objects; the plain data (a collective)."""
+    """Put saved values into objects, and return the plain data (a collective)."""
 
     def values() -> dict[str, Any]:
         unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
@@ -257,11 +258,11 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
 
 
 def _features(saved: Saved) -> dict[str, dict[str, Any]]:
-    """What features have kept, by their names, then by the way to a model."""
+    """Return the saved states of features, by their names, then by the way to a model."""
     if saved.state.features is not None:
         kept: dict[str, dict[str, Any]] = saved.decoded(_FEATURES, saved.state.features)
         return kept
-    # as releases before features wrote it
+    # releases before features wrote it so
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
     outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
     return before_features(saved.state.models, owed, outer)
@@ -270,7 +271,7 @@ def _features(saved: Saved) -> dict[str, dict[str, Any]]:
 def _warn_of_dropped(
     path: str, names: Sequence[str], features: Mapping[str, Mapping[str, Any]], comm: Comm
 ) -> None:
-    """Say on rank 0 what a checkpoint has of a model that nobody goes on with here."""
+    """Warn on rank 0 of a model's saved states that no feature goes on with here."""
     kinds = of(Feature)
     for name in names:
         state = features[name].get(path)

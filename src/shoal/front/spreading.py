@@ -1,4 +1,4 @@
-"""`parallelize`, once ranks agree on what was asked (parallel.py): what one rank does, and several.
+"""`parallelize`, once ranks agree on the request (parallel.py): for one rank, and for several.
 
 Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 """
@@ -69,7 +69,7 @@ class Found:
 def job_of(
     request: Request, loss_fn: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
 ) -> TrainingJob:
-    """The job of a model for which that was asked."""
+    """Make the training job of a request."""
     options = request.options
     return TrainingJob(
         request.facts.model,
@@ -83,9 +83,9 @@ def job_of(
 
 
 def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
-    """Check the sample, and give the optimizers what they have on several ranks; the loss."""
+    """Check the sample, extend the optimizers as on several ranks, and return the loss."""
     if sample is not None:
-        # said already here, not only under torchrun
+        # raise the error already here, not only under torchrun
         Sample.of(job.model, job.loss_fn, sample, job.compute_loss)
     for optimizer in job.optimizers:
         extend(optimizer, job.left_alone)
@@ -95,7 +95,7 @@ def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
 
 
 def spread(session: Session, job: TrainingJob, request: Request, sample: Any) -> Any:
-    """Measure, plan, rewrite and watch, on every rank alike; the loss to train by."""
+    """Measure, plan, rewrite and watch, on every rank alike. Return the loss to train by."""
     comm, model, options = session.comm, job.model, request.options
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
@@ -135,15 +135,15 @@ def follow(
     values: Mapping[str, Tensor],
     before: Watched | None = None,
 ) -> Any:
-    """Rewrite the model for a plan, and watch it; the loss to train by (a collective).
+    """Rewrite the model for a plan and watch it; return the loss to train by (a collective).
 
     Args:
         session: the ranks.
-        job: the model, and what trains it.
+        job: the model, its loss and its optimizers.
         found: the plan, and the facts that it was made from.
-        again: what was asked, and found beside the profile.
-        values: rank 0's of what differs between ranks.
-        before: what watched the model under the plan before, which has been released.
+        again: the request, and a fact that was found beside the profile.
+        values: rank 0's values that differ between ranks.
+        before: the hooks of the plan before, which has been released.
     """
     model, plan, profile = job.model, found.plan, found.profile
     prepared = Prepared(
@@ -164,11 +164,11 @@ def follow(
 
 
 def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
-    """How a model is to be profiled.
+    """Return the options for profiling a model.
 
     Args:
-        options: what is asked.
-        micro_batches: per batch; None where the end of the model is not elsewhere.
+        options: the options that are asked for.
+        micro_batches: number per batch; None if the end of the model is not elsewhere.
     """
     return ProfileOptions(
         micro_batches,
@@ -179,7 +179,7 @@ def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
 
 
 def _micro_batches(session: Session, request: Request) -> int | None:
-    """Micro-batches per batch; None where the end of this model is not elsewhere."""
+    """Return the micro-batches per batch; None if the end of this model is not elsewhere."""
     tail = session.other(TailHosts)
     return None if tail is None or tail.calls > 1 else request.draft.micro_batches
 
@@ -187,14 +187,14 @@ def _micro_batches(session: Session, request: Request) -> int | None:
 def profiled(
     job: TrainingJob, sample: Any, comm: Comm, features: Features, how: ProfileOptions
 ) -> ModelProfile:
-    """The profile of a model, as its features have it.
+    """Profile a model, and let its features change the profile.
 
     Args:
-        job: the model and what trains it.
+        job: the model, its loss and its optimizers.
         sample: one batch.
         comm: the ranks, which measure together.
-        features: of training.
-        how: as for `profile_model`.
+        features: features of training.
+        how: options for `profile_model`.
     """
     with ExitStack() as stack:
         changes = [stack.enter_context(feature.measuring(job.model)) for feature in features]
@@ -207,7 +207,7 @@ def profiled(
 def _planned(
     session: Session, request: Request, facts: PlanFacts
 ) -> tuple[Plan, Mapping[str, Tensor]]:
-    """Rank 0's plan, and its values of what differs, which all ranks compare while it searches."""
+    """Return rank 0's plan and differing values. All ranks compare values while rank 0 searches."""
     comm = session.comm
     beside = comm.channel(f"model{session.models}-values")
     with side_threads(1, "values") as pool:
@@ -219,12 +219,12 @@ def _planned(
 
 
 def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
-    """The plan that is asked for, with the step that it is predicted to take.
+    """Return the plan that is asked for, with its predicted step time.
 
     Args:
-        request: what is asked.
-        facts: with the profile and the cluster, as they were measured.
-        anew: make a plan, also where the first one was given.
+        request: the request.
+        facts: facts with the profile and the cluster, as they were measured.
+        anew: whether to make a plan even if the first one was given.
     """
     options, draft = request.options, request.draft
     profile, cluster = facts.profile, facts.cluster
@@ -256,7 +256,7 @@ def _open_tail(
     plan: Plan,
     profile: ModelProfile,
 ) -> FarTail | None:
-    """The way to the end of the model, if the plan has it on tail hosts."""
+    """Open the way to the end of the model; None if the plan has none of it on tail hosts."""
     at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
     hosts = session.other(TailHosts)
     if hosts is None or not at_tail:
@@ -287,7 +287,7 @@ def _open_tail(
 
 
 def _codec_of_tail(at_tail: Iterable[Choice]) -> Codec | None:
-    """As which activations cross: one for all layers of the tail."""
+    """Return the codec by which activations cross: one for all layers of the tail."""
     rows = {choice.rows: choice.layer for choice in at_tail}
     if len(rows) > 1:
         ways = ", ".join(f"{layer} stage{codec}" for codec, layer in rows.items())

@@ -2,10 +2,10 @@
 
     check     the plan fits this model and this many ranks, and has every layer once
     placed    the plan's sites, and where in the model each is
-    align     every rank gets rank 0's parameters and buffers    (align.py; whoever calls does it)
+    align     every rank gets rank 0's parameters and buffers    (align.py; the caller does it)
     apply     site by site, in the plan's order, each strategy changes its layers and names its
               transfers
-    release   the other way round: the layers are what they were
+    release   the other way round: the layers are as they were before
 
 Objects, names and parameters stay the same, both ways, and that is checked.
 """
@@ -37,27 +37,27 @@ from shoal.strategies.carried import check_carried, row_codec
 
 @dataclass(frozen=True)
 class PlacedSite:
-    """A site of a plan, and where in the model it is."""
+    """A site of a plan, and its place in the model."""
 
     site: Site
     place: Place
-    label: str  # what messages call it
+    label: str  # name in messages
 
     @property
     def strategy(self) -> Strategy:
-        """What serves it."""
+        """The strategy that serves the site."""
         return named(Strategy, self.site.strategy)
 
     @property
     def exchange(self) -> Exchange | None:
-        """What carries it, if anything."""
+        """The exchange that carries the site, if it needs one."""
         takes = self.strategy.role.takes_exchange and self.site.exchange
         return exchange_named(self.site.exchange) if takes else None
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A model's sites as they were applied, each with the transfers that came of it.
+    """Applied sites of a model, each with the transfers that came of it.
 
     The places have no layers and no tail, which would keep the model alive.
     """
@@ -67,14 +67,14 @@ class Rewritten:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """What an engine is to send, in order."""
+        """The transfers that an engine sends, in order."""
         return [transfer for _, transfers in self.sites for transfer in transfers]
 
 
 def placed(
     model: nn.Module, plan: Plan, rank: int, servers: int = 0, buckets: Buckets | None = None
 ) -> list[PlacedSite]:
-    """The plan's sites, in order, and where in the model each is."""
+    """Return the plan's sites in order, each with its place in the model."""
     layers = {layer.name: layer for layer in trainable_layers(model)}
     in_model = Place(
         layers={},
@@ -120,14 +120,14 @@ def apply(
     placed_sites: Sequence[PlacedSite],
     serve: Callable[[PlacedSite], Sequence[Transfer]] = by_strategy,
 ) -> Rewritten:
-    """Rewrite the model, site by site. The same calls on every rank.
+    """Rewrite the model, site by site. Every rank makes the same calls.
 
     The places have the ways that their strategies need: a channel where layers are cut, tables at
     servers, the end of the model on hosts of its own.
 
     Args:
         model: the module.
-        placed_sites: the plan's, in order.
+        placed_sites: the plan's sites, in order.
         serve: rewrites one site.
     """
     before = _identity(model)
@@ -138,7 +138,7 @@ def apply(
 
 
 def release(model: nn.Module, rewritten: Rewritten) -> None:
-    """Undo `apply`, from the last site to the first. The same calls on every rank."""
+    """Undo `apply`, from the last site to the first. Every rank makes the same calls."""
     before = _identity(model)
     for placed, transfers in reversed(rewritten.sites):
         names = placed.site.layers
@@ -148,10 +148,10 @@ def release(model: nn.Module, rewritten: Rewritten) -> None:
 
 
 def check_release(model: nn.Module, rewritten: Rewritten) -> None:
-    """Refuse to undo what cannot be undone.
+    """Refuse to undo a rewrite that must stay.
 
     Raises:
-        UsageError: a strategy keeps what it has, or a layer is not the model's any more.
+        UsageError: a strategy cannot be undone, or a layer is not the model's any more.
     """
     modules = set(model.modules())
     for name, module in rewritten.layers.items():
@@ -175,7 +175,7 @@ def _without_model(placed_site: PlacedSite) -> PlacedSite:
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """What a part of a layer has of each parameter, from where to where; {} for a whole layer."""
+    """Return the (start, stop) of each parameter in a part of a layer; {} for a whole layer."""
     if site.parts == 1:
         return {}
     names = list(parameters)
@@ -233,7 +233,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
-    """Refuse a plan whose strategies cannot serve their layers, or do not exist."""
+    """Refuse a plan if a strategy cannot serve its layer, or does not exist."""
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
@@ -256,7 +256,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
 
 
 def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
-    """The plan's sites for this model's layers."""
+    """Return the plan's sites for this model's layers."""
     nbytes = {
         name: sum(p.numel() * p.element_size() for p in layer.parameters.values())
         for name, layer in layers.items()
@@ -267,7 +267,7 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
 
 
 def cuts(plan: Plan) -> bool:
-    """Whether any layer is cut over the ranks."""
+    """Return whether any layer is cut over the ranks."""
     return any(named(Strategy, choice.strategy).role.is_cut for choice in plan.choices)
 
 
@@ -275,7 +275,7 @@ _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
 
 
 def label(number: int, site: Site) -> str:
-    """What messages call a site."""
+    """Name a site for messages."""
     names = ", ".join(site.layers[:2]) + (
         f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else ""
     )

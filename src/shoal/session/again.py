@@ -1,7 +1,7 @@
-"""What a model keeps of `parallelize(…, replan=True)`, so that its plan can be made anew.
+"""Record of `parallelize(…, replan=True)` on a model, so that its plan can be made anew.
 
-It hangs on the model, which the loss may lead to: so it goes when the model goes. A copy or a
-pickle takes none of it along.
+It hangs on the model, because the loss may lead to the model: so it goes when the model goes. A
+copy or a pickle takes none of it along.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Asked = TypeVar("Asked")
 
 @final
 class Again(StaysBehind, Generic[Asked]):
-    """What `parallelize` was given, and what it found beside the profile.
+    """Arguments of `parallelize`, and a fact that it found beside the profile.
 
     Args:
-        loss_fn: as it was given.
+        loss_fn: the loss as it was given.
         asked: the request.
         alike: whether ranks are given the same inputs on purpose.
     """
@@ -32,17 +32,17 @@ class Again(StaysBehind, Generic[Asked]):
 
 
 def keep(model: nn.Module, again: Again[Any]) -> None:
-    """Hang it on a model."""
+    """Hang the record on a model."""
     leaves_behind(type(model))
     model.__dict__[_SLOT] = again
 
 
 def kept(model: nn.Module) -> Again[Any] | None:
-    """What hangs there, if anything does."""
+    """Return the record of a model, if it has one."""
     again: Again[Any] | None = model.__dict__.get(_SLOT)
     return again
 
 
 def forget(model: nn.Module) -> None:
-    """Take it off."""
+    """Take the record off a model."""
     model.__dict__.pop(_SLOT, None)

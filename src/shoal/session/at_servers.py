@@ -1,6 +1,6 @@
 """The part of a model that servers take: parameters that they own, weights, tables of rows.
 
-Servers are told of it by all workers, in the same order. Guarded by tests/equivalence/
+All workers tell servers of it, in the same order. Guarded by tests/equivalence/
 test_servers.py, test_geo.py and test_tables.py.
 """
 
@@ -32,10 +32,10 @@ class ServersPart:
     """The part of one model that servers take.
 
     Args:
-        number: of the model at the servers; None if they take none of it.
+        number: the model's number at the servers; None if they take none of it.
         there: channels to them.
-        back: channels from them; () if what comes back goes the same way.
-        weights: the transfers by which they hold weights, where workers step by themselves.
+        back: channels from them; () if answers go the same way.
+        weights: the transfers of weights that they hold, if workers step by themselves.
     """
 
     number: int | None = None
@@ -44,7 +44,7 @@ class ServersPart:
     weights: Sequence[GeoTransfer] = ()
 
     def tell(self, opening: Opening, engine: Engine) -> Tell:
-        """What tells them of each step; nobody is told where workers step by themselves."""
+        """Return the function that tells them of each step, or nobody if workers step alone."""
         servers = opening.session.other(Servers)
         if servers is None or self.number is None:
             return tell_nobody
@@ -78,7 +78,7 @@ def open_tables(
     plan: Plan,
     optimizers: Sequence[Optimizer],
 ) -> Tables | None:
-    """The way to the tables that the plan leaves to servers, if to any."""
+    """Open the way to the tables that the plan leaves to servers; None if there are none."""
     tables = {
         name: parameter
         for site in sites
@@ -99,7 +99,7 @@ def open_tables(
 
 
 def _served_site(placed_site: PlacedSite) -> ServedSite:
-    """What servers are told of a site of which they own a part."""
+    """Describe, for servers, a site of which they own a part."""
     site, place = placed_site.site, placed_site.place
     return ServedSite(
         site.strategy,
@@ -115,7 +115,7 @@ def _served_site(placed_site: PlacedSite) -> ServedSite:
 
 
 def _check_for_servers(session: Session, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what servers cannot own (a collective)."""
+    """Refuse optimizers that servers cannot have (a collective)."""
     agreed(
         session.comm,
         lambda: check_sendable(optimizers),

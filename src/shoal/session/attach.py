@@ -1,10 +1,10 @@
-"""Puts a plan into a model and has an engine run it: what ranks do once they have agreed on a plan.
+"""Puts a plan into a model and has an engine run it, once ranks have agreed on the plan.
 
 1  open      features, servers, tables, a boundary for cut layers: channels, made in the same order
              on every rank
 2  rewrite   rank 0's values come in, layers change in place, transfers come out (rewrite/)
 3  start     an engine takes the transfers, features start
-4  extend    optimizers learn what ranks own
+4  extend    optimizers learn the parts that ranks own
 5  watch     hooks on the model (and the loss) weigh uneven rows
 """
 
@@ -64,12 +64,12 @@ def attach(
 
     Args:
         session: the ranks.
-        job: the model and what trains it.
-        prepared: the plan to follow, and what it was made from.
+        job: the model, its loss and its optimizers.
+        prepared: the plan to follow, and the facts that it was made from.
 
     Returns:
-        The loss to use from now on (or the `compute_loss`, where there is one), and what runs the
-        model.
+        The loss to use from now on (or the `compute_loss`, if there is one), and the attached
+        model's record.
     """
     keep_eager()
     session.end_gone()
@@ -129,7 +129,7 @@ def _running(
     weigher: Weigher,
     attachments: Mapping[str, Attachment[Any]],
 ) -> Running:
-    """What runs the model, with the threads that its session ends."""
+    """Start the engine, and return the running model. The session gets the threads to end them."""
     session, tables, stage = opening.session, opening.tables, opening.stage
     opening.main += [tables.comm] if tables else []
     opening.main += [stage.hosts.comm] if stage else []
@@ -158,7 +158,7 @@ def _running(
 
 
 def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
-    """The model's layers as the plan has them, with rank 0's values."""
+    """Rewrite the model's layers as the plan has them, with rank 0's values."""
     stage, weighing = opening.stage, opening.weighing
 
     def with_channels(place: Place) -> Place:
@@ -174,7 +174,7 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
 
 
 def _weigher(session: Session, job: TrainingJob, prepared: Prepared) -> Weigher:
-    """What knows of every call how the rows are shared out; as a checkpoint had it, if one had."""
+    """Make the weigher of each call's rows. It goes on as a checkpoint had it, if one had it."""
     comm, weighs = session.comm, job.weighs and prepared.plan.in_step
     counts = comm.channel(f"model{session.models}-counts") if weighs else None
     weigher = Weigher(counts, prepared.inputs_alike)
@@ -186,7 +186,7 @@ def _weigher(session: Session, job: TrainingJob, prepared: Prepared) -> Weigher:
 def _started(
     opening: Opening, rewritten: Rewritten, buckets: Buckets
 ) -> tuple[Engine, ServersPart]:
-    """What runs the transfers, over channels made in the same order on every rank."""
+    """Make the engine and the servers' part. Every rank makes their channels in the same order."""
     of_state = opening.state_among(opening.comm.size)
     transfers = [
         *(transfer for transfer in of_state if transfer.at_once),
@@ -212,7 +212,7 @@ def _started(
 
 
 def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners | None:
-    """What updates parameters that have owners, if any has."""
+    """Make the owners, which update parameters; None if no parameter has an owner."""
     tell = at_servers.tell(opening, engine)
     engine.listen(Event.ROUND_OPENED, partial(tell, SumGradients()))
     owned = [transfer for transfer in engine.transfers if isinstance(transfer, OwnedTransfer)]
@@ -223,7 +223,7 @@ def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners
 
 
 def _compare(session: Session, job: TrainingJob, running: Running) -> None:
-    """Have ranks compare in every backward what they must have in common."""
+    """Have ranks compare in every backward the values that they must have in common."""
     changes = running.owners.changes if running.owners else list
     common = Common(job.model, job.optimizers, session.passes, changes)
     if not running.engine.compare(common):
@@ -231,7 +231,7 @@ def _compare(session: Session, job: TrainingJob, running: Running) -> None:
 
 
 def _listen(session: Session, running: Running, stage: FarTail | None) -> None:
-    """Tell of the engine's events who goes by them."""
+    """Connect the listeners to the engine's events."""
     passes, engine, tables = session.passes, running.engine, running.tables
     passes.waits.add(engine.routes)
     engine.listen(Event.ROUND_OPENED, running.weigher.opened)
@@ -242,7 +242,10 @@ def _listen(session: Session, running: Running, stage: FarTail | None) -> None:
 
 
 def _terms(prepared: Prepared) -> Terms:
-    """What a loss without a count is a mean over; not the output, if to look would bring it."""
+    """Return the terms of a loss without a count.
+
+    If tail hosts have the output, use the input: a look at the output would bring it here.
+    """
     terms = prepared.terms
     if prepared.stage is not None and terms.source == OUTPUT:
         return replace(terms, source=INPUT, path=(), dims=OF_ROWS.dims)
@@ -250,7 +253,7 @@ def _terms(prepared: Prepared) -> Terms:
 
 
 def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
-    """What is not whole here of the optimizers' parameters, which know of it from now on."""
+    """Extend the optimizers by the parts that are not whole here, and return these parts."""
     boundary = opening.opened_boundary if cuts(opening.plan) else None
     all_parts: list[Part] = []
     for number, optimizer in enumerate(opening.optimizers):
@@ -267,7 +270,7 @@ def _parts(
     boundary: Comm | None,
     stage: FarTail | None,
 ) -> list[Part]:
-    """What others have of an optimizer's parameters, in the order in which a step opens it."""
+    """List the parts of an optimizer that others hold, in the order in which a step opens them."""
     parts: list[Part] = []
     if running.owners is not None:
         parts.append(OwnedPart(optimizer, number, running.owners))
@@ -281,7 +284,7 @@ def _parts(
 
 
 def _join(weighing: Weighing, border: ref[Border]) -> None:
-    """Have a border say what rows weigh. It is not kept alive: parameters lead here."""
+    """Have a border weigh rows. Do not keep it alive, because parameters lead here."""
 
     def of_backward(call: Any) -> float | None:
         return None if (found := border()) is None else found.weighs(call)
@@ -295,9 +298,9 @@ def _join(weighing: Weighing, border: ref[Border]) -> None:
 def _state_among(
     session: Session, job: TrainingJob, prepared: Prepared
 ) -> Callable[[int], Sequence[OfState]]:
-    """What brings state to agree among so many ranks.
+    """Return a function that makes the transfers of state among so many ranks.
 
-    Here all ranks take rank 0's of the loss, as of the model.
+    First all ranks take rank 0's state of the loss, as they do with the model.
     """
     known = states(job.model, job.loss)
     for name in (state.name for state in prepared.moving if state.name.startswith(OF_LOSS)):

@@ -1,4 +1,4 @@
-"""The job of one model: the module, and what trains it."""
+"""The job of one model: the module, its loss and its optimizers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoal.session.calls import Count
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A model and what trains it, as `parallelize` was given them, the same on every rank.
+    """A model, its loss and its optimizers, as `parallelize` was given them on every rank alike.
 
     Args:
         model: the module.
         loss_fn: the loss, or None.
-        optimizers: those that hold the model's parameters.
+        optimizers: the optimizers that hold the model's parameters.
         compute_loss: a function of model and batch, in place of a loss.
         count: a function that counts the terms of a loss.
         left_alone: parameters of optimizers that the program itself keeps right.

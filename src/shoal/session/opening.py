@@ -1,4 +1,4 @@
-"""A model that is about to be attached: what features may open for it, and change.
+"""Opening: a model that is about to be attached. Features may open channels for it and change it.
 
 All of it happens on every rank alike, so channels are made in the same order everywhere.
 """
@@ -29,10 +29,10 @@ from shoal.strategies.moving import OfState
 
 
 class Serve(Protocol):
-    """A function that rewrites one site and gives its transfers."""
+    """A function that rewrites one site and returns its transfers."""
 
     def __call__(self, placed: PlacedSite) -> Sequence[Transfer]:
-        """Rewrite the site."""
+        """Rewrite the site, and return its transfers."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,15 @@ class Prepared:
     """A plan for a model, and the facts that it was made from.
 
     Args:
-        plan: to follow.
+        plan: the plan to follow.
         profile: the model as it was measured; None if nobody did.
         cluster: the ranks and their links as they were measured; None if nobody did.
-        features: of training, in their order.
+        features: features of training, in their order.
         inputs_alike: whether ranks are given the same inputs on purpose.
         stage: the way to the end of the model, if hosts of its own run it.
-        values: rank 0's of what differs between ranks; None: they are compared as it is attached.
-        before: the hooks under an earlier plan, which has been released: the loss goes on.
+        values: rank 0's values that differ between ranks. None: ranks compare all values as the
+            model is attached.
+        before: the hooks of an earlier plan, which has been released. The loss goes on with them.
     """
 
     plan: Plan
@@ -61,12 +62,12 @@ class Prepared:
 
     @property
     def moving(self) -> Sequence[MovingState]:
-        """State that agrees after each backward."""
+        """State that ranks bring to agreement after each backward."""
         return () if self.profile is None else self.profile.moving
 
     @property
     def terms(self) -> Terms:
-        """What a loss without a count is a mean over."""
+        """Terms that a loss without a count is a mean over."""
         return OF_ROWS if self.profile is None else self.profile.terms
 
 
@@ -76,13 +77,13 @@ class Opening:
 
     Args:
         session: the ranks.
-        job: the model and what trains it.
+        job: the model, its loss and its optimizers.
         prepared: the plan, and the facts that it was made from.
-        serve: rewrites each site; a feature may put another function there.
-        state_among: makes the transfers of state that agrees, among so many ranks; likewise.
+        serve: rewrites each site. A feature may put another function there.
+        state_among: makes the transfers of state among so many ranks. A feature may replace it.
         inside: channels among the ranks of an island, each for a lane.
         main: channels that the main thread itself waits for.
-        weighing: tells what this rank's rows weigh in the running backward.
+        weighing: tells the weight of this rank's rows in the running backward.
         tables: the way to tables at servers, if there are any.
     """
 
@@ -128,11 +129,11 @@ class Opening:
         return f"model{self.session.models}"
 
     def channel(self, name: str) -> Comm:
-        """A channel of the model's own among all ranks that train."""
+        """Open a channel of this model among all ranks that train."""
         return self.comm.channel(f"{self.prefix}-{name}")
 
     def boundary(self) -> Comm:
-        """The channel for what crosses between ranks in forward and backward, opened once."""
+        """Return the channel between ranks in forward and backward, which is opened once."""
         if self._boundary is None:
             self._boundary = self.channel("boundary")
             self.main.append(self._boundary)
@@ -140,5 +141,5 @@ class Opening:
 
     @property
     def opened_boundary(self) -> Comm | None:
-        """That channel, if anybody has asked for it."""
+        """The boundary channel; None if nobody has asked for it."""
         return self._boundary

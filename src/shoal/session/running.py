@@ -1,4 +1,4 @@
-"""What runs a parallelised model: made by `attach`, and taken apart again by `release`."""
+"""Running: the parts that run a parallelised model. `attach` makes them, `release` ends them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shoal.rewrite.apply import Rewritten, check_release
 
 @dataclass(frozen=True)
 class Running:
-    """What runs a model that has been rewritten. Does not keep the model alive.
+    """Engine and other parts that run a rewritten model. They do not keep the model alive.
 
     Args:
-        number: of the model in its session.
-        rewritten: its sites, with their transfers.
-        engine: what sends for it.
-        owners: what updates parameters that have owners, if any has.
-        weigher: what weighs rows.
+        number: the model's number in its session.
+        rewritten: the model's sites, with their transfers.
+        engine: the engine that sends for the model.
+        owners: the owners that update parameters, if any parameter has one.
+        weigher: the weigher of rows.
         tables: the way to tables at servers, if there are any.
-        at_servers: the model's number there, if they own any parameter.
-        attachments: what features keep of it, by their names and in their order.
+        at_servers: the model's number at servers, if they own any parameter.
+        attachments: the features' attachments, by the features' names and in their order.
     """
 
     number: int
@@ -42,10 +42,10 @@ class Running:
     attachments: Mapping[str, Attachment[Any]] = field(default_factory=dict)
 
     def check_release(self, model: nn.Module) -> None:
-        """Refuse to release what cannot be released now, or ever.
+        """Refuse a release that is impossible now, or for ever.
 
         Raises:
-            UsageError: it says what to do instead.
+            UsageError: the model cannot be released. The error says how to go on.
             WorldError: a backward has ended half-way.
         """
         check_release(model, self.rewritten)
