@@ -174,7 +174,7 @@ def test_a_checkpoint_keeps_their_sum(tmp_path: Path) -> None:
     assert any(entries["gradient"].any() for entries in owed.values())
     for name, entries in owed.items():
         torch.testing.assert_close(again[name]["gradient"], entries["gradient"])
-    assert list(second.glob("features*"))
+    assert list(second.glob("feature-states*"))
 
 
 def outcomes_of(ranks: int, pin: str, work: Callable[..., None]) -> list[StateDict]:

@@ -332,7 +332,7 @@ class Plan(Layout):
     @property
     def is_plain(self) -> bool:
         """Whether one process trains as the plan says: ranks differ only in the rows they have."""
-        return self.in_step and not self.update_every and not self.features
+        return not (self.is_local or self.update_every or self.features)
 
     def on(self, cluster: Cluster) -> Cluster:
         """Return the cluster, noting whether workers run ahead of one another or step alone."""

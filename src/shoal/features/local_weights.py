@@ -106,7 +106,7 @@ class LocalWeights:
         for transfer in self._at_servers:
             transfer.forget()
         held = _tensors(model)
-        with having(held, common), having(*self._mean_states(optimizers)):
+        with having(held, common), self._mean_states(optimizers):
             yield
 
     def take_global(self, model: nn.Module) -> None:
@@ -141,38 +141,43 @@ class LocalWeights:
         """Give servers the weights with which a round begins, if they have any (a collective)."""
         self._ask_servers(GeoTransfer.put, "give servers")
 
-    def _mean_states(
-        self, optimizers: Sequence[Optimizer]
-    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-        """Return the tensors of the optimizers' states, and their means over ranks (a collective).
+    @contextmanager
+    def _mean_states(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Lend the optimizers the means over ranks of their states (a collective).
 
         An island counts as one rank. A parameter is left out unless every rank has the same state
         of it: a checkpoint then has rank 0's state.
         """
-        held: dict[Any, Tensor] = {}
-        means: dict[Any, Tensor] = {}
-        for index, optimizer in enumerate(optimizers):
+        own: list[tuple[Tensor, Tensor]] = []
+        for optimizer in optimizers:
+            parameters = _parameters(optimizer)
             listed = {
                 number: list(optimizer.state[parameter])
-                for number, parameter in enumerate(_parameters(optimizer))
+                for number, parameter in enumerate(parameters)
                 if parameter in optimizer.state
             }
             everywhere = self._comm.gather_objects(listed, "optimizer.state_dict()")
-            parameters = _parameters(optimizer)
             for number, names in everywhere[0].items():
                 if any(other.get(number) != names for other in everywhere):
                     continue
-                for name, value in optimizer.state[parameters[number]].items():
+                for value in optimizer.state[parameters[number]].values():
                     if isinstance(value, Tensor) and value.is_floating_point():
-                        held[index, number, name] = value
-                        means[index, number, name] = self._mean(value)
-        return held, means
+                        own.append((value, value.detach().clone()))
+                        self._average(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for value, before in own:
+                    value.copy_(before)
 
-    def _mean(self, value: Tensor) -> Tensor:
-        total = value.detach().clone(memory_format=torch.preserve_format).div_(self._parts)
-        flat = total.reshape(-1).contiguous()
+    @torch.no_grad()
+    def _average(self, value: Tensor) -> None:
+        """Put the mean over ranks into a tensor (a collective)."""
+        value.div_(self._parts)
+        flat = value.reshape(-1).contiguous()
         self._comm.all_reduce(flat)
-        return total.copy_(flat.view(total.shape))
+        value.copy_(flat.view(value.shape))
 
     @property
     def _parts(self) -> int:

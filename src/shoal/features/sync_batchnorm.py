@@ -69,7 +69,10 @@ class SyncBatchNorm(Feature[Opening]):
         return cls(convert=False)
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
-        names = list(norms_of(facts.model, self.convert))
+        has_tail = any(named(Strategy, choice.strategy).role.is_at_tail for choice in plan.choices)
+        if plan.in_step and not has_tail:
+            return
+        names = list(norms_of(facts.model, self.convert))  # a walk through the model, so last
         if not names:
             return
         where = ", ".join(names[:3])
@@ -79,19 +82,18 @@ class SyncBatchNorm(Feature[Opening]):
                 where=where,
                 do=_LEAVE_OUT,
             )
-        if plan.staleness != 0:
+        if plan.runs_ahead:
             raise PlanError(
                 "workers that run ahead of one another cannot normalise by the rows of all",
                 where=where,
                 do=f"{_LEAVE_OUT}; or give staleness=0",
             )
-        if any(named(Strategy, choice.strategy).role.is_at_tail for choice in plan.choices):
-            raise PlanError(
-                "batch norms over all ranks are not served where the end of the model has hosts "
-                "of its own",
-                where=where,
-                do=f'{_LEAVE_OUT}; or leave "stage" out of strategies',
-            )
+        raise PlanError(
+            "batch norms over all ranks are not served where the end of the model has hosts of its "
+            "own",
+            where=where,
+            do=f'{_LEAVE_OUT}; or leave "stage" out of strategies',
+        )
 
     @contextmanager
     def measuring(self, model: nn.Module) -> Iterator[Profiled]:

@@ -219,7 +219,7 @@ class Checkpoints:
         self._background.wait()
         self._clock.saved()
         snapshot = Snapshot(self._copies, keeps=self._writes)
-        with saving():
+        with saving(self._objects):
             state = taken(snapshot, self._objects, self._comm, self.steps, spread=True)
         spreads = snapshot.in_order()
         if spreads and self._channel is None:  # as on every rank

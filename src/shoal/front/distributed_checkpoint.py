@@ -63,7 +63,7 @@ class Stateful:
         """
         modules = modules_of(self._objects)
         check_in_step([model for _, model in modules])
-        with saving():
+        with saving(self._objects):
             return {
                 keyword: state_of(value, modules)
                 if isinstance(value, nn.Module)

@@ -301,11 +301,11 @@ class Options:
         return replace(self, plan=plan, pins=pins or None, codecs=())
 
 
-def compared(options: Options) -> dict[str, Any]:
+def compared(options: Options, features: Features) -> dict[str, Any]:
     """Return the options that ranks compare, as plain data by keyword."""
     return {
         o.keyword: o.compared(getattr(record, o.name))
-        for record in (options, *options.features)
+        for record in (options, *features)
         for o in options_of(record)
         if o.compared is not None
     }
@@ -324,7 +324,8 @@ def _check_memory(memory: Any, limit: Any) -> None:
 
 
 def check_asked(asked: Mapping[str, Any]) -> None:
-    """Raise the error of the first feature that does not take the values of its keywords."""
+    """Raise the error of an unknown keyword, or of the first feature that refuses its values."""
+    _check_known(asked)
     for kind in of(Feature).values():
         if _is_asked(kind, asked):
             _feature(kind, asked)

@@ -8,9 +8,9 @@
 
 and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data,
 `count(output, target)` that says what the loss is a mean over, `EPOCHS`, a whole number, and
-`SYNC_BATCHNORM`, whether BatchNorm layers normalise by the rows of all ranks. In place of loss() a
-recipe may have `compute_loss(model, batch)`, of a batch as the DataLoader gives it. Its accuracy
-takes (model, batch) then, and its count (batch).
+`OPTIONS`, keywords of `shoal.parallelize` as {"check_every": 50}. `SYNC_BATCHNORM = True` stands
+for {"sync_batchnorm": True}. In place of loss() a recipe may have `compute_loss(model, batch)`, of
+a batch as the DataLoader gives it. Its accuracy takes (model, batch) then, and its count (batch).
 
 Caffe2's data_parallel_model took builders in the same way, so that each process makes a model of
 its own. The functions are checked when the file is loaded, what they return when they are called.
@@ -35,11 +35,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
-from shoal.contracts.feature import Feature
 from shoal.contracts.sample import Objective
 from shoal.core.errors import UsageError
-from shoal.core.option import options_of
-from shoal.core.registry import of
 from shoal.front.options import check_asked
 
 CPU = torch.device("cpu")
@@ -188,11 +185,12 @@ def load(path: str | Path) -> Recipe:
     epochs = getattr(module, "EPOCHS", 1)
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise UsageError("EPOCHS is a whole number, at least 1", where=str(path), got=repr(epochs))
-    # options of features, as SYNC_BATCHNORM = True
-    keywords = [option.keyword for kind in of(Feature).values() for option in options_of(kind)]
-    asked = {
-        name: getattr(module, name.upper()) for name in keywords if hasattr(module, name.upper())
-    }
+    asked = getattr(module, "OPTIONS", {})
+    if not isinstance(asked, Mapping) or not all(isinstance(name, str) for name in asked):
+        do = 'write for instance OPTIONS = {"check_every": 50}'
+        raise UsageError("OPTIONS is not a mapping", where=str(path), got=repr(asked)[:80], do=do)
+    if hasattr(module, "SYNC_BATCHNORM"):
+        asked = {"sync_batchnorm": module.SYNC_BATCHNORM, **asked}
     try:
         check_asked(asked)
     except UsageError as error:

@@ -88,8 +88,8 @@ def replan(model: nn.Module) -> bool:
     if outcome is None:
         return False
     profile, cluster = corrected(attached.profile, attached.cluster, outcome)
-    present = Found(attached.plan, profile, cluster)
-    plan = from_first(session.comm, Plan, lambda: _better(present, again.asked, outcome))  # 3
+    present, request = Found(attached.plan, profile, cluster), again.asked.of_model(model)
+    plan = from_first(session.comm, Plan, lambda: _better(present, request, outcome))  # 3
     if plan == attached.plan:
         stages.done("making the plan anew: it stays")
         return False
@@ -180,7 +180,7 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
         release_optimizer(optimizer, running.engine)
     give_back(session, model, running, goes_on=True)
     remove(model)
-    job = job_of(again.asked, again.loss_fn, optimizers)
+    job = job_of(again.asked.of_model(model), again.loss_fn, optimizers)
     # ranks have the same values already, but for buffers that each keeps for itself
     follow(session, job, found, again, {}, attached.watched)
     for name, kept_now in session.attached[model].running.attachments.items():

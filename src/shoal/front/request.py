@@ -8,8 +8,8 @@ features.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -49,15 +49,7 @@ from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut
 
 # fields of a plan that ranks compare, beside its choices and placement
-_COMPARED = (
-    "model",
-    "bucket_bytes",
-    "lanes",
-    "micro_batches",
-    "joined",
-    "chunks",
-    "least_part_bytes",
-)
+_NOT_COMPARED = ("choices", "placement", "predicted_s")
 _STATE = "state of optimizer"  # its number follows
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
@@ -72,12 +64,14 @@ class Request:
             there.
         draft: the given plan, else the pinned layers, with the additions of features.
         facts: the facts that are known before anything is measured.
+        usable: names of the strategies that the planner may use: no feature refuses them.
     """
 
     options: Options
     features: Features
     draft: Plan
     facts: PlanFacts
+    usable: tuple[str, ...] = ()
 
     @property
     def given_plan(self) -> Plan | None:
@@ -92,26 +86,13 @@ class Request:
         strangers = from_outside(Feature)
         return self.draft.is_plain and not any(f.name in strangers for f in self.features)
 
-    def usable(self) -> list[str]:
-        """Return the names of the strategies that the planner may use: no feature refuses them.
+    def without_model(self) -> Request:
+        """Return the request without its model, for a record that hangs on the model."""
+        return self.of_model(nn.Identity())
 
-        Raises:
-            PlanError: features refuse every strategy that is asked for, for every layer.
-        """
-        layers = [layer.name for layer in trainable_layers(self.facts.model)]
-        names = known(self.options.strategies)
-        drafts = {
-            name: [replace(self.draft, choices=(Choice(layer, name),)) for layer in layers]
-            for name in names
-        }
-        found = [
-            name
-            for name in names
-            if any(accepts(draft, self.features, self.facts) for draft in drafts[name])
-        ]
-        if not found:
-            refuse(drafts[names[0]][0], self.features, self.facts)
-        return found
+    def of_model(self, model: nn.Module) -> Request:
+        """Return the request for this model."""
+        return replace(self, facts=replace(self.facts, model=model))
 
 
 def checked(
@@ -143,9 +124,25 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         check(given, model, facts.topology.size, facts.servers)
         features = of_plan(given, options.features)
         draft = planned(given, features, facts)
-    request = Request(options, features, draft, facts)
-    request.usable()
-    return request
+    return Request(options, features, draft, facts, _usable(options, features, draft, facts))
+
+
+def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts) -> tuple[str, ...]:
+    """Return the names of the strategies that no feature refuses for every layer.
+
+    Raises:
+        PlanError: features refuse every strategy that is asked for.
+    """
+    layers = [layer.name for layer in trainable_layers(facts.model)]
+
+    def drafts(name: str) -> Iterator[Plan]:
+        return (replace(draft, choices=(Choice(layer, name),)) for layer in layers)
+
+    names = known(options.strategies)
+    found = [name for name in names if any(accepts(each, features, facts) for each in drafts(name))]
+    if not found:
+        refuse(next(drafts(names[0])), features, facts)
+    return tuple(found)
 
 
 def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
@@ -346,13 +343,11 @@ def require_same(
 def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Return the parts of a request that ranks compare, by their names in messages."""
     plan, given = request.draft, request.given_plan is not None
-    of_plan: dict[str, Any] = {
-        "plan": "a plan of its own" if given else "auto",
-        "features": [feature.name for feature in request.features],
-    }
+    of_plan: dict[str, Any] = {"plan": "a plan of its own" if given else "auto"}
     if given:
         of_plan |= {f"plan for layer {choice.layer}": choice.way for choice in plan.choices}
-        of_plan |= {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
+        names = [field.name for field in fields(plan) if field.name not in _NOT_COMPARED]
+        of_plan |= {f"plan's {name}": in_order_of_patterns(getattr(plan, name)) for name in names}
         of_plan["plan's placement"] = in_order_of_patterns(plan.placement)
         of_plan["order of layers in the plan"] = [choice.layer for choice in plan.choices]
     return {
@@ -361,8 +356,9 @@ def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -
             for contract in (Strategy, Exchange, Codec, Feature)
             for name, place in from_outside(contract).items()
         },
-        **compared(request.options),
+        **compared(request.options, request.features),
         **of_plan,
+        "features": [feature.name for feature in request.features],
         **{f"optimizer {n}": _settings(optimizer) for n, optimizer in enumerate(optimizers)},
         **{f"{_STATE} {n}": _state(optimizer, model) for n, optimizer in enumerate(optimizers)},
     }

@@ -34,7 +34,7 @@ from shoal.front.stateful import Modules, members, modules_of, put_back, state_o
 from shoal.session.session import Attached, current, found, ranks
 
 # no keyword has such a name
-_RANDOM, _FEATURES = "random-state", "features"
+_RANDOM, _FEATURES = "random-state", "feature-states"
 _RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # names in releases before features
 _WRITING = "shoal.save: writing the checkpoint"
 
@@ -70,7 +70,7 @@ def save(path: str | Path, /, **objects: Any) -> None:
     """
     comm = ranks()
     snapshot = Snapshot(keeps=comm.rank == 0)  # save 1
-    with saving():
+    with saving(objects):
         state = taken(snapshot, objects, comm)
 
         def write() -> None:
@@ -155,17 +155,31 @@ def taken(
 
 
 @contextmanager
-def saving() -> Iterator[None]:
+def saving(objects: Mapping[str, Any]) -> Iterator[None]:
     """Have models and optimizers hold the values for a checkpoint, in the context (a collective).
 
-    Each feature of each model sees to that, as `Attachment.saving` says.
+    Each feature of each model sees to that, as `Attachment.saving` says. Models are those that are
+    saved, those whose optimizer is saved, and all whose workers run ahead: these must stand still
+    together.
     """
-    session = found()
     with ExitStack() as stack:
-        for attached in [] if session is None else session.attached.values():
+        for attached in _concerned(objects):
             for attachment in attached.running.attachments.values():
                 stack.enter_context(attachment.saving())  # save 2
         yield
+
+
+def _concerned(objects: Mapping[str, Any]) -> Iterator[Attached]:
+    """Yield the parallelised models that a checkpoint of these objects concerns."""
+    session, saved = found(), [value for _, value in members(objects)]
+    if session is None:
+        return
+    models = [model for _, model in _models(objects)]
+    for model, attached in session.attached.items():
+        trained_by = session.optimizers.get(model, ())
+        is_saved = any(model is other for other in models)
+        if is_saved or attached.plan.runs_ahead or any(o is v for o in trained_by for v in saved):
+            yield attached
 
 
 def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, plan)
-    again = Again(job.loss_fn, request, alike)
+    again = Again(job.loss_fn, request.without_model(), alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
@@ -238,7 +238,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             profile,
             cluster,
             pins=options.pins,
-            strategies=request.usable(),
+            strategies=request.usable,
             placement=options.placement,
             memory=options.memory,
             memory_limit=options.memory_limit,

@@ -81,17 +81,17 @@ def attach(
     check(prepared.plan, job.model, session.comm.size, num_servers)
     # 1
     opening = Opening(session, job, prepared, _state_among(session, job, prepared))
+    attachments = {  # first, because they may refuse
+        feature.name: attachment
+        for feature in prepared.features
+        if (attachment := feature.attach(opening)) is not None
+    }
     if cuts(prepared.plan):
         opening.boundary()
     buckets = Buckets(job.memory)
     sites = placed(job.model, prepared.plan, session.comm.rank, num_servers, buckets)
     opening.tables = open_tables(session, sites, prepared.plan, job.optimizers)
     weigher = _weigher(session, job, prepared)
-    attachments = {
-        feature.name: attachment
-        for feature in prepared.features
-        if (attachment := feature.attach(opening)) is not None
-    }
     # 2
     rewritten = _rewritten(opening, sites)
     # 3

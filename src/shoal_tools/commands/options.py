@@ -131,8 +131,7 @@ def _options() -> list[Option]:
     """List all options: of a plan, and of each feature.
 
     Features of other packages (entry points) are among them. A feature that a recipe registers is
-    not, because flags are read before the recipe is loaded. The recipe itself sets such an option,
-    as it does with SYNC_BATCHNORM = True.
+    not, because flags are read before the recipe is loaded. Its options stand in OPTIONS there.
     """
     return [option for kind in (Options, *of(Feature).values()) for option in options_of(kind)]
 

@@ -178,6 +178,6 @@ def test_a_flag_wins_over_the_constant_of_a_recipe(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "recipe_with_a_constant.py"
-    path.write_text(Path(RECIPE).read_text() + "\nLOCAL_STEPS = 4\n")
+    path.write_text(Path(RECIPE).read_text() + '\nOPTIONS = {"local_steps": 4}\n')
     assert asked(given(recipe=path)) == LocalSteps(4)
     assert asked(given("--local-steps", "8", recipe=path)) == LocalSteps(8)

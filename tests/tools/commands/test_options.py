@@ -31,7 +31,7 @@ OWN_FEATURE = """
         name: ClassVar[str] = "patience"
         steps: int = option(0, keyword="patience", flag=Flag("Steps to wait.", read=int))
 
-    PATIENCE = 3
+    OPTIONS = {"patience": 3}
 """
 
 
