@@ -9,8 +9,9 @@
     STEP_ENDED          it has ended
 
 An event counts by itself: "every third" is every third of that event since the model was
-parallelised. Every rank has the same events in the same order, as it makes the same calls. Two are
-not for cadences: see `Cadence`.
+parallelised. A step is one optimizer's: if two optimizers train the model, STEP_BEGUN and
+STEP_ENDED happen twice in an iteration. Every rank has the same events in the same order, as it
+makes the same calls. Two are not for cadences: see `Cadence`.
 """
 
 from __future__ import annotations
