@@ -1,7 +1,8 @@
 """A snapshot: what is to be written, as it was at one moment, and what was read.
 
-It has plain data as JSON, and tensors by file and name. What it takes of tensors it copies into
-memory that is used again, so that training goes on meanwhile.
+It has plain data as JSON, and tensors by file and name. For `shoal.Checkpoints` it copies tensors
+into memory that is used again, because training goes on meanwhile. For `shoal.save` it takes them
+as they are, because nothing changes until the call returns.
 Guarded by tests/checkpoint/test_parts.py and tests/front/test_saving.py.
 """
 

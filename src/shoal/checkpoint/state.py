@@ -4,7 +4,10 @@
     crc32              of `state`, written as JSON without spaces
     state              objects · random · models · features · step · files · written_by
 
-Nothing in it is keyed by a rank. Guarded by tests/front/test_saving.py.
+Version 2 has states of features. Version 1 is written if no feature keeps any, so that earlier
+releases read it. They wrote version 1 with `residuals` and `outer`, which `before_features` maps.
+`random` is a list in the order of the ranks. All else is whole and the same for any number of them.
+Guarded by tests/front/test_saving.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A bucket is one flat tensor, cut into a slice a rank. In a slice, values stand first and control
 behind them:
 
-    slice of rank r   │ values: gradients or parameters │ control: flags, row counts, turn │
+    slice of rank r   │ values: gradients or parameters │ control: flags, shares, marks, turn │
 
 An exchange moves slices as they are. With a codec (codecs/coded.py), values travel as its code, and
 control in its own bytes behind that.

@@ -235,10 +235,10 @@ class BackwardRound(Round):
     def finish(self) -> None:
         """Send what never got ready, wait for what is to be waited for, and publish."""
         routes, queue = self._routes, self._queue
-        routes.note("backward", self._began_s)  # gradient 12
+        routes.note("backward", self._began_s)
         waits_s = perf_counter()
         self.running = nothing
-        queue.send(self, everything=True)
+        queue.send(self, everything=True)  # gradient 12
         for errand, transfer in zip(queue.sent, queue.transfers, strict=True):
             if not isinstance(transfer, OwnedTransfer):
                 routes.wait(errand, transfer)

@@ -120,8 +120,9 @@ class Residuals(Attachment[Running]):
     def load(self, state: Any) -> None:
         """Have ranks owe the residuals of a checkpoint, of any plan and any number of ranks.
 
-        Each rank takes the part that it owns. A residual is dropped, with a warning on rank 0, if
-        the plan is exact here or the parameter has another size.
+        Each rank takes the part that it owns. If the terms of a linear codec are summed
+        (codecs/summed.py) nobody owns a part, so rank 0 takes all. A residual is dropped, with a
+        warning on rank 0, if the plan is exact here or the parameter has another size.
         """
         self.give({} if state is None else state["sums"], local=bool(state and state["local"]))
 

@@ -276,7 +276,7 @@ def _features(saved: Saved) -> dict[str, dict[str, Any]]:
     if saved.state.features is not None:
         kept: dict[str, dict[str, Any]] = saved.decoded(_FEATURES, saved.state.features)
         return kept
-    # releases before features wrote it so
+    # version 1: earlier releases wrote states in another form, and today no feature keeps any
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
     outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
     return before_features(saved.state.models, owed, outer)
