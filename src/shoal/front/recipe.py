@@ -59,7 +59,7 @@ _OF_BATCH = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe file offers. A method calls the builder of its name and checks the result.
+    """Contents of a recipe file. A method calls the builder of its name and checks the result.
 
     Models, losses and batches come on `device`.
     """

@@ -158,8 +158,8 @@ def taken(
 def saving(objects: Mapping[str, Any]) -> Iterator[None]:
     """Have models and optimizers hold the values for a checkpoint, in the context (a collective).
 
-    Each feature of each model sees to that, as `Attachment.saving` says. Models are those that are
-    saved, those whose optimizer is saved, and all whose workers run ahead: these must stand still
+    Each feature of a model does its part, as `Attachment.saving` says. A model takes part if it or
+    its optimizer is saved, and also if its workers run ahead, because all these must stand still
     together.
     """
     with ExitStack() as stack:
