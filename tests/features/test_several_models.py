@@ -143,3 +143,18 @@ def test_a_feature_that_refuses_as_it_is_attached_leaves_nothing_open() -> None:
     before = threading.active_count()
     assert on_two(work) == [0, 0]
     assert threading.active_count() <= before
+
+
+def test_an_object_may_be_called_features(tmp_path: Path) -> None:
+    """States of features have a file of a name that no keyword can have."""
+
+    def work(comm: ThreadComm, own: Batch) -> Tensor:
+        parts = spread(own, local_steps=4, outer=Outer(rule="nesterov"))
+        step(*parts, own)
+        shoal.save(tmp_path / "saved", model=parts[0], features={"seen": torch.arange(3.0)})
+        found = shoal.load(tmp_path / "saved", model=parts[0], features=None)["features"]["seen"]
+        assert isinstance(found, Tensor)
+        return found
+
+    for seen in on_two(work):
+        assert torch.equal(seen, torch.arange(3.0))
