@@ -58,6 +58,8 @@ from shoal.planner.imagined import stretched
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.session.attach import attach
+from shoal.session.job import TrainingJob
+from shoal.session.opening import Prepared
 from shoal.session.session import Attached, current
 from shoal_tools.contenders.peers import Peer, Workload, step_times
 from shoal_tools.launch.lab import Lab
@@ -198,16 +200,9 @@ def seeded(cell: Cell, work: Workload) -> Peer:
 def contender(cell: Cell, work: Workload, plan: Plan, its: Attached) -> Peer:
     """A model of its own under a plan, as `parallelize` has it, but that nothing is measured."""
     session, peer = current(), seeded(cell, work)
-    peer.loss, running = attach(
-        session,
-        peer.model,
-        peer.loss,
-        [peer.optimizer],
-        plan,
-        moving=its.profile.moving,
-        terms=its.profile.terms,
-    )
-    session.attached[peer.model] = replace(its, running=running, plan=plan)
+    job = TrainingJob(peer.model, peer.loss, [peer.optimizer])
+    peer.loss, attached = attach(session, job, Prepared(plan, its.profile, its.cluster))
+    session.attached[peer.model] = attached
     return peer
 
 

@@ -28,7 +28,9 @@ from shoal.contracts.launcher import Job
 from shoal.core.plan import Choice, Plan
 from shoal.profiling.identity import model_digest
 from shoal.session.attach import attach
-from shoal.session.session import Attached, current
+from shoal.session.job import TrainingJob
+from shoal.session.opening import Prepared
+from shoal.session.session import current
 from shoal_tools.contenders.peers import Peer, Workload, slowest_rank, step_times
 from shoal_tools.launch.lab import Lab
 
@@ -67,8 +69,8 @@ def peer(way: str, plain: bool, rows: int) -> tuple[Peer, tuple[torch.Tensor, to
     choices = tuple((direct | chosen)[name] for name in reversed(list(ways)))
     plan = Plan(RANKS, model_digest(made.model), choices, bucket_bytes=4 << 20, lanes=3)
     session = current()
-    made.loss, running = attach(session, made.model, made.loss, [made.optimizer], plan)
-    session.attached[made.model] = Attached(running, plan, None, None)  # type: ignore[arg-type]
+    job = TrainingJob(made.model, made.loss, [made.optimizer])
+    made.loss, session.attached[made.model] = attach(session, job, Prepared(plan))
     return made, batch
 
 

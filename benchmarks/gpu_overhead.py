@@ -40,6 +40,8 @@ from shoal.core.plan import Choice, Plan
 from shoal.front.joining import using
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.session.attach import attach
+from shoal.session.job import TrainingJob
+from shoal.session.opening import Prepared
 from shoal.session.session import current
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -114,7 +116,8 @@ def attached(work: Work, strategy: str) -> Work:
         Choice(layer.name, strategy, "loopback") for layer in reversed(trainable_layers(work.model))
     )
     plan = Plan(1, model_digest(work.model), choices, bucket_bytes=50 << 20, lanes=2)
-    attach(current(), work.model, work.loss_fn, [work.optimizer], plan, inputs_alike=True)
+    job = TrainingJob(work.model, work.loss_fn, [work.optimizer])
+    attach(current(), job, Prepared(plan, inputs_alike=True))
     return work
 
 

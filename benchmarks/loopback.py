@@ -37,6 +37,8 @@ from shoal.front.joining import using
 from shoal.front.recipe import load
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.session.attach import attach
+from shoal.session.job import TrainingJob
+from shoal.session.opening import Prepared
 
 HERE = Path(__file__).parent
 RECIPE, RESULTS = HERE.parent / "examples" / "resnet50.py", HERE / "results" / "loopback.json"
@@ -134,14 +136,8 @@ def main(batch: int, rounds: int, steps: int) -> None:
     )
     made = {name: recipe.optimizer(model.parameters()) for name, model in models.items()}
     with using(Loopback()) as session:
-        attach(
-            session,
-            models["engine"],
-            None,
-            [made["engine"]],
-            everything_replicated(models["engine"]),
-            weighs=False,
-        )
+        job = TrainingJob(models["engine"], None, [made["engine"]], weighs=False)
+        attach(session, job, Prepared(everything_replicated(models["engine"])))
         taken = {name: step_of(model, made[name], x, y) for name, model in models.items()}
         for step in taken.values():
             seconds(step, steps)  # warm

@@ -46,6 +46,8 @@ from shoal.planner.search_options import DEFAULT
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.session.attach import attach
+from shoal.session.job import TrainingJob
+from shoal.session.opening import Prepared
 from shoal.session.session import Attached, current
 from shoal_tools.contenders.peers import Peer, Workload, slowest_rank, step_times
 from shoal_tools.launch.lab import Lab
@@ -140,8 +142,9 @@ def contender(work: Workload, plan: Plan, auto: Attached) -> Peer:
     measured again.
     """
     session, peer = current(), Peer("shoal", seeded(work), work)
-    peer.loss, running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
-    session.attached[peer.model] = replace(auto, running=running, plan=plan)
+    job = TrainingJob(peer.model, peer.loss, [peer.optimizer])
+    peer.loss, attached = attach(session, job, Prepared(plan, auto.profile, auto.cluster))
+    session.attached[peer.model] = attached
     return peer
 
 
