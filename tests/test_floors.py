@@ -20,7 +20,7 @@ LIBRARY = {
     "tensors": 2,
     "comm": 3,
     **dict.fromkeys(["remote", "checkpoint"], 4),
-    **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
+    **dict.fromkeys(["profiling", "exchange", "codecs", "pipeline"], 5),
     **dict.fromkeys(["strategies", "data"], 6),
     **dict.fromkeys(["planner", "rewrite", "engine"], 7),
     "optim": 8,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.checkpoint.tensors import bytes_of
 from shoal.contracts.comm import Comm
-from shoal.tensors.cut import OverRanks
+from shoal.tensors.cut import SpreadCut
 
 CHUNK_BYTES = 1 << 20
 _REST = 3.0  # of the time that is spent on receiving
@@ -32,7 +32,7 @@ class Spread:
     """A tensor of which every rank has a part."""
 
     part: Tensor  # this rank's
-    cut: OverRanks
+    cut: SpreadCut
 
     @property
     def shape(self) -> torch.Size:

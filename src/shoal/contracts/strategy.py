@@ -55,6 +55,8 @@ class Place:
     rows: RowTraffic = field(default_factory=RowTraffic)  # of a layer that is cut
     tables: TableWay | None = None  # where servers have tables
     tail: TailWay | None = None  # where hosts of its own run the end of the model
+    model: nn.Module | None = None  # whose forward a strategy runs by itself
+    holders: Mapping[str, int] = field(default_factory=dict)  # the rank of each layer, by name
     # this rank's rows, for what leaves it in backward
     weighs: Weighing = field(default_factory=Weighing)
 

@@ -218,9 +218,15 @@ class Layout:
         joining = {name for name, role in used.items() if role.joins_layers}
         carried = {name for name, role in used.items() if role.takes_exchange}
         ends = {name for name, role in used.items() if role.is_at_tail}
+        ranked = {name for name, role in used.items() if role.names_ranks}
+        on_ranks = [choice for choice in self.choices if choice.strategy in ranked]
+        if on_ranks:
+            yield Site(tuple(choice.layer for choice in on_ranks), on_ranks[0].strategy, "")
         at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange, self.period(choice.layer))
+            if choice.strategy in ranked:
+                continue
             if choice.strategy in ends:
                 if choice == at_tail[-1]:
                     rows = {c.rows for c in at_tail}  # codes only if all of them say so

@@ -12,6 +12,7 @@ rewriting and runtime ask by a question's name.
     CUT       one layer                 a part on each      nowhere: a part's gradient stays there
     TABLE     one layer                 on servers          to these
     STAGE     the end of the model      on tail hosts       to these
+    PIPELINE  all of its layers         on one rank each    nowhere: they stay there
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Role(Enum):
     CUT = auto()
     TABLE = auto()
     STAGE = auto()
+    PIPELINE = auto()
 
     @property
     def takes_exchange(self) -> bool:
@@ -59,7 +61,7 @@ class Role(Enum):
     @property
     def is_cut(self) -> bool:
         """Whether no rank has all of the layer, so that all of them call, save and load it."""
-        return self in (Role.CUT, Role.STAGE)
+        return self in (Role.CUT, Role.STAGE, Role.PIPELINE)
 
     @property
     def owns_at_servers(self) -> bool:
@@ -82,6 +84,11 @@ class Role(Enum):
         return self is Role.STAGE
 
     @property
+    def names_ranks(self) -> bool:
+        """Whether a plan names the rank of each layer, and all of its layers are one site."""
+        return self is Role.PIPELINE
+
+    @property
     def fits_tail_hosts(self) -> bool:
         """Whether tail hosts can share a layer so: it needs no hosts but those that run it."""
-        return not (self.takes_servers or self.is_at_tail)
+        return not (self.takes_servers or self.is_at_tail or self.names_ranks)

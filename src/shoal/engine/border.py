@@ -38,6 +38,7 @@ from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
+from shoal.pipeline.output import EndOutput
 from shoal.profiling.terms import keep, kept_by
 from shoal.remote.stage_output import StageOutput
 from shoal.tensors.cut import is_cut
@@ -308,6 +309,8 @@ class _Identity(torch.autograd.Function):
 
 
 def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
+    if isinstance(tensor, EndOutput):
+        return tensor.over(lambda loss: _cross(loss, crossing))
     if isinstance(tensor, StageOutput):
         return tensor.over(lambda ticket: _cross(ticket, crossing))
     # what is made of it crosses the border, with this rank's rows alone

@@ -26,7 +26,7 @@ from shoal.core.errors import ShoalError, UsageError
 from shoal.data.sharded import Positioned
 from shoal.optim.extend import kept_state_dict
 from shoal.session.additions import uncompiled
-from shoal.tensors.cut import OverRanks, cut_of, is_cut, part_of
+from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 
 _SHOWN = 4  # names that a message lists
 Modules = Sequence[tuple[str, nn.Module]]  # with the ways to them
@@ -91,7 +91,7 @@ def _of_module(module: nn.Module, *, spread: bool) -> Any:
         if isinstance(value, Tensor):
             cut = cut_of(value) if is_cut(value) else None
             state[name] = (
-                Spread(part_of(value), cut) if isinstance(cut, OverRanks) else value.detach()
+                Spread(part_of(value), cut) if isinstance(cut, SpreadCut) else value.detach()
             )
     return state
 

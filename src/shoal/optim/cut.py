@@ -23,7 +23,7 @@ from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Part, States
 from shoal.profiling.updates import part_of as part_of_state
-from shoal.tensors.cut import OverRanks, cut_of, is_cut, laid_as, opened, part_of
+from shoal.tensors.cut import SpreadCut, cut_of, is_cut, laid_as, opened, part_of
 
 
 @final
@@ -84,13 +84,13 @@ class CutPart(Part):
     def whole_state(self) -> States:
         return self.kept_state(_whole)
 
-    def kept_state(self, spread: Callable[[Tensor, OverRanks], Any]) -> States:
+    def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:
         state = self.optimizer.state
         kept: States = {}
         for parameter in self.parameters():
             if parameter in state:
                 cut, part = cut_of(parameter), part_of(parameter)
-                assert isinstance(cut, OverRanks)
+                assert isinstance(cut, SpreadCut)
                 kept[parameter] = {
                     name: spread(value, cut) if _is_part(value, part) else value
                     for name, value in state[parameter].items()
@@ -105,7 +105,7 @@ class CutPart(Part):
                 state[parameter] = part_of_state(state[parameter], cut.like, cut.part)
 
 
-def _whole(part: Tensor, cut: OverRanks) -> Tensor:
+def _whole(part: Tensor, cut: SpreadCut) -> Tensor:
     """The whole of a tensor of which every rank has a part, laid as the parameter."""
     purpose = f"optimizer.state_dict(): state of {cut.name}"
     return laid_as(cut.layout, cut.gathered(part, purpose))

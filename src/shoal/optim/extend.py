@@ -39,7 +39,7 @@ from shoal.optim.checks import Arguments, check_known, checked_step
 from shoal.optim.methods import Methods
 from shoal.optim.part import Part, put, shown
 from shoal.optim.whole import WholePart
-from shoal.tensors.cut import OverRanks
+from shoal.tensors.cut import SpreadCut
 
 _EXTENSION = "_shoal_extension"
 
@@ -85,7 +85,7 @@ def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
 
 
 def kept_state_dict(
-    optimizer: Optimizer, spread: Callable[[Tensor, OverRanks], Any]
+    optimizer: Optimizer, spread: Callable[[Tensor, SpreadCut], Any]
 ) -> dict[str, Any]:
     """`optimizer.state_dict()`, in which parts of this rank stand as `spread` has them.
 
@@ -126,7 +126,7 @@ class _Extension:
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._check: RemovableHandle | None = None
         self._timed: RemovableHandle | None = None
-        self._spread: Callable[[Tensor, OverRanks], Any] | None = None  # while a state is taken
+        self._spread: Callable[[Tensor, SpreadCut], Any] | None = None  # while a state is taken
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
         self._stepping = Methods(optimizer)
@@ -297,7 +297,7 @@ class _Extension:
         with shown(self._optimizer, states):
             return original()
 
-    def kept(self, spread: Callable[[Tensor, OverRanks], Any]) -> dict[str, Any]:
+    def kept(self, spread: Callable[[Tensor, SpreadCut], Any]) -> dict[str, Any]:
         """The optimizer's state, in which parts of this rank stand as `spread` has them."""
         self._spread = spread
         try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.pieces import local_gradient, set_local_gradient
-from shoal.tensors.cut import OverRanks, opened
+from shoal.tensors.cut import SpreadCut, opened
 
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
 
@@ -59,7 +59,7 @@ class Part(ABC):
     def whole_state(self) -> States:
         """The state of these parameters in one-process form, on every rank (a collective)."""
 
-    def kept_state(self, spread: Callable[[Tensor, OverRanks], Any]) -> States:
+    def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:
         """The same, in which what ranks have parts of may be this rank's part, as `spread` has it.
 
         A collective, where there is anything else.

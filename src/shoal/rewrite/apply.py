@@ -86,6 +86,8 @@ def placed(
         buckets=buckets or Buckets(),
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
     )
+    roles = {name: named(Strategy, name).role for name in {c.strategy for c in plan.choices}}
+    holders = {c.layer: int(c.exchange) for c in plan.choices if roles[c.strategy].names_ranks}
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:
@@ -102,6 +104,7 @@ def placed(
             spans=spans,
             rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
+            holders=holders,
         )
 
     return [
@@ -143,7 +146,7 @@ def release(model: nn.Module, rewritten: Rewritten) -> None:
     for placed, transfers in reversed(rewritten.sites):
         names = placed.site.layers
         layers = {name: module for name in names if (module := rewritten.layers[name]())}
-        placed.strategy.release(replace(placed.place, layers=layers), transfers)
+        placed.strategy.release(replace(placed.place, layers=layers, model=model), transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
 
@@ -171,7 +174,7 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
-    return replace(placed_site, place=replace(placed_site.place, layers={}, tail=None))
+    return replace(placed_site, place=replace(placed_site.place, layers={}, tail=None, model=None))
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
@@ -229,6 +232,14 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         )
     for choice in plan.choices:
         check_carried(choice.layer, choice.strategy, choice.exchange)
+        if named(Strategy, choice.strategy).role.names_ranks and int(choice.exchange) >= ranks:
+            raise PlanError(
+                "the plan gives a layer to a rank that there is not",
+                where=f"layer {choice.layer}",
+                got=f"rank {choice.exchange}",
+                expected=f"one of the ranks 0 … {ranks - 1}",
+                do="change the rank",
+            )
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 
 

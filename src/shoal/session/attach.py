@@ -54,6 +54,7 @@ from shoal.session.running import Running
 from shoal.session.session import Attached, Session, Threads
 from shoal.session.watch import watch
 from shoal.strategies.moving import OfState, transfers_of
+from shoal.strategies.pipeline import is_pipeline, loss_at_end
 from shoal.strategies.stage import loss_at_tail
 
 
@@ -107,6 +108,8 @@ def attach(
     if prepared.stage is not None:
         assert job.loss_fn is not None
         job = replace(job, loss_fn=loss_at_tail(job.loss_fn))
+    if is_pipeline(job.model) and job.loss_fn is not None:
+        job = replace(job, loss_fn=loss_at_end(job.loss_fn))
     loss, watched = watch(job, running, _terms(prepared), prepared.before)
     _join(opening.weighing, watched.border)
     add(job.model, running.engine)
@@ -163,7 +166,10 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
 
     def with_channels(place: Place) -> Place:
         boundary, tables = opening.opened_boundary, opening.tables
-        return replace(place, comm=boundary, tables=tables, tail=stage, weighs=weighing)
+        model = opening.model if place.holders else None
+        return replace(
+            place, comm=boundary, tables=tables, tail=stage, weighs=weighing, model=model
+        )
 
     sites = [replace(site, place=with_channels(site.place)) for site in sites]
     values = opening.prepared.values

@@ -39,6 +39,14 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
                 expected="one of " + ", ".join(carriers(strategy)),
                 do="change the layer's exchange",
             )
+    elif strategy.role.names_ranks:
+        if not exchange.isdecimal():
+            raise PlanError(
+                f"{name} names the rank that holds the layer",
+                where=f"layer {layer}",
+                got=exchange or "no rank",
+                do=f'write for instance "{name}:0"',
+            )
     elif exchange and not strategy.role.is_at_tail:
         raise PlanError(
             f"{name} takes no exchange",

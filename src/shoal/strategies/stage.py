@@ -144,6 +144,18 @@ def run_by(module: nn.Module, stage: Any) -> None:
     module.__dict__[_SLOT] = stage
 
 
+def run_no_more(module: nn.Module) -> None:
+    """Undo `run_by`, where it was done."""
+    if isinstance(module, _Staged):
+        del module.__dict__[_SLOT]
+        module.__class__ = type(module).__bases__[1]
+
+
+def runs_by(module: nn.Module) -> Any:
+    """Return what runs a module; None if it runs as it is."""
+    return module.__dict__.get(_SLOT)
+
+
 class _Staged(nn.Module):
     """A module that runs otherwise, with the same parameters, names and repr.
 

@@ -103,8 +103,59 @@ class Cut(ABC):
         self._version = whole._version
 
 
+class SpreadCut(Cut):
+    """A cut over the ranks: together they have the whole parameter."""
+
+    @abstractmethod
+    def numels(self) -> list[int]:
+        """Return the number of elements of each rank's part."""
+
+    @abstractmethod
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole, given every rank's part, whose elements are in order."""
+
+    @abstractmethod
+    def gathered(self, part: Tensor, purpose: str) -> Tensor:
+        """Return all of a tensor of the parameter's form, given every rank's part (a collective).
+
+        Messages say that it is for `purpose`.
+        """
+
+    def whole(self, part: Tensor) -> Tensor:
+        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")  # save 4
+
+    def change(
+        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, CutParameter):
+                return part_of(leaf) if leaf.shape == subject.shape else leaf
+            if isinstance(leaf, Tensor) and leaf.dim():
+                return self.part(leaf.expand(self.like.shape))
+            return leaf
+
+        args, kwargs = pytree.tree_map(part, (tuple(args), dict(kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():
+            function(subject, *args, **kwargs)
+
+    def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
+        local = self.settled(parameter)
+        if local is None:
+            return None
+        if (
+            self._seen is None
+            or local is not self._its_part
+            or self._seen._version != self._version
+        ):
+            self._show_all(parameter, local)
+        return self._seen
+
+    def _show_all(self, parameter: Tensor, local: Tensor) -> None:
+        self._show(parameter, self.whole(local))
+
+
 @final
-class OverRanks(Cut):
+class OverRanks(SpreadCut):
     """Every rank r has `sizes[r]` of dimension `dim`, in rank order. Looking is a collective."""
 
     def __init__(
@@ -135,16 +186,11 @@ class OverRanks(Cut):
         shape = size, *whole.shape[1:]
         return in_rows(ids[own] - start, whole.values()[own], shape, coalesced=True)
 
-    def whole(self, part: Tensor) -> Tensor:
-        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")  # save 4
-
     def numels(self) -> list[int]:
-        """Elements of each rank's part."""
         line = self.like.numel() // max(1, self.like.shape[self._dim])
         return [line * size for size in self._sizes]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, of every rank's part, whose elements are in order."""
         formed = []
         for size, part in zip(self._sizes, parts, strict=True):
             shape = list(self.like.shape)
@@ -153,10 +199,6 @@ class OverRanks(Cut):
         return torch.cat(formed, self._dim)
 
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
-        """All of a tensor of the parameter's form, of which every rank has its part (a collective).
-
-        Messages say that it is for `purpose`.
-        """
         if part.layout is not torch.strided:
             return self._whole_of_rows(part, purpose)[0]
         self.comm.numbers([part.numel()] * self.comm.size, purpose)
@@ -178,35 +220,11 @@ class OverRanks(Cut):
         self.comm.all_to_all(incoming, outgoing)
         return torch.stack(incoming).mean(0)
 
-    def change(
-        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        def part(leaf: Any) -> Any:
-            if isinstance(leaf, CutParameter):
-                return part_of(leaf) if leaf.shape == subject.shape else leaf
-            if isinstance(leaf, Tensor) and leaf.dim():
-                return self.part(leaf.expand(self.like.shape))
-            return leaf
-
-        args, kwargs = pytree.tree_map(part, (tuple(args), dict(kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
-            function(subject, *args, **kwargs)
-
-    def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
-        local = self.settled(parameter)
-        if local is None:
-            return None
-        if (
-            self._seen is None
-            or local is not self._its_part
-            or self._seen._version != self._version
-        ):
-            if local.layout is torch.strided:
-                self._show(parameter, self.whole(local))
-            else:
-                reading = f"reading of {self.name}.grad"
-                self._show(parameter, *self._whole_of_rows(local, reading))
-        return self._seen
+    def _show_all(self, parameter: Tensor, local: Tensor) -> None:
+        if local.layout is torch.strided:
+            super()._show_all(parameter, local)
+        else:
+            self._show(parameter, *self._whole_of_rows(local, f"reading of {self.name}.grad"))
 
     def _whole_of_rows(self, local: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
         """All of a sparse tensor of which every rank has its rows, and this rank's part of it.

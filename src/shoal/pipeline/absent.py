@@ -1,0 +1,176 @@
+"""Absent tensors: tensors that another rank computes, or that come later.
+
+A rank runs the model's own forward, also where another rank has the layers. There functions are
+given absent tensors, and return absent ones: only shape, type and device are computed.
+
+    no value yet   functions on it compute forms. What looks at values is `Undecided`
+    with a value   functions take the value in its place
+
+So a local variable of somebody's forward that was absent has a value once that has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+
+from shoal.tensors.cut import cut_of, is_cut
+
+_UNDECIDED = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class Undecided(Exception):
+    """A forward looks at values that this rank does not have."""
+
+
+@final
+class Forms:
+    """Computes forms of tensors: shape, type, device and strides, without values."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def form(self, tensor: Tensor) -> Tensor:
+        """Return the form of a tensor."""
+        if isinstance(tensor, Absent):
+            return tensor.slot.form if tensor.slot.value is None else self.form(tensor.slot.value)
+        if is_cut(tensor):
+            like = cut_of(tensor).layout
+            with self._mode:
+                return torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device=_device(tensor)
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._mode.from_tensor(tensor.detach())
+
+    def absent(self, shape: Any, dtype: torch.dtype, device: torch.device, *, grad: bool) -> Absent:
+        """Return an absent tensor of this form, with usual strides."""
+        with self._mode:
+            form = torch.empty(shape, dtype=dtype, device=device)
+        return Absent.of(self, form, grad=grad)
+
+    def like(self, tensor: Tensor) -> Absent:
+        """Return an absent tensor of a tensor's form."""
+        return Absent.of(self, self.form(tensor), grad=tensor.requires_grad)
+
+    def called(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return what a function returns, with absent tensors in the places of tensors.
+
+        Raises:
+            Undecided: the function looks at values.
+        """
+        given: list[Tensor] = []
+        forms: list[Tensor] = []
+        grad = False
+
+        def formed(leaf: Any) -> Any:
+            nonlocal grad
+            if not isinstance(leaf, Tensor):
+                return leaf
+            grad = grad or leaf.requires_grad
+            given.append(leaf)
+            forms.append(self.form(leaf))
+            return forms[-1]
+
+        formed_args, formed_kwargs = pytree.tree_map(formed, (tuple(args), dict(kwargs)))
+        try:
+            with self._mode, torch.no_grad():
+                returned = function(*formed_args, **formed_kwargs)
+        except _UNDECIDED as error:
+            raise Undecided(getattr(function, "__name__", str(function))) from error
+        grad = grad and torch.is_grad_enabled() and function is not Tensor.detach
+
+        def absent(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            for form, tensor in zip(forms, given, strict=True):
+                if form is leaf:
+                    return tensor
+            return Absent.of(self, leaf, grad=grad and leaf.is_floating_point())
+
+        return pytree.tree_map(absent, returned)
+
+
+@final
+class Slot:
+    """The place of a value.
+
+    Args:
+        forms: computes forms.
+        form: the value's form.
+        grad: whether the value takes a gradient.
+    """
+
+    __slots__ = ("form", "forms", "grad", "value")
+
+    def __init__(self, forms: Forms, form: Tensor, *, grad: bool) -> None:
+        self.forms, self.form, self.grad = forms, form, grad
+        self.value: Tensor | None = None
+
+
+@final
+class Absent(Tensor):
+    """A tensor whose value another rank has, or which has arrived since."""
+
+    slot: Slot
+
+    @classmethod
+    def of(cls, forms: Forms, form: Tensor, *, grad: bool) -> Absent:
+        """Return an absent tensor of a form."""
+        shell = torch.empty(0, device="meta").as_subclass(cls)
+        shell.__dict__["slot"] = Slot(forms, form, grad=grad)
+        return shell
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        empty = next((leaf for leaf in absent if leaf.slot.value is None), None)
+        if empty is None:
+            args, kwargs = present((args, kwargs))
+            return func(*args, **kwargs)
+        if func == _REQUIRES_GRAD:
+            return empty.slot.grad
+        if func in LOOKS:
+            raise Undecided(getattr(func, "__name__", str(func)))
+        return empty.slot.forms.called(func, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        slot = self.slot
+        return f"Absent({tuple(slot.form.shape)}, {slot.form.dtype})"
+
+
+def is_empty(leaf: Any) -> bool:
+    """Return whether a value is an absent tensor that has no value yet."""
+    return isinstance(leaf, Absent) and leaf.slot.value is None
+
+
+def present(values: Any) -> Any:
+    """Return values with what has arrived in the places of absent tensors."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Absent) and leaf.slot.value is not None:
+            return leaf.slot.value
+        return leaf
+
+    return pytree.tree_map(value, values)
+
+
+def _device(tensor: Tensor) -> torch.device:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.device
+
+
+_REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009
+LOOKS = frozenset({Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__})

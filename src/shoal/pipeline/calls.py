@@ -1,0 +1,109 @@
+"""What ranks tell one another before a call of the model: the forms of their inputs.
+
+A call whose forms were told before costs one number to each other rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.contracts.comm import Comm
+from shoal.core.errors import RanksDiffer
+
+_PLAIN = (int, float, str, bool, type(None))
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@final
+class Call:
+    """A call of the model: the form of its arguments, and the tensors among them.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the arguments by name.
+        modes: what else must be the same on all ranks.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, modes: Sequence[Any]) -> None:
+        self._leaves, self._form = pytree.tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._modes = tuple(modes)
+
+    def with_tensors(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the arguments, with other tensors in the places of these."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._form)
+        return args, kwargs
+
+    @property
+    def common(self) -> str:
+        """What must be the same on every rank, in words."""
+        rest = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
+        plain = [leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__ for leaf in rest]
+        kinds = [(tensor.dim(), str(tensor.dtype)) for tensor in self.tensors]
+        return f"{self._form} {plain} {kinds} {self._modes}"
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes and types of the tensors."""
+        return [(tuple(tensor.shape), tensor.dtype) for tensor in self.tensors]
+
+
+@final
+class Told:
+    """Calls that ranks have told one another.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._known: dict[tuple[int, int], list[Shape]] = {}
+
+    def tell(self, call: Call, purpose: str) -> tuple[list[list[Shape]], list[int]]:
+        """Return the shapes of each rank's tensors, and a number for each (a collective).
+
+        Raises:
+            RanksDiffer: ranks call with other arguments than tensors, or in other modes.
+        """
+        common = call.common
+        own = _number(f"{common} {call.shapes}")
+        numbers = self._comm.numbers([own] * self._comm.size, purpose)
+        if any((rank, number) not in self._known for rank, number in enumerate(numbers)):
+            told = self._comm.gather_objects(
+                (common, [(list(shape), str(dtype)) for shape, dtype in call.shapes]), purpose
+            )
+            for rank, (theirs, shapes) in enumerate(told):
+                if theirs != common:
+                    raise RanksDiffer(
+                        f"rank {rank} calls the model otherwise than rank {self._comm.rank}",
+                        where=purpose,
+                        got=_difference(theirs, common),
+                        do="call the model with the same arguments on every rank, in the same mode",
+                        rank=rank,
+                    )
+                self._known[rank, numbers[rank]] = [
+                    (tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+                    for shape, dtype in shapes
+                ]
+        return [self._known[rank, number] for rank, number in enumerate(numbers)], numbers
+
+
+def _number(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _difference(theirs: str, own: str) -> str:
+    """Return the parts of two texts from where they differ."""
+    same = next((i for i, (a, b) in enumerate(zip(theirs, own, strict=False)) if a != b), 0)
+    begin = max(0, same - 20)
+    return f"{theirs[begin : same + 60]!r} and {own[begin : same + 60]!r}"

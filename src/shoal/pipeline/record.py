@@ -1,0 +1,331 @@
+"""A record of a model's forward on a sample: the values, who makes them, and who uses them.
+
+It says what crosses at a cut, which is a place before a call of a module: the values that were made
+before it and are used after it. Left out is what every rank computes for itself from the inputs
+(positions, masks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal.core.errors import UsageError
+from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
+from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in, walking
+
+INPUT: Position = (-1.0,)  # where the inputs of the forward come from
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the forward.
+
+    Args:
+        made: the position behind which it is there.
+        is_given: whether it follows from inputs and constants alone.
+        nbytes: its bytes.
+        takes_grad: whether it takes a gradient.
+        inputs: numbers of the inputs that it follows from.
+    """
+
+    made: Position
+    is_given: bool
+    nbytes: int
+    takes_grad: bool
+    inputs: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a module's call has returned: a tree, with a form or an alias for each tensor.
+
+    Args:
+        form: the tree.
+        leaves: of each leaf, a tensor on no device ("meta"), the number of the tensor among the
+            arguments that it is, or any other object.
+        devices: of each leaf that is a tensor.
+        takes_grad: whether each leaf takes a gradient.
+    """
+
+    form: Any
+    leaves: tuple[Any, ...]
+    devices: tuple[torch.device | None, ...]
+    takes_grad: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The number of a tensor among a call's arguments."""
+
+    number: int
+
+
+@dataclass
+class Record:
+    """What one forward did."""
+
+    values: dict[Name, Value] = field(default_factory=dict)
+    uses: dict[Name, list[Position]] = field(default_factory=dict)
+    calls: dict[Position, str] = field(default_factory=dict)  # names of called modules
+    functions: dict[Position, str] = field(default_factory=dict)
+    given: set[Position] = field(default_factory=set)  # events whose results are given
+    returned: dict[tuple[Position, Any], Returned] = field(default_factory=dict)
+    parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
+    inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
+    looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
+
+    def live(self, cut: Position) -> list[Name]:
+        """Return the names of the values that cross a cut, in order."""
+        return sorted(
+            name
+            for name, value in self.values.items()
+            if not value.is_given
+            and value.made < cut
+            and any(use >= cut for use in self.uses.get(name, ()))
+        )
+
+    def live_bytes(self, cut: Position) -> int:
+        """Return the bytes that cross a cut."""
+        return sum(self.values[name].nbytes for name in self.live(cut))
+
+    def inputs_between(self, begin: Position, end: Position) -> set[int]:
+        """Return the numbers of the inputs that events from `begin` to before `end` need."""
+        found = set(self.looked_at)
+        for position, numbers in self.inputs.items():
+            if begin <= position < end:
+                found |= numbers
+        return found
+
+
+def signature(args: Any, kwargs: Any, module: nn.Module) -> Any:
+    """Return what tells forms of a call's results: the forms of its arguments, and its mode."""
+    leaves, form = pytree.tree_flatten((args, kwargs))
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype
+        return leaf if isinstance(leaf, int | float | str | bool | type(None)) else type(leaf)
+
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return str(form), tuple(map(of, leaves)), module.training, torch.is_grad_enabled(), autocast
+
+
+def returned(args: Any, kwargs: Any, output: Any) -> Returned:
+    """Return the forms of what a call has returned."""
+    given = tensors_in((args, kwargs))
+    leaves, form = pytree.tree_flatten(output)
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for number, tensor in enumerate(given):
+            if tensor is leaf:
+                return Alias(number)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+    tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    return Returned(
+        form,
+        tuple(map(of, leaves)),
+        tuple(leaf.device if is_one else None for leaf, is_one in zip(leaves, tensors, strict=True)),
+        tuple(
+            bool(is_one and leaf.requires_grad) for leaf, is_one in zip(leaves, tensors, strict=True)
+        ),
+    )
+
+
+@final
+class Recording(Walk):
+    """Walks into every call of a module, and notes each event.
+
+    Nothing is computed but what follows from the inputs alone: of all else only the forms are
+    known. So parameters may be elsewhere, and buffers stay as they are.
+
+    Args:
+        model: the module.
+        forms: computes forms.
+        inputs: the tensors of the call, in order.
+    """
+
+    def __init__(self, model: nn.Module, forms: Forms, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.record = Record()
+        self._forms = forms
+        self._names: Any = WeakIdKeyDictionary()
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._parameters: Any = WeakIdKeyDictionary()
+        for name, parameter in model.named_parameters():
+            self._parameters[parameter] = name
+        for number, tensor in enumerate(inputs):
+            self._made(tensor, (INPUT, number), INPUT, given=True, inputs=frozenset({number}))
+
+    def function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        used = tensors_in((args, kwargs))
+        if function in LOOKS:
+            return self._looked_at(function, used, args, kwargs)
+        parameters = {self._parameters[t] for t in used if t in self._parameters}
+        given = not parameters and not any(map(is_empty, used))
+        output, given = self._run(function, args, kwargs, given=given)
+        made = tensors_in(output)
+        if not made:
+            for tensor in used:
+                self._used(tensor, self.here)
+            return output
+        position = self.here
+        self.passed()
+        self.record.functions[position] = getattr(function, "__name__", "")
+        if parameters:
+            self.record.parameters[position] = parameters
+        self._noted(position, position, used, made, given=given)
+        return output
+
+    def _run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, given: bool
+    ) -> tuple[Any, bool]:
+        """Return what a function returns, and whether that follows from the inputs alone."""
+        if not given:
+            return self._formed(function, args, kwargs), False
+        if _changes(function) and not any(t in self._names for t in tensors_in(args[:1])):
+            return args[0], True  # a buffer, which a record leaves as it is
+        before = torch.random.get_rng_state()
+        output = function(*args, **kwargs)
+        if torch.equal(before, torch.random.get_rng_state()):
+            return output, True
+        torch.random.set_rng_state(before)
+        return pytree.tree_map(
+            lambda leaf: self._forms.like(leaf) if isinstance(leaf, Tensor) else leaf, output
+        ), False
+
+    def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return self._forms.called(function, args, kwargs)
+        except Undecided as error:
+            raise undecided(str(error), self._frame_name) from None
+
+    @property
+    def _frame_name(self) -> str:
+        return self.record.calls.get(self._frames[-1][0], "")
+
+    def _looked_at(
+        self, function: Callable[..., Any], used: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        if any(map(is_empty, used)) or any(t in self._parameters for t in used):
+            raise undecided(getattr(function, "__name__", ""), self._frame_name)
+        for tensor in used:
+            if tensor in self._names:
+                self.record.looked_at |= self.record.values[self._names[tensor]].inputs
+        return function(*args, **kwargs)
+
+    def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        position = self.here
+        self.passed()
+        self.record.calls[position] = self._modules.get(module, "")
+        with self.aside():
+            used = tensors_in((args, kwargs))
+            known = signature(args, kwargs, module)
+            for tensor in used:
+                self._used(tensor, position)
+        with self.inside(position):
+            output = call(module, *args, **kwargs)
+        with self.aside():
+            made = tensors_in(output)
+            for tensor in made:
+                self._used(tensor, (*position, END))
+            given = not any(True for _ in module.parameters()) and not any(
+                map(is_empty, [*used, *made])
+            )
+            self.record.returned[position, known] = returned(args, kwargs, output)
+            self._noted(position, (*position, END), used, made, given=given)
+        return output
+
+    def finished(self, output: Any) -> None:
+        """Note what the forward has returned."""
+        for tensor in tensors_in(output):
+            self._used(tensor, (END,))
+
+    def _noted(
+        self,
+        position: Position,
+        made_at: Position,
+        used: Sequence[Tensor],
+        made: Sequence[Tensor],
+        *,
+        given: bool,
+    ) -> None:
+        if given:
+            self.record.given.add(position)
+        inputs: frozenset[int] = frozenset().union(
+            *(self.record.values[self._names[t]].inputs for t in used if t in self._names)
+        )
+        from_given = frozenset().union(
+            *(
+                self.record.values[self._names[t]].inputs
+                for t in used
+                if t in self._names and self.record.values[self._names[t]].is_given
+            )
+        )
+        self.record.inputs[position] = from_given
+        for tensor in used:
+            self._used(tensor, position)
+        for number, tensor in enumerate(made):
+            self._made(tensor, (position, number), made_at, given=given, inputs=inputs)
+
+    def _made(
+        self, tensor: Tensor, name: Name, made: Position, *, given: bool, inputs: frozenset[int]
+    ) -> None:
+        if tensor in self._parameters:
+            return
+        nbytes = tensor.numel() * tensor.element_size()
+        self.record.values[name] = Value(made, given, nbytes, tensor.requires_grad, inputs)
+        self._names[tensor] = name
+
+    def _used(self, tensor: Tensor, position: Position) -> None:
+        if (name := self._names.get(tensor)) is not None:
+            self.record.uses.setdefault(name, []).append(position)
+
+
+def undecided(function: str, module: str) -> UsageError:
+    """Return the error of a forward that looks at what is elsewhere."""
+    return UsageError(
+        f"forward looks at values that another rank has: {function}",
+        where=f"the forward of {module or 'the model itself'}",
+        do="leave out the pipeline, or compute without looking (torch.where in place of if)",
+    )
+
+
+def _changes(function: Callable[..., Any]) -> bool:
+    """Return whether a function changes its first argument in place."""
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
+    )
+
+
+def recorded(
+    model: nn.Module,
+    forms: Forms,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+) -> tuple[Record, Any]:
+    """Walk through a forward, and return its record and the form of what it returns.
+
+    Raises:
+        UsageError: forward looks at values that follow from parameters.
+    """
+    # an object for each place, because another batch may have another tensor in each
+    args, kwargs = pytree.tree_map(
+        lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
+    )
+    recording = Recording(model, forms, tensors_in((args, kwargs)))
+    with walking():
+        output = recording.run(forward, args, kwargs)
+    recording.finished(output)
+    return recording.record, output

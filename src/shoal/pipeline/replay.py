@@ -1,0 +1,247 @@
+"""A replay: the model's own forward for one micro-batch, as far as one station computes it.
+
+    before the station    layers elsewhere are stood in for; functions on absent tensors give forms
+    its first call        the values that cross the cut arrive
+    the station           runs as it is written
+    behind its last call  the values that cross the next cut leave; the rest of forward does not run
+
+Who replays is the rank that holds the station's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.core.errors import UsageError
+from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
+from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided
+from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in
+from shoal.tensors.cut import is_cut, opened
+
+FIRST: Position = ()  # before all events
+LAST: Position = (END,)  # behind all events
+
+
+class Departed(BaseException):
+    """A station has computed its part; what follows in forward is elsewhere.
+
+    No Exception, which a model's forward might catch.
+    """
+
+
+@dataclass(frozen=True)
+class Span:
+    """The events of a station: from one cut to before the next.
+
+    Args:
+        begin: the position before which its values arrive.
+        end: the position before which its results leave.
+        arriving: names of the values that arrive, in order.
+        leaving: names of the values that leave, in order.
+    """
+
+    begin: Position
+    end: Position
+    arriving: tuple[Name, ...] = ()
+    leaving: tuple[Name, ...] = ()
+
+    def is_split_by(self, position: Position) -> bool:
+        """Return whether the span begins or ends inside of the call at a position."""
+        return any(
+            len(cut) > len(position) and cut[: len(position)] == position
+            for cut in (self.begin, self.end)
+        )
+
+
+def spans(record: Record, cuts: Sequence[Position]) -> list[Span]:
+    """Return the stations' spans between cuts."""
+    bounds = [FIRST, *cuts, LAST]
+    live = [(), *(tuple(record.live(cut)) for cut in cuts), ()]
+    return [
+        Span(bounds[i], bounds[i + 1], live[i], live[i + 1]) for i in range(len(bounds) - 1)
+    ]
+
+
+Arrive = Callable[[Sequence[Absent]], Sequence[Tensor]]
+
+
+@final
+class Replay(Walk):
+    """Replays a forward for one station.
+
+    Args:
+        record: the forward on the sample.
+        span: the station's events; None to compute forms only.
+        forms: computes forms.
+        names: the model's modules.
+        arrive: returns the values that have arrived, for these absent tensors.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        span: Span | None,
+        forms: Forms,
+        names: Mapping[nn.Module, str],
+        arrive: Arrive,
+    ) -> None:
+        super().__init__()
+        self._record, self._forms, self._modules = record, forms, names
+        self._span = span or Span(LAST, LAST)
+        self._arrive = arrive
+        self._is_here = self._span.begin == FIRST
+        self._needed = {*self._span.arriving, *self._span.leaving}
+        self._kept: dict[Name, Any] = {}
+
+    def leaving(self) -> list[Tensor]:
+        """Return the values that leave."""
+        return [present(self._kept[name]) for name in self._span.leaving]
+
+    def function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        position = self.here
+        self._reached(position)
+        if self._is_here:
+            output = self._computed(function, args, kwargs)
+        elif not self._can_compute(position, args, kwargs):
+            output = self._formed(function, args, kwargs)
+        else:
+            args, kwargs = present((args, kwargs))
+            output = function(*args, **kwargs)
+        if made := tensors_in(output):
+            self.passed()
+            self._keep(position, made)
+        return output
+
+    def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        position, span = self.here, self._span
+        self.passed()
+        self._check(position, module)
+        self._reached(position)
+        if span.is_split_by(position):
+            with self.inside(position):
+                output = call(module, *args, **kwargs)
+        elif self._is_here or self._can_compute(position, args, kwargs):
+            with self.aside():
+                args, kwargs = present((args, kwargs))
+                output = call(module, *args, **kwargs)
+        else:
+            with self.aside():
+                output = self._skipped(position, module, args, kwargs)
+        self._keep(position, tensors_in(output))
+        return output
+
+    def _reached(self, position: Position) -> None:
+        """Begin or end the station at its cuts."""
+        if position >= self._span.end:
+            raise Departed
+        if not self._is_here and position >= self._span.begin:
+            with self.aside():
+                self._begin()
+
+    def _begin(self) -> None:
+        absent = [self._kept[name] for name in self._span.arriving]
+        for place, value in zip(absent, self._arrive(absent), strict=True):
+            place.slot.value = value
+        self._is_here = True
+
+    def _can_compute(self, position: Position, args: Any, kwargs: Any) -> bool:
+        """Return whether results outside of the station follow from inputs that are here."""
+        return position in self._record.given and not any(
+            map(is_empty, pytree.tree_leaves((args, kwargs)))
+        )
+
+    def _computed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = present((args, kwargs))
+        used = [leaf for leaf in tensors_in((args, kwargs)) if is_cut(leaf)]
+        if not used:
+            return function(*args, **kwargs)
+        with opened(used):  # type: ignore[arg-type]  # parameters of the station itself
+            return function(*args, **kwargs)
+
+    def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if function in _GETTERS and not is_empty(args[0]):
+            return function(*args, **kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            output = function(*args, **kwargs)  # a constant, or drawn at random
+            return pytree.tree_map(
+                lambda leaf: self._forms.like(leaf) if isinstance(leaf, Tensor) else leaf, output
+            )
+        try:
+            first = args[0] if args else None
+            if isinstance(first, Absent) and function in _OF_ABSENT:
+                return function(*args, **kwargs)
+            return self._forms.called(function, args, kwargs)
+        except Undecided as error:
+            raise self._undecided(str(error)) from None
+
+    def _skipped(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return what a call elsewhere returns, as absent tensors."""
+        known = signature(args, kwargs, module)
+        forms = self._record.returned.get((position, known))
+        if forms is None:
+            forms = self._form_of(module, args, kwargs)
+            self._record.returned[position, known] = forms
+        given = tensors_in((args, kwargs))
+
+        def absent(leaf: Any, device: torch.device | None, grad: bool) -> Any:
+            if isinstance(leaf, Alias):
+                return given[leaf.number]
+            if device is None:
+                return leaf
+            made = self._forms.absent(leaf.shape, leaf.dtype, device, grad=grad)
+            return made
+
+        leaves = [
+            absent(*each)
+            for each in zip(forms.leaves, forms.devices, forms.takes_grad, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, forms.form)
+
+    def _form_of(self, module: nn.Module, args: Any, kwargs: Any) -> Returned:
+        def form(*args: Any, **kwargs: Any) -> Any:
+            values = {
+                name: self._forms.form(tensor)
+                for tensors in (module.named_parameters(), module.named_buffers())
+                for name, tensor in tensors
+            }
+            return torch.func.functional_call(module, values, args, kwargs)
+
+        with self.aside():
+            try:
+                output = self._forms.called(form, args, kwargs)
+            except Undecided as error:
+                raise self._undecided(str(error)) from None
+        return returned(args, kwargs, output)
+
+    def _keep(self, position: Position, made: Sequence[Tensor]) -> None:
+        for number, tensor in enumerate(made):
+            if (name := (position, number)) in self._needed:
+                self._kept[name] = tensor
+
+    def _check(self, position: Position, module: nn.Module) -> None:
+        name, expected = self._modules.get(module, ""), self._record.calls.get(position)
+        if name != expected:
+            raise UsageError(
+                "forward goes another way than it went for the sample",
+                where=f"a call of {name or type(module).__name__}",
+                got=name,
+                expected=expected if expected is not None else "no call of a module",
+                do="leave out the pipeline, or let forward make the same calls for every batch",
+            )
+
+    def _undecided(self, function: str) -> UsageError:
+        return undecided(function, self._record.calls.get(self._frames[-1][0], ""))
+
+
+_GETTERS = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "device", "dtype", "ndim", "requires_grad", "layout", "is_cuda")
+)
+_OF_ABSENT = frozenset([*_GETTERS, Tensor.size, Tensor.dim, Tensor.numel])

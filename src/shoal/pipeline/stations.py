@@ -1,0 +1,75 @@
+"""Stations: runs of a model's events, each computed by the rank that holds its layers.
+
+A cut lies between the last event that uses a parameter of one rank and the first that uses one of
+another, where the fewest bytes cross; among equals it is the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.pipeline.record import Record
+from shoal.pipeline.walk import Position
+
+_MOST_PLACES = 64  # that are looked at for a cut
+
+
+@dataclass(frozen=True)
+class Stations:
+    """The stations of a forward, in its order.
+
+    Args:
+        holders: the rank of each station.
+        cuts: the position before which each station begins, but for the first.
+    """
+
+    holders: tuple[int, ...]
+    cuts: tuple[Position, ...]
+
+
+def stations(record: Record, holders: Mapping[str, int], parameters: Mapping[str, str]) -> Stations:
+    """Return the stations of a forward.
+
+    Args:
+        record: the forward.
+        holders: the rank of each layer.
+        parameters: the layer of each trainable parameter.
+    """
+    events = _holding(record, holders, parameters)
+    if not events:
+        return Stations((0,), ())
+    order = sorted({*record.calls, *record.functions})
+    ranks, cuts = [events[0][1]], []
+    for (before, left), (after, right) in zip(events, events[1:], strict=False):
+        if left != right:
+            ranks.append(right)
+            cuts.append(_cut(record, order, before, after))
+    return Stations(tuple(ranks), tuple(cuts))
+
+
+def _holding(
+    record: Record, holders: Mapping[str, int], parameters: Mapping[str, str]
+) -> list[tuple[Position, int]]:
+    """Return the events that use parameters, in order, each with the rank that holds these."""
+    found: list[tuple[Position, int]] = []
+    for position, names in sorted(record.parameters.items()):
+        ranks = {holders[parameters[name]] for name in names if name in parameters}
+        found += [(position, rank) for rank in sorted(ranks)]
+    return found
+
+
+def _cut(
+    record: Record, order: Sequence[Position], before: Position, after: Position
+) -> Position:
+    """Return the place between two events where the fewest bytes cross."""
+    places = [outermost(place) for place in order if before < place <= after]
+    places = [place for place in dict.fromkeys(places) if before < place][-_MOST_PLACES:]
+    return min(reversed(places), key=record.live_bytes)
+
+
+def outermost(place: Position) -> Position:
+    """Return the same place in the outermost frame: a frame's first event begins the frame."""
+    while len(place) > 1 and not place[-1]:
+        place = place[:-1]
+    return place
