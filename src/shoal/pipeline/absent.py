@@ -62,9 +62,7 @@ class Forms:
         """Return an absent tensor of a tensor's form."""
         return Absent.of(self, self.form(tensor), grad=tensor.requires_grad)
 
-    def called(
-        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
+    def called(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a function returns, with absent tensors in the places of tensors.
 
         Raises:

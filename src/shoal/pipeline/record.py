@@ -134,9 +134,12 @@ def returned(args: Any, kwargs: Any, output: Any) -> Returned:
     return Returned(
         form,
         tuple(map(of, leaves)),
-        tuple(leaf.device if is_one else None for leaf, is_one in zip(leaves, tensors, strict=True)),
         tuple(
-            bool(is_one and leaf.requires_grad) for leaf, is_one in zip(leaves, tensors, strict=True)
+            leaf.device if is_one else None for leaf, is_one in zip(leaves, tensors, strict=True)
+        ),
+        tuple(
+            bool(is_one and leaf.requires_grad)
+            for leaf, is_one in zip(leaves, tensors, strict=True)
         ),
     )
 

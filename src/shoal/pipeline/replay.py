@@ -63,12 +63,23 @@ def spans(record: Record, cuts: Sequence[Position]) -> list[Span]:
     """Return the stations' spans between cuts."""
     bounds = [FIRST, *cuts, LAST]
     live = [(), *(tuple(record.live(cut)) for cut in cuts), ()]
-    return [
-        Span(bounds[i], bounds[i + 1], live[i], live[i + 1]) for i in range(len(bounds) - 1)
-    ]
+    return [Span(bounds[i], bounds[i + 1], live[i], live[i + 1]) for i in range(len(bounds) - 1)]
 
 
 Arrive = Callable[[Sequence[Absent]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of a model.
+
+    Args:
+        names: their dotted names.
+        parameters: returns all parameters of a module.
+    """
+
+    names: Mapping[nn.Module, str]
+    parameters: Callable[[nn.Module], Sequence[nn.Parameter]]
 
 
 @final
@@ -79,7 +90,7 @@ class Replay(Walk):
         record: the forward on the sample.
         span: the station's events; None to compute forms only.
         forms: computes forms.
-        names: the model's modules.
+        modules: the model's modules.
         arrive: returns the values that have arrived, for these absent tensors.
     """
 
@@ -88,11 +99,12 @@ class Replay(Walk):
         record: Record,
         span: Span | None,
         forms: Forms,
-        names: Mapping[nn.Module, str],
+        modules: Modules,
         arrive: Arrive,
     ) -> None:
         super().__init__()
-        self._record, self._forms, self._modules = record, forms, names
+        self._record, self._forms, self._modules = record, forms, modules.names
+        self._parameters = modules.parameters
         self._span = span or Span(LAST, LAST)
         self._arrive = arrive
         self._is_here = self._span.begin == FIRST
@@ -127,7 +139,7 @@ class Replay(Walk):
             with self.inside(position):
                 output = call(module, *args, **kwargs)
         elif self._is_here or self._can_compute(position, args, kwargs):
-            with self.aside():
+            with self.aside(), opened(self._parameters(module)):
                 args, kwargs = present((args, kwargs))
                 output = call(module, *args, **kwargs)
         else:

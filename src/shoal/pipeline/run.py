@@ -30,9 +30,10 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, present
 from shoal.pipeline.calls import Call, Shape, Told
 from shoal.pipeline.crossings import Arrived, EndLoss, Sent
+from shoal.pipeline.moving import MovingBuffer, MovingBuffers
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.record import Record, recorded
-from shoal.pipeline.replay import Departed, Replay, Span, spans
+from shoal.pipeline.replay import Departed, Modules, Replay, Span, spans
 from shoal.pipeline.stations import Stations, stations
 from shoal.pipeline.walk import tensors_in, walking
 
@@ -95,7 +96,7 @@ class Pipeline:
     ) -> None:
         self.comm, self.weighs, self.forms = comm, weighs, Forms()
         self.names = {module: name for name, module in model.named_modules()}
-        self._model, self._holders, self._layers = model, holders, layers
+        self._model, self.holders, self._layers = model, holders, layers
         self._told, self._told_losses = Told(comm), Told(comm)
         self._routes: dict[str, Route] = {}
         self._pending: list[tuple[Pending, Tensor]] = []
@@ -106,7 +107,15 @@ class Pipeline:
             if name in layers and holders[layers[name]] != comm.rank
         ]
         self.shapes: dict[tuple[int, int], list[Shape]] = {}  # of what arrives at a station
+        self.buffers: list[MovingBuffer] = []  # of the layers that are here
+        self.parameters: dict[nn.Module, list[nn.Parameter]] = {}  # of each module, with its own
         self.runs = False
+
+    def held_by(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return all parameters of a module."""
+        if module not in self.parameters:
+            self.parameters[module] = list(module.parameters())
+        return self.parameters[module]
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, together with all ranks."""
@@ -134,7 +143,7 @@ class Pipeline:
             return known
         args, kwargs = call.with_tensors(call.tensors)
         record, output = recorded(self._model, self.forms, forward, args, kwargs)
-        found = stations(record, self._holders, self._layers)
+        found = stations(record, self.holders, self._layers)
         holders, cuts = self.comm.gather_objects(
             ([*found.holders], [list(cut) for cut in found.cuts]), "pipeline: stations"
         )[0]
@@ -207,10 +216,14 @@ class Run:
             for station in mine
             for micro in range(self._comm.size)
         }
+        rows = [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
         with walking():
             for station in mine:
+                moving = MovingBuffers(pipeline.buffers)
                 for micro in range(self._comm.size):
                     self._station(station, micro, inputs[micro], coming[station, micro])
+                    moving.passed()
+                moving.join(rows)
 
     def _dealt(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
@@ -262,7 +275,7 @@ class Run:
             route.record,
             route.spans[station],
             pipeline.forms,
-            pipeline.names,
+            Modules(pipeline.names, pipeline.held_by),
             partial(self._arrived, station, micro, coming, token),
         )
         args, kwargs = self._call.with_tensors(inputs)
@@ -345,7 +358,8 @@ class Run:
 
     def _form_of_output(self) -> Any:
         pipeline = self._pipeline
-        replay = Replay(self._route.record, None, pipeline.forms, pipeline.names, lambda _: ())
+        modules = Modules(pipeline.names, pipeline.held_by)
+        replay = Replay(self._route.record, None, pipeline.forms, modules, lambda _: ())
         absent = [pipeline.forms.like(tensor) for tensor in self._call.tensors]
         tensors = [
             tensor if number in self._route.record.looked_at else absent[number]

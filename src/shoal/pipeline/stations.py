@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.core.errors import PlanError
 from shoal.pipeline.record import Record
 from shoal.pipeline.walk import Position
 
@@ -55,13 +56,22 @@ def _holding(
     found: list[tuple[Position, int]] = []
     for position, names in sorted(record.parameters.items()):
         ranks = {holders[parameters[name]] for name in names if name in parameters}
-        found += [(position, rank) for rank in sorted(ranks)]
+        if len(ranks) > 1:
+            raise PlanError(
+                "a function uses parameters that the plan gives to several ranks",
+                where=f"the forward of {record.calls.get(position[:-1]) or 'the model itself'}",
+                got=", ".join(
+                    f"{name} on rank {holders[parameters[name]]}"
+                    for name in sorted(names)
+                    if name in parameters
+                ),
+                do="give these layers to one rank",
+            )
+        found += [(position, rank) for rank in ranks]
     return found
 
 
-def _cut(
-    record: Record, order: Sequence[Position], before: Position, after: Position
-) -> Position:
+def _cut(record: Record, order: Sequence[Position], before: Position, after: Position) -> Position:
     """Return the place between two events where the fewest bytes cross."""
     places = [outermost(place) for place in order if before < place <= after]
     places = [place for place in dict.fromkeys(places) if before < place][-_MOST_PLACES:]

@@ -76,9 +76,7 @@ class Walk(ABC):
         """Run a torch function."""
 
     @abstractmethod
-    def module(
-        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call of a module."""
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

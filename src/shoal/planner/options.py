@@ -149,8 +149,8 @@ def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str,
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
-    if predictor.role(strategy).is_at_tail:
-        exchange = ""  # how tail hosts share it: sharing.py
+    if predictor.role(strategy).is_at_tail or predictor.role(strategy).names_ranks:
+        exchange = ""  # how tail hosts share it: sharing.py; or the rank: holders.py
     if exchange.startswith("+"):
         exchange = ""  # carried.py
     if reason is None and exchange and not predictor.role(strategy).takes_exchange:
@@ -172,7 +172,8 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
     """The strategies that may be used, all by default (PlanError for an unknown name)."""
     if strategies is None:
-        return tuple(of(Strategy))
+        # a pipeline only where a pin asks for it
+        return tuple(name for name, kind in of(Strategy).items() if not kind.role.names_ranks)
     listed = (
         []
         if isinstance(strategies, str) or not isinstance(strategies, Iterable)
@@ -193,11 +194,11 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     check_pins(pins)
     for pattern, value in pins.items():
         strategy, exchange = strategy_and_exchange(value)
-        is_at_tail = named(Strategy, strategy).role.is_at_tail
+        role = named(Strategy, strategy).role
         codec, rest = rows_and_rest(exchange)
         if codec:
             exchange = f"+{codec_named(codec)}" + (f":{rest}" if rest else "")
-        elif exchange and not is_at_tail:
+        elif exchange and not (role.is_at_tail or role.names_ranks):
             exchange = str(exchange_named(exchange))
         layers = matched(pattern, names, "pin", "layer")
         if exchange:

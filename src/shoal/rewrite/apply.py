@@ -230,6 +230,13 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             expected=f"one for {model_digest(model)[:12]}",
             do=_REPLAN,
         )
+    ranked = [c for c in plan.choices if named(Strategy, c.strategy).role.names_ranks]
+    if ranked and len(ranked) < len(plan.choices):
+        raise PlanError(
+            f"{ranked[0].strategy} serves all layers of a model, or none",
+            got=f"{len(ranked)} of {len(plan.choices)} layers",
+            do=_REPLAN,
+        )
     for choice in plan.choices:
         check_carried(choice.layer, choice.strategy, choice.exchange)
         if named(Strategy, choice.strategy).role.names_ranks and int(choice.exchange) >= ranks:

@@ -53,8 +53,8 @@ from shoal.session.opening import Opening, Prepared
 from shoal.session.running import Running
 from shoal.session.session import Attached, Session, Threads
 from shoal.session.watch import watch
-from shoal.strategies.moving import OfState, transfers_of
-from shoal.strategies.pipeline import is_pipeline, loss_at_end
+from shoal.strategies.moving import OfState, of_holders, transfers_of
+from shoal.strategies.pipeline import is_pipeline, loss_at_end, take_buffers
 from shoal.strategies.stage import loss_at_tail
 
 
@@ -193,6 +193,10 @@ def _started(
     opening: Opening, rewritten: Rewritten, buckets: Buckets
 ) -> tuple[Engine, ServersPart]:
     """Make the engine and the servers' part. Every rank makes their channels in the same order."""
+    if is_pipeline(opening.model):
+        known, moving = states(opening.model, opening.job.loss), opening.prepared.moving
+        holders = take_buffers(opening.model, moving, known)
+        opening.state_among = lambda ranks: of_holders(moving, known, holders)
     of_state = opening.state_among(opening.comm.size)
     transfers = [
         *(transfer for transfer in of_state if transfer.at_once),

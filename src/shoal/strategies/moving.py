@@ -38,6 +38,22 @@ _WHOLE_BYTES = 1 << 18  # up to these rank 0 sends all of it to each rank: one m
 _DIRECT = Direct()
 
 
+def of_holders(
+    moving: Sequence[MovingState], known: Mapping[str, TensorSlot], holders: Mapping[str, int]
+) -> list[OfState]:
+    """Make the transfers by which all ranks get each state from the rank that holds its layer."""
+    groups: dict[tuple[int, torch.device], list[MovingState]] = {}
+    for state in moving:
+        tensor = known[state.name].tensor
+        assert tensor is not None
+        groups.setdefault((holders[state.name], tensor.device), []).append(state)
+    at_once = not any(state.in_backward for state in moving)
+    return [
+        FirstRanks([known[state.name] for state in group], 0, at_once, root=root)
+        for (root, _), group in groups.items()
+    ]
+
+
 def transfers_of(
     moving: Sequence[MovingState], known: Mapping[str, TensorSlot], ranks: int
 ) -> list[OfState]:
@@ -186,9 +202,12 @@ class OfState(Transfer):
 
 @final
 class FirstRanks(OfState):
-    """Every rank gets rank 0's, byte for byte."""
+    """Every rank gets rank 0's, or that of another rank, byte for byte."""
 
-    def __init__(self, held: Sequence[TensorSlot], ranks: int, at_once: bool) -> None:
+    def __init__(
+        self, held: Sequence[TensorSlot], ranks: int, at_once: bool, root: int = 0
+    ) -> None:
+        self._root = root
         held = sorted(held, key=lambda state: -self.tensor(state).element_size())  # aligned
         super().__init__(held, at_once)
         self._sizes = [tensor.nbytes for tensor in self._tensors]
@@ -201,15 +220,15 @@ class FirstRanks(OfState):
             part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
     def run(self, comm: Comm) -> None:
-        self._has_it = comm.rank == 0
+        self._has_it = comm.rank == self._root
         if self._flat.numel() <= _WHOLE_BYTES or comm.size == 2:
-            comm.broadcast(self._flat, root=0)
+            comm.broadcast(self._flat, root=self._root)
             return
         slices = cut(self._flat, comm.size)
         if self._has_it:
             comm.finish([comm.send(slices[rank], rank) for rank in comm.others])
         else:
-            comm.receive(slices[comm.rank], 0).wait()
+            comm.receive(slices[comm.rank], self._root).wait()
         _DIRECT.gather(self._flat, comm)
 
     def publish(self) -> None:

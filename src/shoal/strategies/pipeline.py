@@ -15,24 +15,50 @@ Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose nets 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.probe import Layer, Probe, Trial
+from shoal.contracts.state import TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Update
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.errors import PlanError
+from shoal.core.facts import Cluster, Facts, LayerProfile, MovingState
 from shoal.core.role import Role
+from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.run import Pipeline as Running
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
-from shoal.tensors.cut import cut, is_cut, opened, restore
+from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.on_rank import OnRank
+
+
+@dataclass(frozen=True)
+class TieFacts(Facts):
+    """The layer whose parameter a layer uses beside its own; '' if there is none."""
+
+    with_layer: str = ""
+
+
+@final
+class TieProbe(Probe):
+    """Finds layers that use another layer's parameter: one rank holds them both."""
+
+    def measure(self, layer: Layer, trial: Trial) -> TieFacts:
+        owners = {
+            id(parameter): other.name
+            for other in trial.layers
+            for parameter in other.parameters.values()
+        }
+        used = (owners.get(id(p), layer.name) for p in layer.module.parameters(recurse=False))
+        return TieFacts(next((name for name in used if name != layer.name), ""))
 
 
 @final
@@ -41,11 +67,9 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     role = Role.PIPELINE
-    probes = (UpdateProbe,)
+    probes = (TieProbe, UpdateProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if layer.outside_use:
-            return layer.outside_use
         return layer.measured(UpdateFacts).joint or None
 
     def estimate(
@@ -59,17 +83,20 @@ class Pipeline(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert place.comm is not None and place.model is not None
+        names = {parameter: name for name, parameter in place.parameters.items()}
         layers = {
-            f"{name}.{leaf}" if name else leaf: name
+            names[parameter]: name
             for name, module in place.layers.items()
-            for leaf, _ in module.named_parameters(recurse=False)
+            for parameter in module.parameters(recurse=False)
+            if parameter in names
         }
         running = Running(place.model, place.holders, layers, place.comm, place.weighs)
         for name, parameter in place.parameters.items():
             holder = place.holders[layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
-        for name, module in place.layers.items():
-            if module is not place.model and place.holders[name] == place.rank:
+        for module in place.model.modules():
+            here = any(is_cut(p) and cut_of(p).is_here for p in module.parameters(recurse=False))
+            if here and module is not place.model:
                 run_by(module, _Held(module))
         run_by(place.model, running)
         return []
@@ -78,7 +105,7 @@ class Pipeline(Strategy):
         assert place.model is not None
         running = runs_by(place.model)
         running.finish()
-        for module in {place.model, *place.layers.values()}:
+        for module in place.model.modules():
             run_no_more(module)
         for parameter in filter(is_cut, place.parameters.values()):
             restore(parameter)
@@ -89,11 +116,37 @@ class _Held:
     """Runs a layer whose parameters are here."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters(recurse=False))
+        self._parameters = list(module.parameters())
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with opened(self._parameters):
             return forward(*args, **kwargs)
+
+
+def take_buffers(
+    model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
+) -> dict[str, int]:
+    """Let the rank that holds a layer keep its buffers; return the rank of each buffer.
+
+    Raises:
+        PlanError: a buffer that training changes belongs to no layer of the pipeline.
+    """
+    running = runs_by(model)
+    assert isinstance(running, Running)
+    ranks: dict[str, int] = {}
+    for state in moving:
+        layer = state.name.rpartition(".")[0]
+        if layer not in running.holders:
+            raise PlanError(
+                "a buffer that training changes belongs to no layer of the pipeline",
+                where=f"buffer {state.name}",
+                do=f'give parallelize(buffers={{"{state.name}": "local"}}), or leave out the '
+                "pipeline",
+            )
+        ranks[state.name] = running.holders[layer]
+        if ranks[state.name] == running.comm.rank:
+            running.buffers.append(MovingBuffer(known[state.name], state.how == "mean"))
+    return ranks
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -124,4 +177,6 @@ class _LossAtEnd:
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
         output = next((each for each in given if isinstance(each, EndOutput)), None)
-        return forward(*args, **kwargs) if output is None else output.run.loss(forward, args, kwargs)
+        return (
+            forward(*args, **kwargs) if output is None else output.run.loss(forward, args, kwargs)
+        )

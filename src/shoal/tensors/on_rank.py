@@ -37,9 +37,7 @@ class OnRank(SpreadCut):
         return whole if self.is_here else whole.reshape(-1)[:0]
 
     def numels(self) -> list[int]:
-        return [
-            self.like.numel() if rank == self.holder else 0 for rank in range(self.comm.size)
-        ]
+        return [self.like.numel() if rank == self.holder else 0 for rank in range(self.comm.size)]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[self.holder].view(self.like.shape)

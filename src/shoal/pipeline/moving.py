@@ -1,0 +1,71 @@
+"""Buffers that a forward changes, where several micro-batches go through one module.
+
+Each micro-batch begins with the same values, as each rank's own batch does elsewhere. Behind the
+last one a buffer has the mean of what they have made of it, weighed by rows, or the first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.state import TensorSlot
+
+
+@dataclass(frozen=True)
+class MovingBuffer:
+    """A buffer that training changes.
+
+    Args:
+        slot: its place in a module.
+        is_mean: whether ranks have the mean; else rank 0's value counts.
+    """
+
+    slot: TensorSlot
+    is_mean: bool
+
+    @property
+    def value(self) -> Tensor:
+        """The present value."""
+        tensor = self.slot.tensor
+        assert tensor is not None
+        return tensor
+
+
+@final
+class MovingBuffers:
+    """The buffers of a rank's layers, over the micro-batches of one call.
+
+    Args:
+        buffers: those that training changes.
+    """
+
+    def __init__(self, buffers: Sequence[MovingBuffer]) -> None:
+        self._buffers = buffers
+        self._before = [buffer.value.detach().clone() for buffer in buffers]
+        self._after: list[list[Tensor]] = [[] for _ in buffers]
+
+    @torch.no_grad()
+    def passed(self) -> None:
+        """Note what a micro-batch has made, and begin the next as this one began."""
+        for buffer, before, after in zip(self._buffers, self._before, self._after, strict=True):
+            after.append(buffer.value.detach().clone())
+            buffer.value.copy_(before)
+
+    @torch.no_grad()
+    def join(self, rows: Sequence[float]) -> None:
+        """Give each buffer its value behind all micro-batches, which have so many rows."""
+        weights = torch.tensor(rows, dtype=torch.float64) / max(sum(rows), 1)
+        for buffer, before, after in zip(self._buffers, self._before, self._after, strict=True):
+            if all(torch.equal(each, before) for each in after):
+                continue
+            if not buffer.is_mean:
+                buffer.value.copy_(after[0])
+                continue
+            wide = torch.stack(after).to(torch.promote_types(before.dtype, torch.float32))
+            shaped = weights.to(wide).view(-1, *[1] * before.dim())
+            buffer.value.copy_((wide * shaped).sum(0))
