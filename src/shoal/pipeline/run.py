@@ -211,17 +211,13 @@ class Run:
         self._comm.begins(_FORWARD)
         inputs = self._dealt()
         mine = self._route.of(self._comm.rank)
-        coming = {
-            (station, micro): self._expect(station, micro)
-            for station in mine
-            for micro in range(self._comm.size)
-        }
+        coming = self._expected(mine)
         rows = [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
         with walking():
             for station in mine:
                 moving = MovingBuffers(pipeline.buffers)
                 for micro in range(self._comm.size):
-                    self._station(station, micro, inputs[micro], coming[station, micro])
+                    self._station(station, micro, inputs[micro], coming.get((station, micro)))
                     moving.passed()
                 moving.join(rows)
 
@@ -255,12 +251,16 @@ class Run:
             )
         return found
 
-    def _expect(self, station: int, micro: int) -> Coming | None:
-        """Begin to receive what arrives at a station, if its forms are known."""
-        known = self._pipeline.shapes.get((station, self._numbers[micro]))
-        if known is None or not station:
-            return None
-        return self._coming(station, known)
+    def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
+        """Begin to receive what arrives, in order, up to the first whose forms are not known."""
+        coming: dict[tuple[int, int], Coming] = {}
+        for station in filter(None, mine):
+            for micro in range(self._comm.size):
+                known = self._pipeline.shapes.get((station, self._numbers[micro]))
+                if known is None:
+                    return coming
+                coming[station, micro] = self._coming(station, known)
+        return coming
 
     def _coming(self, station: int, shapes: Sequence[Shape]) -> Coming:
         flags = (len(shapes),), torch.int64
