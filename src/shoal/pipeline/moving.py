@@ -30,10 +30,10 @@ class MovingBuffer:
 
     @property
     def value(self) -> Tensor:
-        """The present value."""
+        """The present value. What is written there leaves graphs valid, as batch norm's own does."""
         tensor = self.slot.tensor
         assert tensor is not None
-        return tensor
+        return tensor.data
 
 
 @final

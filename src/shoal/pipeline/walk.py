@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -98,11 +99,13 @@ class _Functions(TorchFunctionMode):
         self._walk = walk
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._walk.is_aside:
+        if self._walk.is_aside or func in _OF_THREAD:
             return func(*args, **(kwargs or {}))
         return self._walk.function(func, args, kwargs or {})
 
 
+# Settings of a thread are no events: a walk that ends within a context leaves it as it was.
+_OF_THREAD = frozenset({torch._C._set_grad_enabled})
 _LOCAL = threading.local()
 _CALL = nn.Module.__call__
 _LOCK = threading.Lock()
