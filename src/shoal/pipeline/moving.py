@@ -6,14 +6,57 @@ last one a buffer has the mean of what they have made of it, weighed by rows, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from shoal.contracts.state import TensorSlot
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A change of a buffer by constants, such as that of BatchNorm's number of batches.
+
+    Args:
+        buffer: the buffer.
+        function: changes it, as the forward does.
+        args: further arguments of the function.
+        kwargs: its arguments by name.
+    """
+
+    buffer: Tensor
+    function: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+class Counters:
+    """Buffers that each call of the model changes once, on every rank, whatever replays do.
+
+    Args:
+        countings: all their changes in one call.
+    """
+
+    def __init__(self, countings: Sequence[Counting]) -> None:
+        self._countings = countings
+        buffers = {id(each.buffer): each.buffer.data for each in countings}
+        self._before = [(buffer, buffer.clone()) for buffer in buffers.values()]
+
+    def put_back(self) -> None:
+        """Give the buffers the values from before the call."""
+        for buffer, before in self._before:
+            buffer.copy_(before)
+
+    @torch.no_grad()
+    def count(self) -> None:
+        """Change the buffers as one forward does."""
+        self.put_back()
+        for each in self._countings:
+            each.function(each.buffer.data, *each.args, **each.kwargs)
 
 
 @dataclass(frozen=True)

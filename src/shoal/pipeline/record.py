@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
+from shoal.pipeline.moving import Counting
 from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in, walking
 
 INPUT: Position = (-1.0,)  # where the inputs of the forward come from
@@ -80,6 +81,7 @@ class Record:
     parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
     inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
     looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
+    countings: list[Counting] = field(default_factory=list)  # changes of buffers by constants
 
     def live(self, cut: Position) -> list[Name]:
         """Return the names of the values that cross a cut, in order."""
@@ -166,6 +168,8 @@ class Recording(Walk):
         self._parameters: Any = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._parameters[parameter] = name
+        self._kept: Any = WeakIdKeyDictionary()  # buffers that forward changes
+        self._moved = set[int]()  # identities of those that it changes not by constants alone
         for number, tensor in enumerate(inputs):
             self._made(tensor, (INPUT, number), INPUT, given=True, inputs=frozenset({number}))
 
@@ -193,10 +197,15 @@ class Recording(Walk):
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, given: bool
     ) -> tuple[Any, bool]:
         """Return what a function returns, and whether that follows from the inputs alone."""
+        written = [t for t in _written(function, args, kwargs) if t not in self._names]
+        if written and (not given or tensors_in((args[1:], kwargs))):
+            self._moved.update(map(id, written))
         if not given:
             return self._formed(function, args, kwargs), False
-        if _changes(function) and not any(t in self._names for t in tensors_in(args[:1])):
-            return args[0], True  # a buffer, which a record leaves as it is
+        if written:  # a buffer, which a record leaves as it is
+            self._kept.update(dict.fromkeys(written))
+            self.record.countings.append(Counting(args[0], function, args[1:], kwargs))
+            return (None if _is_item(function) else args[0]), True
         before = torch.random.get_rng_state()
         output = function(*args, **kwargs)
         if torch.equal(before, torch.random.get_rng_state()):
@@ -252,6 +261,9 @@ class Recording(Walk):
         """Note what the forward has returned."""
         for tensor in tensors_in(output):
             self._used(tensor, (END,))
+        self.record.countings = [
+            each for each in self.record.countings if id(each.buffer) not in self._moved
+        ]
 
     def _noted(
         self,
@@ -283,7 +295,7 @@ class Recording(Walk):
     def _made(
         self, tensor: Tensor, name: Name, made: Position, *, given: bool, inputs: frozenset[int]
     ) -> None:
-        if tensor in self._parameters:
+        if tensor in self._parameters or tensor in self._kept:
             return
         nbytes = tensor.numel() * tensor.element_size()
         self.record.values[name] = Value(made, given, nbytes, tensor.requires_grad, inputs)
@@ -309,6 +321,17 @@ def _changes(function: Callable[..., Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (
         name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
     )
+
+
+def _written(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a function changes in place."""
+    if kwargs.get("out") is not None:
+        return tensors_in(kwargs["out"])
+    return tensors_in(args[:1]) if _is_item(function) or _changes(function) else []
+
+
+def _is_item(function: Callable[..., Any]) -> bool:
+    return getattr(function, "__name__", "") == "__setitem__"
 
 
 def recorded(

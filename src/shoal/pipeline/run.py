@@ -30,7 +30,7 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, present
 from shoal.pipeline.calls import Call, Shape, Told
 from shoal.pipeline.crossings import Arrived, EndLoss, Sent
-from shoal.pipeline.moving import MovingBuffer, MovingBuffers
+from shoal.pipeline.moving import Counters, MovingBuffer, MovingBuffers
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.record import Record, recorded
 from shoal.pipeline.replay import Departed, Modules, Replay, Span, spans
@@ -213,13 +213,16 @@ class Run:
         mine = self._route.of(self._comm.rank)
         coming = self._expected(mine)
         rows = [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
+        counters = Counters(self._route.record.countings)
         with walking():
             for station in mine:
                 moving = MovingBuffers(pipeline.buffers)
                 for micro in range(self._comm.size):
+                    counters.put_back()
                     self._station(station, micro, inputs[micro], coming.get((station, micro)))
                     moving.passed()
                 moving.join(rows)
+        counters.count()
 
     def _dealt(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
@@ -366,8 +369,11 @@ class Run:
             for number, tensor in enumerate(self._call.tensors)
         ]
         args, kwargs = self._call.with_tensors(tensors)
+        counters = Counters(self._route.record.countings)
         with walking():
-            return replay.run(self._forward, args, kwargs)
+            output = replay.run(self._forward, args, kwargs)
+        counters.put_back()
+        return output
 
     def _loss_of_model(self, index: int, grad: bool) -> Tensor:
         """Return a number that the model itself has put out for this rank's rows."""
