@@ -43,7 +43,7 @@ class Arrived(torch.autograd.Function):
         ctx: Any, run: Gradients, station: int, micro: int, anchor: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run, ctx.at = run, (station, micro)
-        return (torch.zeros((), dtype=torch.float64), *(value.view_as(value) for value in values))
+        return (torch.zeros((), dtype=torch.float64), *(value.detach() for value in values))
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:

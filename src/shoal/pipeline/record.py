@@ -7,7 +7,7 @@ before it and are used after it. Left out is what every rank computes for itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.core.errors import UsageError
-from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
+from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
 from shoal.pipeline.moving import Counting
 from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in, walking
 
@@ -81,6 +81,8 @@ class Record:
     parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
     inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
     looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
+    memory: dict[Name, int] = field(default_factory=dict)  # equal for views of one another
+    writes: list[tuple[Position, int]] = field(default_factory=list)  # in place, into which memory
     countings: list[Counting] = field(default_factory=list)  # changes of buffers by constants
 
     def live(self, cut: Position) -> list[Name]:
@@ -96,6 +98,22 @@ class Record:
     def live_bytes(self, cut: Position) -> int:
         """Return the bytes that cross a cut."""
         return sum(self.values[name].nbytes for name in self.live(cut))
+
+    def parts_views(self, cut: Position) -> list[Name]:
+        """Return two views of one memory that cross a cut, behind which one of them changes."""
+        later = {key for position, key in self.writes if position >= cut}
+        crossing: dict[int, Name] = {}
+        for name in self.live(cut) if later else ():
+            first = crossing.setdefault(self.memory[name], name)
+            if first != name and self.memory[name] in later:
+                return [first, name]
+        return []
+
+    @property
+    def changes_inputs(self) -> bool:
+        """Whether forward changes its inputs in place."""
+        inputs = {key for name, key in self.memory.items() if name[0] == INPUT}
+        return any(key in inputs for _, key in self.writes)
 
     def inputs_between(self, begin: Position, end: Position) -> set[int]:
         """Return the numbers of the inputs that events from `begin` to before `end` need."""
@@ -157,12 +175,20 @@ class Recording(Walk):
         model: the module.
         forms: computes forms.
         inputs: the tensors of the call, in order.
+        filled: positions of tensors into which forward writes what follows from parameters.
     """
 
-    def __init__(self, model: nn.Module, forms: Forms, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forms: Forms,
+        inputs: Sequence[Tensor],
+        filled: Set[Position] = frozenset(),
+    ) -> None:
         super().__init__()
         self.record = Record()
-        self._forms = forms
+        self._forms, self._filled = forms, filled
+        self._memory: dict[int, tuple[Any, Position]] = {}  # whose memory it is: who made it
         self._names: Any = WeakIdKeyDictionary()
         self._modules = {module: name for name, module in model.named_modules()}
         self._parameters: Any = WeakIdKeyDictionary()
@@ -179,7 +205,10 @@ class Recording(Walk):
             return self._looked_at(function, used, args, kwargs)
         parameters = {self._parameters[t] for t in used if t in self._parameters}
         given = not parameters and not any(map(is_empty, used))
-        output, given = self._run(function, args, kwargs, given=given)
+        written = _written(function, args, kwargs)
+        self._writes(written, given=given)
+        given = given and self.here not in self._filled
+        output, given = self._run(function, args, kwargs, written, given=given)
         made = tensors_in(output)
         if not made:
             for tensor in used:
@@ -193,11 +222,28 @@ class Recording(Walk):
         self._noted(position, position, used, made, given=given)
         return output
 
+    def _writes(self, written: Sequence[Tensor], *, given: bool) -> None:
+        """Note that a function changes tensors in place."""
+        for tensor in written:
+            if tensor not in self._names:
+                continue  # a buffer
+            key = _memory(tensor)
+            self.record.writes.append((self.here, key))
+            value = self.record.values[self._names[tensor]]
+            if value.is_given and not given:
+                raise _Filled(self._memory[key][1])
+
     def _run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, *, given: bool
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        written: Sequence[Tensor],
+        *,
+        given: bool,
     ) -> tuple[Any, bool]:
         """Return what a function returns, and whether that follows from the inputs alone."""
-        written = [t for t in _written(function, args, kwargs) if t not in self._names]
+        written = [t for t in written if t not in self._names]
         if written and (not given or tensors_in((args[1:], kwargs))):
             self._moved.update(map(id, written))
         if not given:
@@ -297,6 +343,9 @@ class Recording(Walk):
     ) -> None:
         if tensor in self._parameters or tensor in self._kept:
             return
+        key = _memory(tensor)
+        self._memory.setdefault(key, (_storage(tensor), name[0]))
+        self.record.memory[name] = key
         nbytes = tensor.numel() * tensor.element_size()
         self.record.values[name] = Value(made, given, nbytes, tensor.requires_grad, inputs)
         self._names[tensor] = name
@@ -346,12 +395,48 @@ def recorded(
     Raises:
         UsageError: forward looks at values that follow from parameters.
     """
-    # an object for each place, because another batch may have another tensor in each
-    args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
+    filled = set[Position]()
+    while True:
+        # an object for each place, because another batch may have another tensor in each
+        its_args, its_kwargs = copied((args, dict(kwargs)))
+        recording = Recording(model, forms, tensors_in((its_args, its_kwargs)), filled)
+        try:
+            with walking():
+                output = recording.run(forward, its_args, its_kwargs)
+        except _Filled as found:
+            if found.position in filled or found.position == INPUT:
+                raise UsageError(
+                    "forward writes what follows from parameters into an input, or into what "
+                    "several ranks make",
+                    do="write into a copy: x = x.clone()",
+                ) from None
+            filled.add(found.position)
+            continue
+        recording.finished(output)
+        return recording.record, output
+
+
+def copied(values: Any) -> Any:
+    """Return values with copies in the places of tensors."""
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values
     )
-    recording = Recording(model, forms, tensors_in((args, kwargs)))
-    with walking():
-        output = recording.run(forward, args, kwargs)
-    recording.finished(output)
-    return recording.record, output
+
+
+class _Filled(BaseException):
+    """Forward writes what follows from parameters into a tensor that was made without them."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()
+        self.position = position
+
+
+def _storage(tensor: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        form = tensor.slot.form if isinstance(tensor, Absent) else tensor
+        return form.untyped_storage()
+
+
+def _memory(tensor: Tensor) -> int:
+    key: int = _storage(tensor)._cdata
+    return key

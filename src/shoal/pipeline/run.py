@@ -235,9 +235,12 @@ class Run:
             )
             for rank in comm.others
         }
+        # the caller may change its batch while messages are under way
+        going = set().union(*(needed[rank] for rank in comm.others))
+        copies = {number: self._call.tensors[number].detach().clone() for number in going}
         for rank in comm.others:
             for number in sorted(needed[rank]):
-                self._pipeline.send(self._call.tensors[number], rank)
+                self._pipeline.send(copies[number], rank)
         absent = self._pipeline.forms.absent
         found: list[list[Any]] = []
         for rank, shapes in enumerate(self._shapes):
@@ -282,6 +285,8 @@ class Run:
             partial(self._arrived, station, micro, coming, token),
         )
         args, kwargs = self._call.with_tensors(inputs)
+        if route.record.changes_inputs:  # each replay changes its own
+            args, kwargs = pytree.tree_map(_own, (args, kwargs))
         self._comm.reached(f"station {station} of the pipeline, micro-batch {micro}")
         try:
             output = replay.run(self._forward, args, kwargs)
@@ -536,6 +541,11 @@ def _autocast() -> tuple[Any, ...]:
         torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
     )
+
+
+def _own(leaf: Any) -> Any:
+    is_here = isinstance(leaf, Tensor) and not isinstance(leaf, Absent)
+    return leaf.clone() if is_here else leaf
 
 
 def _form(leaf: Tensor) -> Tensor:

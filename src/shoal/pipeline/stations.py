@@ -75,7 +75,16 @@ def _cut(record: Record, order: Sequence[Position], before: Position, after: Pos
     """Return the place between two events where the fewest bytes cross."""
     places = [outermost(place) for place in order if before < place <= after]
     places = [place for place in dict.fromkeys(places) if before < place][-_MOST_PLACES:]
-    return min(reversed(places), key=record.live_bytes)
+    apart = [place for place in places if not record.parts_views(place)]
+    if not apart:
+        first, _ = record.parts_views(places[-1])
+        raise PlanError(
+            "forward changes a value in place of which another rank has a view",
+            where=f"a value of {record.calls.get(first[0]) or record.functions.get(first[0])}",
+            do="let forward compute a new value (x = x + 1 in place of x += 1), or give the layers "
+            "before and after to one rank",
+        )
+    return min(reversed(apart), key=record.live_bytes)
 
 
 def outermost(place: Position) -> Position:
