@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from shoal.core.errors import UsageError
+from shoal.pipeline.walk import is_walking
 from shoal.tensors.cut import cut_of, is_cut
 
 _UNDECIDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -140,6 +142,14 @@ class Absent(Tensor):
             return func(*args, **kwargs)
         if func == _REQUIRES_GRAD:
             return empty.slot.grad
+        if func == _GRAD_FN:
+            return None
+        if not is_walking() and func not in _OF_FORM:
+            raise UsageError(
+                "a tensor that forward has kept belongs to another rank's layers",
+                where=f"a read of it by {getattr(func, '__name__', func)}",
+                do="let forward return it, for the loss_fn that parallelize returned",
+            )
         if func in LOOKS:
             raise Undecided(getattr(func, "__name__", str(func)))
         return empty.slot.forms.called(func, args, kwargs)
@@ -171,4 +181,14 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 _REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009
+_GRAD_FN = getattr(Tensor, "grad_fn").__get__  # noqa: B009
 LOOKS = frozenset({Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__})
+_OF_FORM = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+    ]
+)

@@ -109,6 +109,10 @@ class Replay(Walk):
         self._arrive = arrive
         self._is_here = self._span.begin == FIRST
         self._needed = {*self._span.arriving, *self._span.leaving}
+        # calls that leave values behind otherwise than by returning them (self.aux = …)
+        self._entered = {
+            made[:depth] for made, _ in self._needed for depth in range(1, len(made))
+        }
         self._kept: dict[Name, Any] = {}
 
     def leaving(self) -> list[Tensor]:
@@ -135,7 +139,7 @@ class Replay(Walk):
         self.passed()
         self._check(position, module)
         self._reached(position)
-        if span.is_split_by(position):
+        if position in self._entered or span.is_split_by(position):
             with self.inside(position):
                 output = call(module, *args, **kwargs)
         elif self._is_here or self._can_compute(position, args, kwargs):

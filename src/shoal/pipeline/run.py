@@ -197,6 +197,12 @@ class Run:
         self._pipeline, self._comm, self._forward = pipeline, pipeline.comm, forward
         self._grad = torch.is_grad_enabled()
         self._call_of = pipeline.weighs.call()
+        if self._grad and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+            raise UsageError(
+                "an input of the model takes a gradient, which a pipeline does not give it",
+                do="detach it, or make what computes it a part of the model; or leave out the "
+                "pipeline",
+            )
         self._call = Call(args, kwargs, [pipeline_mode(pipeline.names), self._grad, *_autocast()])
         self._shapes, self._numbers = pipeline.tell(self._call)
         self._route = pipeline.route(self._call, forward, self._numbers[self._comm.rank])
@@ -208,6 +214,7 @@ class Run:
         self._returning: dict[tuple[int, int], Coming] = {}
         self._looked: dict[int, Tensor] = {}
         self._losses = 0
+        self._scalars: dict[int, int] = {}  # numbers of losses that are tensors of the output
         self._comm.begins(_FORWARD)
         inputs = self._dealt()
         mine = self._route.of(self._comm.rank)
@@ -382,6 +389,7 @@ class Run:
 
     def _loss_of_model(self, index: int, grad: bool) -> Tensor:
         """Return a number that the model itself has put out for this rank's rows."""
+        self._scalars[self._losses] = index
         losses = {
             micro: tensors_in(output)[index] for micro, output in sorted(self._outputs.items())
         }
@@ -390,10 +398,7 @@ class Run:
     def loss(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """Return the loss of this rank's rows, which the end computes (a collective)."""
         own = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, EndOutput)]
-        named = pytree.tree_map(
-            lambda leaf: _Named(leaf.number) if isinstance(leaf, EndOutput) else leaf,
-            (args, kwargs),
-        )
+        named = pytree.tree_map(self._named, (args, kwargs))
         call = Call(*named, [self._grad])
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise UsageError(
@@ -411,6 +416,17 @@ class Run:
                 self._pipeline.send(tensor, self._route.end)
         loss = self._told_loss(losses, torch.is_grad_enabled())
         return own[0].crossed(loss) if loss.requires_grad else loss
+
+    def _named(self, leaf: Any) -> Any:
+        """Return the name of a tensor of the output, or else what it is."""
+        if isinstance(leaf, EndOutput):
+            return _Named(leaf.number)
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        for _ in range(_BORDERS):
+            if getattr(node, "run", None) is self and node.number in self._scalars:
+                return _Named(self._scalars[node.number])
+            node = node.next_functions[0][0] if node and node.next_functions else None
+        return leaf
 
     def _computed(
         self, loss_fn: Callable[..., Any], call: Call, shapes: Sequence[Sequence[Shape]]
@@ -552,4 +568,5 @@ def _form(leaf: Tensor) -> Tensor:
     return leaf.slot.form if isinstance(leaf, Absent) else leaf
 
 
+_BORDERS = 4  # nodes between a number of the output and what the loss is given, at most
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -116,6 +116,11 @@ def _walk() -> Walk | None:
     return getattr(_LOCAL, "walk", None)
 
 
+def is_walking() -> bool:
+    """Return whether this thread is in a walk."""
+    return _walk() is not None
+
+
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = getattr(_LOCAL, "walk", None)
     if walk is None or walk.is_aside:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -97,7 +98,7 @@ class Pipeline(Strategy):
         for module in place.model.modules():
             here = any(is_cut(p) and cut_of(p).is_here for p in module.parameters(recurse=False))
             if here and module is not place.model:
-                run_by(module, _Held(module))
+                run_by(module, _Held(module, running))
         run_by(place.model, running)
         return []
 
@@ -113,12 +114,17 @@ class Pipeline(Strategy):
 
 @final
 class _Held:
-    """Runs a layer whose parameters are here."""
+    """Runs a layer whose parameters are here: within a call of the model, and again in backward.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters())
+    A call of the layer alone is one of all ranks, which read its parameters.
+    """
+
+    def __init__(self, module: nn.Module, running: Running) -> None:
+        self._parameters, self._running = list(module.parameters()), running
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._running.runs and torch._C._current_graph_task_id() == -1:
+            return forward(*args, **kwargs)
         with opened(self._parameters):
             return forward(*args, **kwargs)
 
