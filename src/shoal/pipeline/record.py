@@ -7,7 +7,9 @@ before it and are used after it. Left out is what every rank computes for itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -19,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
 from shoal.pipeline.moving import Counting
-from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in, walking
+from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
 INPUT: Position = (-1.0,)  # where the inputs of the forward come from
 
@@ -81,6 +83,7 @@ class Record:
     parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
     inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
     looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
+    checkpoints: dict[Position, Position] = field(default_factory=dict)  # from, to before
     memory: dict[Name, int] = field(default_factory=dict)  # equal for views of one another
     writes: list[tuple[Position, int]] = field(default_factory=list)  # in place, into which memory
     countings: list[Counting] = field(default_factory=list)  # changes of buffers by constants
@@ -290,8 +293,8 @@ class Recording(Walk):
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with self.inside(position):
-            output = call(module, *args, **kwargs)
+        with self.inside(position), _without_backward_hooks(module):
+            output = eager_call(module)(module, *args, **kwargs)
         with self.aside():
             made = tensors_in(output)
             for tensor in made:
@@ -302,6 +305,9 @@ class Recording(Walk):
             self.record.returned[position, known] = returned(args, kwargs, output)
             self._noted(position, (*position, END), used, made, given=given)
         return output
+
+    def checkpoint_ended(self, begin: Position) -> None:
+        self.record.checkpoints[begin] = self.here
 
     def finished(self, output: Any) -> None:
         """Note what the forward has returned."""
@@ -431,6 +437,17 @@ class _Filled(BaseException):
         self.position = position
 
 
+@contextmanager
+def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
+    """Hide hooks that only make sense where there are gradients."""
+    kept = {name: vars(module)[name] for name in _BACKWARD_HOOKS}
+    vars(module).update(dict.fromkeys(_BACKWARD_HOOKS, OrderedDict[int, Any]()))
+    try:
+        yield
+    finally:
+        vars(module).update(kept)
+
+
 def _storage(tensor: Tensor) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         form = tensor.slot.form if isinstance(tensor, Absent) else tensor
@@ -440,3 +457,6 @@ def _storage(tensor: Tensor) -> Any:
 def _memory(tensor: Tensor) -> int:
     key: int = _storage(tensor)._cdata
     return key
+
+
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
 from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided
-from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in
+from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
 from shoal.tensors.cut import is_cut, opened
 
 FIRST: Position = ()  # before all events
@@ -140,8 +140,9 @@ class Replay(Walk):
         self._check(position, module)
         self._reached(position)
         if position in self._entered or span.is_split_by(position):
+            check_hooks(module, self._modules.get(module, ""))
             with self.inside(position):
-                output = call(module, *args, **kwargs)
+                output = eager_call(module)(module, *args, **kwargs)
         elif self._is_here or self._can_compute(position, args, kwargs):
             with self.aside(), opened(self._parameters(module)):
                 args, kwargs = present((args, kwargs))
@@ -151,6 +152,15 @@ class Replay(Walk):
                 output = self._skipped(position, module, args, kwargs)
         self._keep(position, tensors_in(output))
         return output
+
+    def is_checkpointed(self) -> bool:
+        begin = self.here
+        self._reached(begin)
+        end = self._record.checkpoints.get(begin, begin)
+        return self._is_here and end > begin and not begin <= self._span.end < end
+
+    def values(self, args: Any) -> Any:
+        return present(args)
 
     def _reached(self, position: Position) -> None:
         """Begin or end the station at its cuts."""
@@ -254,6 +264,16 @@ class Replay(Walk):
 
     def _undecided(self, function: str) -> UsageError:
         return undecided(function, self._record.calls.get(self._frames[-1][0], ""))
+
+
+def check_hooks(module: nn.Module, name: str) -> None:
+    """Raise UsageError if a module that no rank computes by itself has a backward hook."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise UsageError(
+            "a backward hook is on a module whose layers several ranks hold",
+            where=f"module {name or type(module).__name__}",
+            do="put it on modules that one rank holds, or on the parameters",
+        )
 
 
 _GETTERS = frozenset(

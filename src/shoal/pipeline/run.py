@@ -33,7 +33,7 @@ from shoal.pipeline.crossings import Arrived, EndLoss, Sent
 from shoal.pipeline.moving import Counters, MovingBuffer, MovingBuffers
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.record import Record, recorded
-from shoal.pipeline.replay import Departed, Modules, Replay, Span, spans
+from shoal.pipeline.replay import Departed, Modules, Replay, Span, check_hooks, spans
 from shoal.pipeline.stations import Stations, stations
 from shoal.pipeline.walk import tensors_in, walking
 
@@ -122,6 +122,7 @@ class Pipeline:
         if self.runs:
             return forward(*args, **kwargs)
         self.finish()
+        check_hooks(self._model, "")
         self.runs = True
         try:
             return Run(self, forward, args, kwargs).output()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 
 Position = tuple[float, ...]
 Name = tuple[Position, int]
@@ -38,6 +39,7 @@ class Walk(ABC):
     def __init__(self) -> None:
         self._frames: list[list[Any]] = [[(), 0]]  # position, events so far
         self._aside = 0  # depth of calls that nobody walks into
+        self._functions = _Functions(self)
 
     @property
     def here(self) -> Position:
@@ -61,10 +63,15 @@ class Walk(ABC):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let what is called inside run as it is, without events."""
+        is_top = torch.overrides._get_current_function_mode() is self._functions
         self._aside += 1
+        if is_top:
+            self._functions.__exit__(None, None, None)
         try:
             yield
         finally:
+            if is_top:
+                self._functions.__enter__()
             self._aside -= 1
 
     @property
@@ -80,11 +87,22 @@ class Walk(ABC):
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call of a module."""
 
+    def is_checkpointed(self) -> bool:
+        """Return whether torch is to checkpoint what begins here, or else to keep activations."""
+        return False
+
+    def checkpoint_ended(self, begin: Position) -> None:
+        """Note where a function ends that torch.utils.checkpoint runs, and that began there."""
+
+    def values(self, args: Any) -> Any:
+        """Return the arguments with which torch runs a checkpoint."""
+        return args
+
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward, whose frame is the first."""
         before, _LOCAL.walk = _walk(), self
         try:
-            with _Functions(self):
+            with self._functions:
                 return forward(*args, **kwargs)
         finally:
             _LOCAL.walk = before
@@ -108,6 +126,8 @@ class _Functions(TorchFunctionMode):
 _OF_THREAD = frozenset({torch._C._set_grad_enabled})
 _LOCAL = threading.local()
 _CALL = nn.Module.__call__
+_NAME = "_checkpoint_without_reentrant_generator"
+_CHECKPOINT, _REENTRANT = vars(checkpoints)[_NAME], checkpoints.CheckpointFunction
 _LOCK = threading.Lock()
 _USERS = 0  # of the changed call
 
@@ -128,16 +148,56 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return walk.module(_CALL, module, args, kwargs)
 
 
+def eager_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the call of a module, without torch.compile."""
+    original = getattr(module, "_orig_mod", None)
+    if isinstance(original, nn.Module):
+        return lambda _, *args, **kwargs: original(*args, **kwargs)
+    return nn.Module._call_impl
+
+
+def _checkpoint(function: Any, *settings: Any, **kwargs: Any) -> Any:
+    """Begin a checkpoint that is not reentrant: a generator, which torch goes on with after it."""
+    walk = _walk()
+    if walk is None or walk.is_aside or walk.is_checkpointed():
+        return _CHECKPOINT(function, *settings, **kwargs)
+    return _unchecked(walk)
+
+
+def _unchecked(walk: Walk) -> Iterator[None]:
+    begin = walk.here
+    yield
+    walk.checkpoint_ended(begin)
+
+
+class _Reentrant:
+    """Torch's reentrant checkpoint, as far as a walk lets it."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        walk = _walk()
+        if walk is None or walk.is_aside:
+            return _REENTRANT.apply(function, preserve, *args)  # type: ignore[no-untyped-call]
+        if walk.is_checkpointed():
+            return _REENTRANT.apply(function, preserve, *walk.values(args))  # type: ignore[no-untyped-call]
+        begin = walk.here
+        output = function(*args)
+        walk.checkpoint_ended(begin)
+        return output
+
+
 @contextmanager
 def walking() -> Iterator[None]:
     """Let calls of modules reach the walk of their thread, inside.
 
-    Torch has no hook that may take the place of a call. torch.fx sets the same attribute.
+    Torch has no hook that may take the place of a call. torch.fx sets the same attribute. A walk
+    also says which checkpoints of torch's are made: none in which a station begins or ends.
     """
     global _USERS
     with _LOCK:
         _USERS += 1
         nn.Module.__call__ = _called  # type: ignore[method-assign]
+        vars(checkpoints).update(CheckpointFunction=_Reentrant, **{_NAME: _checkpoint})
     try:
         yield
     finally:
@@ -145,6 +205,7 @@ def walking() -> Iterator[None]:
             _USERS -= 1
             if not _USERS:
                 nn.Module.__call__ = _CALL  # type: ignore[method-assign]
+                vars(checkpoints).update(CheckpointFunction=_REENTRANT, **{_NAME: _CHECKPOINT})
 
 
 def tensors_in(values: Any) -> list[Tensor]:
