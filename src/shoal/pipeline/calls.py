@@ -6,7 +6,7 @@ A call whose forms were told before costs one number to each other rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -27,13 +27,13 @@ class Call:
     Args:
         args: the positional arguments.
         kwargs: the arguments by name.
-        modes: what else must be the same on all ranks.
+        modes: what else must be the same on all ranks, by name.
     """
 
-    def __init__(self, args: Any, kwargs: Any, modes: Sequence[Any]) -> None:
+    def __init__(self, args: Any, kwargs: Any, modes: Mapping[str, Any]) -> None:
         self._leaves, self._form = pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._modes = tuple(modes)
+        self._modes = dict(modes)
 
     def with_tensors(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """Return the arguments, with other tensors in the places of these."""
@@ -44,11 +44,13 @@ class Call:
 
     @property
     def common(self) -> str:
-        """What must be the same on every rank, in words."""
+        """What must be the same on every rank, in words, a line each."""
         rest = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         plain = [leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__ for leaf in rest]
-        kinds = [(tensor.dim(), str(tensor.dtype)) for tensor in self.tensors]
-        return f"{self._form} {plain} {kinds} {self._modes}"
+        kinds = [f"{tensor.dim()} dimensions of {tensor.dtype}" for tensor in self.tensors]
+        form = " ".join(str(self._form).split())
+        lines = {"arguments": form, "values": plain, "tensors": ", ".join(kinds), **self._modes}
+        return "\n".join(f"{name}: {value}" for name, value in lines.items())
 
     @property
     def shapes(self) -> list[Shape]:
@@ -103,7 +105,7 @@ def _number(text: str) -> int:
 
 
 def _difference(theirs: str, own: str) -> str:
-    """Return the parts of two texts from where they differ."""
-    same = next((i for i, (a, b) in enumerate(zip(theirs, own, strict=False)) if a != b), 0)
-    begin = max(0, same - 20)
-    return f"{theirs[begin : same + 60]!r} and {own[begin : same + 60]!r}"
+    """Return the first line in which two texts differ, of both."""
+    pairs = zip(theirs.splitlines(), own.splitlines(), strict=False)
+    first, second = next((pair for pair in pairs if pair[0] != pair[1]), (theirs, own))
+    return f"{first} and {second.partition(': ')[2]}"

@@ -110,9 +110,7 @@ class Replay(Walk):
         self._is_here = self._span.begin == FIRST
         self._needed = {*self._span.arriving, *self._span.leaving}
         # calls that leave values behind otherwise than by returning them (self.aux = …)
-        self._entered = {
-            made[:depth] for made, _ in self._needed for depth in range(1, len(made))
-        }
+        self._entered = {made[:depth] for made, _ in self._needed for depth in range(1, len(made))}
         self._kept: dict[Name, Any] = {}
 
     def leaving(self) -> list[Tensor]:

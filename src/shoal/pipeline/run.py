@@ -204,7 +204,15 @@ class Run:
                 do="detach it, or make what computes it a part of the model; or leave out the "
                 "pipeline",
             )
-        self._call = Call(args, kwargs, [pipeline_mode(pipeline.names), self._grad, *_autocast()])
+        self._call = Call(
+            args,
+            kwargs,
+            {
+                "in training": pipeline_mode(pipeline.names),
+                "with gradients": self._grad,
+                "autocast": _autocast(),
+            },
+        )
         self._shapes, self._numbers = pipeline.tell(self._call)
         self._route = pipeline.route(self._call, forward, self._numbers[self._comm.rank])
         self._device = next((t.device for t in self._call.tensors), torch.device("cpu"))
@@ -400,7 +408,7 @@ class Run:
         """Return the loss of this rank's rows, which the end computes (a collective)."""
         own = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, EndOutput)]
         named = pytree.tree_map(self._named, (args, kwargs))
-        call = Call(*named, [self._grad])
+        call = Call(*named, {"with gradients": self._grad})
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise UsageError(
                 "the loss is given something beside the output that takes a gradient, which would "
@@ -547,10 +555,12 @@ class _Named:
     number: int
 
 
-def pipeline_mode(modules: Mapping[nn.Module, str]) -> tuple[bool, ...]:
-    """Return which modules are in training, packed where all of them agree."""
-    modes = tuple(module.training for module in modules)
-    return modes[:1] if len(set(modes)) == 1 else modes
+def pipeline_mode(modules: Mapping[nn.Module, str]) -> bool | str:
+    """Return whether all modules are in training; where they differ, those that are not."""
+    modes = {module.training for module in modules}
+    if len(modes) == 1:
+        return modes.pop()
+    return "all but " + ", ".join(name for module, name in modules.items() if not module.training)
 
 
 def _autocast() -> tuple[Any, ...]:
