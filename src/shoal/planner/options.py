@@ -185,6 +185,12 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
             got=repr(strategies)[:200],
             do='write ["replicate"]',
         )
+    if pinned := [name for name in listed if named(Strategy, name).role.names_ranks]:
+        raise PlanError(
+            f"{pinned[0]} serves a model by pins alone",
+            got=f"strategies={listed}"[:200],
+            do=f'leave out strategies, and give pins={{"*": "{pinned[0]}"}}',
+        )
     return tuple(named(Strategy, name).name for name in listed)
 
 
