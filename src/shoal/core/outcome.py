@@ -64,7 +64,7 @@ class Outcome:
     Print it. It is that of the slowest rank, or of the only one that was asked.
 
     Args:
-        predicted_s: seconds of a step.
+        predicted_s: seconds of a step; 0 if nothing predicts it.
         measured_s: the same, without what passes between steps. Nobody predicts that.
         steps: that were measured.
         terms: "compute", "exchanges", "optimizer" and "between steps". None of a plan with a tail,
@@ -96,7 +96,9 @@ class Outcome:
             >>> Outcome(predicted_s=0.9, measured_s=1.0, steps=10).error
             -0.09999999999999998
         """
-        return self.predicted_s / self.measured_s - 1 if self.measured_s else 0.0
+        if not self.measured_s or not self.predicted_s:
+            return 0.0
+        return self.predicted_s / self.measured_s - 1
 
     @property
     def off(self) -> Term | None:
@@ -128,6 +130,8 @@ class Outcome:
             f"predicted step {_ms(self.predicted_s)}: {abs(self.error):.0%} {side} the measured "
             f"one, {_ms(self.measured_s)}"
         ]
+        if not self.predicted_s:
+            lines = [f"measured step {_ms(self.measured_s)}; such plans have no prediction"]
         if (off := self.off) is not None:
             lines.append(
                 f"off most: {off.name}, {_ms(off.predicted_s)} predicted, "

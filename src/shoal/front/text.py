@@ -139,6 +139,8 @@ def _refusals(explanation: Explanation) -> Text:
         for (strategy, why), of in sorted(layers.items())
     ]
     compared = sum(bool(row.others) for row in explanation.layers)
+    if not compared:
+        return Text("")
     left_out = len(explanation.layers) - compared
     of_many = f"\nonly the {compared} largest layers were compared\n" if left_out else "\n"
     return Text("\n".join([of_many + "what cannot serve a layer, and why", *lines, ""]))
@@ -171,12 +173,15 @@ def _step(explanation: Explanation) -> Text:
         "optimizer": step.optimizer_s,
     }
     rate = explanation.rate_bytes_per_s
-    return Text(
+    predicted = (
         f"predicted step {_ms(step.total_s)} = "
         + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
         + f"\nthe busiest rank sends {megabytes(step.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
+    )
+    return Text(
+        (predicted if step.total_s else "such plans have no prediction of the step")
         + "".join(f"\n{line}" for line in explanation.features)
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)

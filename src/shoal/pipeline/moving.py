@@ -73,7 +73,7 @@ class MovingBuffer:
 
     @property
     def value(self) -> Tensor:
-        """The present value. What is written there leaves graphs valid, as batch norm's own does."""
+        """The present value. Graphs stay valid if it is written, as by batch norm itself."""
         tensor = self.slot.tensor
         assert tensor is not None
         return tensor.data

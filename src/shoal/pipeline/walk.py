@@ -91,7 +91,7 @@ class Walk(ABC):
         """Return whether torch is to checkpoint what begins here, or else to keep activations."""
         return False
 
-    def checkpoint_ended(self, begin: Position) -> None:
+    def checkpoint_ended(self, begin: Position) -> None:  # noqa: B027  # most need not know
         """Note where a function ends that torch.utils.checkpoint runs, and that began there."""
 
     def values(self, args: Any) -> Any:

@@ -18,8 +18,10 @@ from shoal.core.explanation import (
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
+from shoal.planner.holders import is_priced
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
+from shoal.planner.options import known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.tails import tail_of
@@ -58,7 +60,8 @@ def explain(
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)
-    alternatives = alternatives and not plan.is_local  # which has none
+    # plans by local steps have none, and a pipeline's step nobody predicts
+    alternatives = alternatives and not plan.is_local and is_priced(plan)
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
     compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()
     explanation = Explanation(
@@ -86,6 +89,8 @@ def explain(
         without_codecs=_without_codecs(plan, predictor),
         features=lines_of(plan),
     )
+    if not is_priced(plan):
+        return replace(explanation, step=PredictedStep(0.0, 0.0, 0.0, 0.0, 0.0))
     return explained_locally(explanation, plan, profile) if plan.is_local else explanation
 
 
@@ -158,7 +163,7 @@ def _layer(
 def _choices(name: str, predictor: Predictor) -> list[Choice]:
     exact = [
         Choice(name, strategy, exchange)
-        for strategy in of(Strategy)
+        for strategy in known(None)
         for exchange in predictor.carriers(strategy)
     ]
     codecs = map(codec_named, predictor.cluster.codings)
