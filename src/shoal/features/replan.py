@@ -9,6 +9,7 @@ from shoal.contracts.feature import Feature, PlanFacts
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
+from shoal.planner.holders import is_priced
 from shoal.planner.measured import has_terms
 from shoal.session.opening import Opening
 
@@ -65,10 +66,11 @@ class Replan(Feature[Opening]):
                 "local_steps": plan.is_local,
                 "staleness": plan.staleness != 0,
                 "update_every": bool(plan.update_every),
+                "the pipeline": not is_priced(plan),
             }
             other = next((name for name, is_said in apart.items() if is_said), "the plan")
             raise PlanError(
                 "a plan is made anew only where ranks update all in each step, together",
-                got="replan=True and a plan of steps that are not alike",
+                got="replan=True and a plan of steps that are not alike, or not predicted",
                 do=f"leave out replan, or {other}",
             )

@@ -33,7 +33,6 @@ from shoal.front.spreading import Found, chosen, follow, job_of
 from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import release as release_optimizer
-from shoal.planner.holders import is_priced
 from shoal.planner.measured import corrected, outcome_of
 from shoal.planner.search import repredicted
 from shoal.profiling.identity import model_digest
@@ -153,8 +152,6 @@ def _why_not(session: Session, model: nn.Module) -> str:
 def _better(present: Found, asked: Request, outcome: Outcome) -> Plan:
     """Return the plan that the facts choose if it gains enough, else the present one as it is."""
     profile, cluster = present.profile, present.cluster
-    if not is_priced(present.plan):  # so nothing says whether another gains
-        return present.plan
     facts = replace(asked.facts, topology=cluster.topology, profile=profile, cluster=cluster)
     made = chosen(asked, facts, anew=True)
     predicted_s = repredicted(present.plan, profile, cluster).predicted_s

@@ -441,7 +441,7 @@ class _Filled(BaseException):
 def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
     """Hide hooks that only make sense where there are gradients."""
     kept = {name: vars(module)[name] for name in _BACKWARD_HOOKS}
-    vars(module).update(dict.fromkeys(_BACKWARD_HOOKS, OrderedDict[int, Any]()))
+    vars(module).update({name: OrderedDict[int, Any]() for name in _BACKWARD_HOOKS})
     try:
         yield
     finally:

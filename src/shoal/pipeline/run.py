@@ -408,7 +408,7 @@ class Run:
         """Return the loss of this rank's rows, which the end computes (a collective)."""
         own = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, EndOutput)]
         named = pytree.tree_map(self._named, (args, kwargs))
-        call = Call(*named, {"with gradients": self._grad})
+        call = Call(named[0], named[1], {"with gradients": self._grad})
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise UsageError(
                 "the loss is given something beside the output that takes a gradient, which would "
@@ -430,7 +430,7 @@ class Run:
         """Return the name of a tensor of the output, or else what it is."""
         if isinstance(leaf, EndOutput):
             return _Named(leaf.number)
-        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
         for _ in range(_BORDERS):
             if getattr(node, "run", None) is self and node.number in self._scalars:
                 return _Named(self._scalars[node.number])

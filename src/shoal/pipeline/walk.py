@@ -66,12 +66,12 @@ class Walk(ABC):
         is_top = torch.overrides._get_current_function_mode() is self._functions
         self._aside += 1
         if is_top:
-            self._functions.__exit__(None, None, None)
+            self._functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if is_top:
-                self._functions.__enter__()
+                self._functions.__enter__()  # type: ignore[no-untyped-call]
             self._aside -= 1
 
     @property
@@ -177,9 +177,9 @@ class _Reentrant:
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         walk = _walk()
         if walk is None or walk.is_aside:
-            return _REENTRANT.apply(function, preserve, *args)  # type: ignore[no-untyped-call]
+            return _REENTRANT.apply(function, preserve, *args)
         if walk.is_checkpointed():
-            return _REENTRANT.apply(function, preserve, *walk.values(args))  # type: ignore[no-untyped-call]
+            return _REENTRANT.apply(function, preserve, *walk.values(args))
         begin = walk.here
         output = function(*args)
         walk.checkpoint_ended(begin)
