@@ -96,7 +96,9 @@ def check_parameter(optimizer: Optimizer, parameter: Tensor, state: Any, where: 
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise wrong_form(where, state, "the state of a parameter")
     for key, value in state.items():
-        if key in _LIKE_PARAMETER and value is not None:
+        if key == "momentum_buffer" and value is None:
+            continue  # as SGD had it before its first step
+        if key in _LIKE_PARAMETER:
             shape = value.shape if isinstance(value, Tensor) else None
             if shape != parameter.shape:
                 got = f"{type(value).__name__} {'' if shape is None else list(shape)}"
@@ -121,6 +123,9 @@ def _check_alike(own: Any, saved: Any, where: str) -> None:
     if _is_number(own):
         if not _is_number(saved):
             raise wrong_form(where, saved, "a number")
+    elif isinstance(own, bool):
+        if isinstance(saved, str | Mapping) or _is_list(saved):
+            raise wrong_form(where, saved, "True or False")
     elif isinstance(own, Mapping):
         if not isinstance(saved, Mapping):
             raise wrong_form(where, saved, "a dict")

@@ -76,8 +76,7 @@ def _read(path: Path) -> Any:
             do="give a path that every rank's host has, and this user may read",
         ) from error
     except Exception as error:  # of whatever kind: the file may be anything
-        first, *_ = str(error).strip().splitlines() or [""]
-        raise _no_weights(path, f"{type(error).__name__}: {first}"[:200]) from error
+        raise _no_weights(path, f"{type(error).__name__} as it is read") from error
 
 
 def _no_weights(path: Path, got: str) -> UsageError:
