@@ -25,7 +25,7 @@ from shoal.contracts.plain import DTYPES
 from shoal.core.errors import UsageError
 
 KIND = "$"
-_MOST_KEYS = 200  # on the way to a value; the reader calls itself once for each
+MOST_KEYS = 200  # on the way to a value; the reader calls itself once for each
 _MOST_BITS = 8192  # longest whole number; Python reads no text of 4,300 digits or more
 Path = tuple[str, ...]
 Take = Callable[[Path, Any], str]  # keeps a tensor that is at a place; its name
@@ -58,8 +58,8 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
     Raises:
         UsageError: something in it is not plain data.
     """
-    if len(path) > _MOST_KEYS:
-        raise _unsaved(path[:4], f"{_MOST_KEYS} values within one another", "fewer of them")
+    if len(path) > MOST_KEYS:
+        raise unsaved(path[:4])
     if value is None or isinstance(value, bool):  # save 7
         return value
     if isinstance(value, str):
@@ -86,7 +86,7 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
 def _checked_int(value: int, path: Path) -> int:
     if value.bit_length() > _MOST_BITS:
         got = f"a whole number of {value.bit_length()} bits"
-        raise _unsaved(path, got, f"at most {_MOST_BITS} bits")
+        raise unsaved(path, got, f"at most {_MOST_BITS} bits")
     return value
 
 
@@ -119,7 +119,7 @@ def _encoded_other(value: Any, take: Take, path: Path) -> Any:
         return encoded(value.item(), take, path)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {KIND: "array", "name": take(path, torch.tensor(value, device="cpu"))}
-    raise _unsaved(
+    raise unsaved(
         path,
         f"a {type(value).__module__}.{type(value).__qualname__}",
         "an object with state_dict and load_state_dict, or plain data: tensors, numbers, "
@@ -127,7 +127,15 @@ def _encoded_other(value: Any, take: Take, path: Path) -> Any:
     )
 
 
-def _unsaved(path: Path, got: str, expected: str) -> UsageError:
+def unsaved(path: Path, got: str = "", expected: str = "") -> UsageError:
+    """Return the error about a value that no checkpoint can have.
+
+    Args:
+        path: the keys that lead to it.
+        got: the value in words; by default one that lies too deep.
+        expected: the values that can be saved.
+    """
+    got = got or f"more than {MOST_KEYS} values within one another, or one within itself"
     return UsageError(
         f"{'.'.join(path)} cannot be saved",
         got=got,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.parts import Spread
+from shoal.checkpoint.tree import MOST_KEYS, unsaved
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import ShoalError, UsageError
@@ -43,14 +44,16 @@ def has_state(value: Any) -> bool:
     )
 
 
-def members(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def members(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """The objects with a state in a value, each with the way to it."""
     if has_state(value):
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
+        if depth > MOST_KEYS:
+            raise unsaved(tuple(path.split(".")[:4]))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, part in items:
-            yield from members(part, f"{path}.{key}" if path else str(key))
+            yield from members(part, f"{path}.{key}" if path else str(key), depth + 1)
 
 
 def modules_of(objects: Mapping[str, Any]) -> Modules:
