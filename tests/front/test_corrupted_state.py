@@ -6,13 +6,13 @@ import copy
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from one_process import built, features
+from one_process import SMALL, built, cluster_of, features, plain, rows_of, state
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -21,7 +21,7 @@ import shoal
 from shoal.checkpoint.folder import STATE
 from shoal.checkpoint.state import _packed
 from shoal.checkpoint.tensors import checksum
-from shoal.comm.threads import ThreadComm
+from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
 from shoal.front.joining import using
 
@@ -32,13 +32,22 @@ OTHERS: tuple[Any, ...] = (
 )
 Way = tuple[str | int, ...]
 
+FORMATS = Path(__file__).parents[1] / "formats" / "checkpoints"
+INT8 = "replicate:direct+int8(block=8)"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "residuals": {"pins": {"*": INT8}},
+    "update_every": {"pins": {"*": "replicate:direct"}, "update_every": {"2": 3}},
+    "local_steps": {"local_steps": 3, "outer": shoal.Outer(rule="slowmo")},
+}
+EARLIER = {"residuals": "residuals", "local-codec": "local_steps"}  # cases of version 1
+Work = Callable[[nn.Module, optim.Optimizer, Callable[[], None]], None]
+
 
 def nodes(value: Any, way: Way = ()) -> Iterator[Way]:
     """Yield the ways to all values within a value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, part in items:
-        yield (*way, key)
-        if isinstance(part, dict | list):
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*way, key)
             yield from nodes(part, (*way, key))
 
 
@@ -60,7 +69,7 @@ def changed(document: Any, way: Way, other: Any) -> Any:
 
 def folder_of(sound: Path, folder: Path, document: Any) -> Path:
     """Make a checkpoint of this state.json and the files of a sound one."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     for file in sound.glob("*.safetensors"):
         if not (folder / file.name).exists():
             (folder / file.name).symlink_to(file)
@@ -136,3 +145,75 @@ def test_each_node_of_another_type(tmp_path: Path, number: int | None) -> None:
                 objects = made()
                 shoal.load(sound, **objects)
     assert refused > len(sampled(list(nodes(document)), number)) / 2
+
+
+def on_two_ranks(feature: str, work: Work) -> None:
+    """Do something with a model that follows a feature, its optimizer, and its two steps."""
+    batches = features(6, 4, steps=2)
+
+    def each(comm: ThreadComm) -> None:
+        model = built(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
+        optimizer = optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+        rows = [rows_of(batch, comm.rank, 2) for batch in batches]
+        with using(comm, cluster_of(2)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                model,
+                F.cross_entropy,
+                optimizer,
+                sample=rows[0],
+                search_options=SMALL,
+                **OPTIONS[feature],
+            )
+            work(model, optimizer, lambda: plain(model, loss_fn, optimizer, rows))
+
+    with torch.random.fork_rng(devices=()):
+        run(2, each, timeout_s=100)
+
+
+def check_each(sound: Path, folder: Path, fields: tuple[str, ...], number: int | None) -> Work:
+    """Return work that loads a checkpoint in many wrong forms, then as it is, and trains."""
+    document = json.loads((sound / STATE).read_text())
+    ways = [way for field in fields for way in nodes(document["state"][field], ("state", field))]
+    wrong = {
+        folder_of(sound, folder / str(index), changed(document, way, other)): f"{way}: {other}"
+        for index, (way, other) in enumerate(sampled(ways, number))
+    }
+
+    def load(model: nn.Module, optimizer: optim.Optimizer, train: Callable[[], None]) -> None:
+        refused = 0
+        for one, words in wrong.items():
+            before = state(model)
+            try:
+                shoal.load(one, model=model, optimizer=optimizer)
+            except ShoalError:
+                refused += 1
+                assert same(before, state(model)), f"{words} has changed something"
+            except Exception as error:
+                raise AssertionError(f"{words} is a bare {type(error).__name__}") from error
+        assert refused
+        shoal.load(sound, model=model, optimizer=optimizer)
+        train()
+
+    return load
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("feature", OPTIONS)
+def test_states_of_features(tmp_path: Path, feature: str, number: int | None) -> None:
+    sound = tmp_path / "sound"
+
+    def save(model: nn.Module, optimizer: optim.Optimizer, train: Callable[[], None]) -> None:
+        train()
+        shoal.save(sound, model=model, optimizer=optimizer)
+
+    on_two_ranks(feature, save)
+    assert feature in json.loads((sound / STATE).read_text())["state"]["features"]
+    on_two_ranks(feature, check_each(sound, tmp_path / "wrong", ("features",), number))
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", EARLIER)
+def test_states_of_an_earlier_release(tmp_path: Path, name: str, number: int | None) -> None:
+    fields = ("residuals", "outer", "models")
+    load = check_each(FORMATS / name / "saved", tmp_path / "wrong", fields, number)
+    on_two_ranks(EARLIER[name], load)
