@@ -25,6 +25,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
 from shoal.front.joining import using
 
+FULL = (pytest.mark.slow, pytest.mark.timeout(600))
 GONE = object()  # the node is removed
 OTHERS: tuple[Any, ...] = (
     *(GONE, None, True, -1, 0.5, float("nan"), 10**30, "x", "../x", "", [], [1], {}, {"x": 1}),
@@ -120,7 +121,7 @@ def sampled(ways: list[Way], number: int | None) -> list[tuple[Way, Any]]:
     return pairs if number is None else random.Random(0).sample(pairs, number)
 
 
-@pytest.mark.parametrize("number", [120, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [60, pytest.param(None, marks=FULL)])
 def test_each_node_of_another_type(tmp_path: Path, number: int | None) -> None:
     with using(ThreadComm()), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -197,7 +198,7 @@ def check_each(sound: Path, folder: Path, fields: tuple[str, ...], number: int |
     return load
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(None, marks=FULL)])
 @pytest.mark.parametrize("feature", OPTIONS)
 def test_states_of_features(tmp_path: Path, feature: str, number: int | None) -> None:
     sound = tmp_path / "sound"
@@ -211,7 +212,7 @@ def test_states_of_features(tmp_path: Path, feature: str, number: int | None) ->
     on_two_ranks(feature, check_each(sound, tmp_path / "wrong", ("features",), number))
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(None, marks=FULL)])
 @pytest.mark.parametrize("name", EARLIER)
 def test_states_of_an_earlier_release(tmp_path: Path, name: str, number: int | None) -> None:
     fields = ("residuals", "outer", "models")

@@ -29,17 +29,14 @@ from shoal.core.errors import UsageError
 
 STATE = "state.json"
 LATEST = "LATEST"
-# names of files that no object has, also from releases before features
-RANDOM, FEATURES = "random-state", "feature-states"
-RESIDUALS, OUTER = "codec-residuals", "outer-state"
-RESERVED = (RANDOM, FEATURES, RESIDUALS, OUTER)
+RESERVED = RANDOM, FEATURES = "random-state", "feature-states"  # files that no object has
 _TMP, _OLD = ".tmp-", ".old-"
 _MADE = r"\.tmp-(.+-[0-9]+-[0-9a-f]+|gone)"  # a mark as `_marked` makes it, or a removal
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
 
 def as_path(path: Any, call: str) -> Path:
-    """Return the path of a folder that a script gave to `call`, or refuse what is none."""
+    """Return the path of a folder that a script gave to `call`, or refuse it."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -184,7 +181,7 @@ def clean(path: Path) -> None:
 
 
 def clean_run(folder: Path, name: str) -> None:
-    """Remove what killed jobs left in a run's folder, and nothing that Shoal did not make.
+    """Remove the work of killed jobs from a run's folder, and nothing that Shoal did not make.
 
     Args:
         folder: the run's folder, which this process alone writes.

@@ -62,7 +62,7 @@ def problem(states: Any) -> str:
             np.random.RandomState().set_state(_of_numpy(state))
             if "cuda" in state and torch.cuda.is_available():
                 torch.Generator(device="cuda").set_state(state["cuda"])
-        except Exception as error:  # of whatever kind: the state may be anything
+        except Exception as error:  # any error: the state may be anything
             return f"rank {rank}: {type(error).__name__}: {error}"[:200]
     return ""
 

@@ -49,7 +49,7 @@ class RunFolder:
     def newest(self) -> str | None:
         """The name of the newest checkpoint that is complete; None where there is none.
 
-        That is what LATEST names. If that is gone, or is not readable, it is the one of most steps.
+        LATEST names it. If that is gone, or not readable, it is the one of most steps.
         """
         complete = self._complete()
         with contextlib.suppress(OSError, ValueError), open_regular(self.folder / LATEST) as file:
@@ -119,7 +119,7 @@ class RunFolder:
         clean_run(self.folder, _NAME.pattern)
 
     def _held(self, lock: BinaryIO) -> bytes:
-        """Take the kernel's lock, and return the text of who held it before."""
+        """Take the kernel's lock, and return the text that its last holder wrote."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

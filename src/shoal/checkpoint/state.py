@@ -39,7 +39,7 @@ class State:
     outer: dict[str, Any] = field(default_factory=dict)  # likewise
     step: int | None = None  # of who counts them
     files: dict[str, Checksums] = field(default_factory=dict)
-    # of optimizers and schedulers, by the way to them; earlier releases do not say it
+    # optimizers' and schedulers', by the way to them; earlier releases do not say it
     classes: dict[str, str] = field(default_factory=dict)
     written_by: dict[str, str] = field(default_factory=dict)  # versions
 
@@ -91,7 +91,7 @@ def parsed(text: bytes, where: str) -> State:
     try:
         if crc != checksum(_packed(state)):
             raise ValueError("another checksum than that of what was written")
-        check_state(state)
+        check_state(state, [known.name for known in fields(State)])
     except (ValueError, RecursionError) as error:
         raise corrupted(where, str(error)[:400]) from error
     known = {known_field.name for known_field in fields(State)}
@@ -127,11 +127,11 @@ def before_features(
 
 
 def corrupted(where: str, got: str) -> UsageError:
-    """Return the error about a state.json that is not what Shoal wrote.
+    """Return the error about a state.json that Shoal has not written so.
 
     Args:
         where: the checkpoint.
-        got: what is wrong with it.
+        got: the fault in it.
     """
     return UsageError(
         "state.json of the checkpoint is corrupted",

@@ -1,6 +1,6 @@
 """The form of state.json, checked before anything is made of it.
 
-Anybody can compute a checksum, so a right one says only that the disk is sound. Values of objects
+Anybody can compute a checksum, so a right one shows only that the disk is sound. Values of objects
 are as checkpoint/tree.py decodes them. Guarded by tests/checkpoint/test_state_form.py.
 """
 
@@ -14,17 +14,22 @@ from shoal.checkpoint.folder import is_plain
 from shoal.checkpoint.run import MOST_STEPS
 from shoal.core.numbers import is_count
 
-Check = Callable[[Any, str], None]
+Check = Callable[[Any, str], object]
 
 
-def check_state(state: Any) -> None:
-    """Raise ValueError unless this has the form of `State`, field by field."""
+def check_state(state: Any, names: Iterable[str]) -> None:
+    """Raise ValueError unless this has the form of `State`.
+
+    Args:
+        state: the value that was read.
+        names: the fields of `State`.
+    """
     fields = _mapping(state, "state")
     if "objects" not in fields:
         raise ValueError("state has no objects")
-    for name, check in _FIELDS.items():
+    for name in names:
         if name in fields:
-            check(fields[name], name)
+            _FIELDS.get(name, _mapping)(fields[name], name)
 
 
 def as_count(value: Any, where: str, most: int = MOST_STEPS) -> int:
@@ -52,10 +57,6 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 
 def _unlike(value: Any, where: str, expected: str) -> ValueError:
     return ValueError(f"{where} is {type(value).__name__} {str(value)[:60]}, and not {expected}")
-
-
-def _check_mapping(value: Any, where: str) -> None:
-    _mapping(value, where)
 
 
 def _check_features(value: Any, where: str) -> None:
@@ -98,10 +99,9 @@ def _check_models(value: Any, where: str) -> None:
     for path, known in _mapping(value, where).items():
         way = f"{where}.{path}"
         facts = _mapping(known, way)
-        plan = _mapping(facts.get("plan", {}), f"{way}.plan")
-        for name, of in (("ranks", facts), ("warmup_steps", facts), ("local_steps", plan)):
-            if of.get(name) is not None:
-                as_count(of[name], f"{way}.{name}")
+        _mapping(facts.get("plan", {}), f"{way}.plan")
+        if facts.get("ranks") is not None:
+            as_count(facts["ranks"], f"{way}.ranks")
         usual = facts.get("usual_rows")
         if usual is not None and not (_is_number(usual) and 0 <= usual < math.inf):
             raise _unlike(usual, f"{way}.usual_rows", "a number of rows")
@@ -116,8 +116,6 @@ _FIELDS: dict[str, Check] = {
     "random": _check_list,
     "models": _check_models,
     "features": _check_features,
-    "residuals": _check_mapping,
-    "outer": _check_mapping,
     "step": _check_step,
     "files": _check_files,
     "classes": _check_texts,

@@ -164,7 +164,7 @@ def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict
         raise
     except OSError as error:
         raise unreadable(path, error) from error
-    except Exception as error:  # of whatever kind: the bytes may be anything
+    except Exception as error:  # any error: the bytes may be anything
         raise _corrupted(path, "its form", f"{type(error).__name__}: {error}"[:400]) from error
     if tensors.keys() | {HEADER} != checksums.keys():
         raise _corrupted(path, "its tensors", "other names than those that were written")

@@ -25,7 +25,7 @@ from shoal.contracts.plain import DTYPES
 from shoal.core.errors import UsageError
 
 KIND = "$"
-MOST_KEYS = 200  # on the way to a value; the reader calls itself once for each
+MOST_KEYS = 200  # the reader calls itself once for each key on the way to a value
 _MOST_BITS = 8192  # longest whole number; Python reads no text of 4,300 digits or more
 Path = tuple[str, ...]
 Take = Callable[[Path, Any], str]  # keeps a tensor that is at a place; its name
@@ -167,9 +167,9 @@ def decoded(form: Any, give: Give) -> Any:
     """
     try:
         return _decoded(form, give)
-    except UsageError:  # from `give`: a file is corrupted
+    except UsageError:  # `give` found a corrupted file
         raise
-    except Exception as error:  # of whatever kind: the form may be anything
+    except Exception as error:  # any error: the form may be anything
         raise ValueError(f"{type(error).__name__}: {error}"[:400]) from error
 
 

@@ -18,8 +18,8 @@ def unlike_tensors(states: Any, flat: Iterable[str] = (), numbers: Iterable[str]
 
     Args:
         states: the value.
-        flat: kinds that each parameter must have, whose tensors are flat.
-        numbers: kinds that each parameter must have, whose tensors are one number of at least 0.
+        flat: kinds that each parameter must have, as flat tensors.
+        numbers: kinds that each parameter must have, as one number of at least 0.
     """
     if not isinstance(states, dict):
         return f"{type(states).__name__}, and not a dict by parameter"

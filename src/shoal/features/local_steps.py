@@ -324,6 +324,8 @@ class _LocalTraining(Attachment[Running]):
     def load(self, state: Any) -> None:
         """Begin a round with the loaded weights and the outer rule's state."""
         outer = {} if state is None else state["outer"]
+        assert self._weights is not None
+        self._weights.check(outer)
         self.rounds.begin(outer, 0 if state is None else state["warmup_steps"])
         if self.weights is not None:
             self.weights.give_servers()

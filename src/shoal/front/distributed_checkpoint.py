@@ -32,7 +32,7 @@ from shoal.front.stateful import (
 )
 from shoal.session.session import ranks
 
-_STATE, _CLASS = "json", "class"  # texts among the tensors, whose names are numbers
+_STATE, _CLASS = "json", "class"  # two texts among the tensors
 
 
 @final
@@ -148,7 +148,7 @@ def _unpacked(content: Any, keyword: str) -> tuple[Any, str]:
             if key in tensors
         }
         state = decoded(json.loads(texts[_STATE]), tensors.__getitem__)
-    except Exception as error:  # of whatever kind: the bytes may be anything
+    except Exception as error:  # any error: the bytes may be anything
         got = f"{type(error).__name__}: {error}"
         raise wrong_form(keyword, got, "the bytes that shoal.Stateful made") from error
     return state, texts.get(_CLASS, "")

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import randomness
 from shoal.checkpoint.fetched import fetched
-from shoal.checkpoint.folder import FEATURES, OUTER, RANDOM, RESIDUALS, as_path, check_names
+from shoal.checkpoint.folder import FEATURES, RANDOM, as_path, check_names
 from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State, before_features
 from shoal.comm.agreement import agreed
@@ -45,6 +45,7 @@ from shoal.front.stateful import (
 )
 from shoal.session.session import Attached, current, found, ranks
 
+_RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # files of releases before features
 _OPENING = "shoal.save: where to write"
 _READING = "shoal.load: reading the checkpoint"
 _WRITING = "shoal.save: writing the checkpoint"
@@ -334,9 +335,9 @@ def _features(saved: Saved) -> dict[str, dict[str, Any]]:
             raise saved.corrupted("features: no states by the way to a model")
         return kept
     # version 1: earlier releases wrote states in another form
-    owed = saved.decoded(RESIDUALS, saved.state.residuals)
-    outer = saved.decoded(OUTER, saved.state.outer)
-    for name, by_path in ((RESIDUALS, owed), (OUTER, outer)):
+    owed = saved.decoded(_RESIDUALS, saved.state.residuals)
+    outer = saved.decoded(_OUTER, saved.state.outer)
+    for name, by_path in ((_RESIDUALS, owed), (_OUTER, outer)):
         unlike = [unlike_tensors(states) for states in by_path.values()]
         if problem := next(filter(None, unlike), ""):
             raise saved.corrupted(f"{name}: {problem}")

@@ -1,4 +1,4 @@
-"""Checks of a saved state before an object takes it: its class, its form, what torch takes unseen.
+"""Checks of a saved state before an object takes it: its class, its form, its numbers.
 
 torch's own optimizers and schedulers take any state of the right length: AdamW's goes into SGD, and
 a text into a learning rate. The next step fails then, or is wrong. Objects that torch does not
@@ -24,7 +24,7 @@ _LIKE_PARAMETER = {
 
 
 def class_of(value: Any) -> str:
-    """Return the class that a checkpoint names; '' for objects whose class is not compared."""
+    """Return the class that a checkpoint names; '' if classes of such objects are not compared."""
     return type(value).__name__ if isinstance(value, Optimizer | LRScheduler) else ""
 
 
@@ -54,7 +54,7 @@ def check_class(value: Any, saved: str, path: str) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, saved: Any, path: str) -> None:
-    """Refuse what is not the state of an optimizer, as `stateful` names its parameters."""
+    """Refuse a state that no optimizer has given, as `stateful` names its parameters."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         raise wrong_form(path, saved, "the state of an optimizer")
     groups = saved.get("param_groups")
@@ -97,7 +97,7 @@ def check_parameter(optimizer: Optimizer, parameter: Tensor, state: Any, where: 
         raise wrong_form(where, state, "the state of a parameter")
     for key, value in state.items():
         if key == "momentum_buffer" and value is None:
-            continue  # as SGD had it before its first step
+            continue  # SGD's before its first step
         if key in _LIKE_PARAMETER:
             shape = value.shape if isinstance(value, Tensor) else None
             if shape != parameter.shape:

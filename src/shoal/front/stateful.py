@@ -142,7 +142,7 @@ class Loading:
         before = dict(vars(self.value)) if can_undo else {}
         try:
             self.value.load_state_dict(self.state)
-        except Exception as error:  # of whatever kind: its own code may refuse in any way
+        except Exception as error:  # any error: its own code may refuse in any way
             if can_undo:  # torch's replace their attributes, and so do most others
                 vars(self.value).update(before)
             if isinstance(error, ShoalError):
@@ -156,7 +156,7 @@ class Loading:
 
 
 def loadings(value: Any, saved: Any, modules: Modules, path: str) -> Iterator[Loading]:
-    """Check what was saved of a value, and yield what is to be loaded. Nothing changes yet.
+    """Check the saved state of a value, and yield each object with its own. Nothing changes yet.
 
     Args:
         value: an object with a state, or such objects in lists or dicts.
@@ -194,8 +194,8 @@ def loadings(value: Any, saved: Any, modules: Modules, path: str) -> Iterator[Lo
 def load_all(comm: Comm, wanted: Sequence[Loading]) -> None:
     """Have all objects take their states (a collective).
 
-    Objects whose states nobody else can check come first, and modules last. So if one refuses, no
-    weights have changed, on any rank.
+    Objects with states that only they can check come first, and modules last. So if one refuses,
+    no weights have changed, on any rank.
     """
     modules = [one for one in wanted if one.known and isinstance(one.value, nn.Module)]
     optimizers = [one for one in wanted if one.known and not isinstance(one.value, nn.Module)]

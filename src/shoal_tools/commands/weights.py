@@ -75,7 +75,7 @@ def _read(path: Path) -> Any:
             got=f"{type(error).__name__}: {error}",
             do="give a path that every rank's host has, and this user may read",
         ) from error
-    except Exception as error:  # of whatever kind: the file may be anything
+    except Exception as error:  # any error: the file may be anything
         raise _no_weights(path, f"{type(error).__name__} as it is read") from error
 
 
