@@ -50,6 +50,28 @@ def test_an_error_leaves_the_older_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["saved"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_place_that_is_not_given_leaves_nothing(
+    tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "saved"
+    if exists:
+        put(path, "1")
+    rename = Path.rename
+
+    def refuse(one: Path, other: Path) -> Path:
+        if ".tmp-" in one.name and other == path:
+            raise OSError("no")
+        return rename(one, other)
+
+    monkeypatch.setattr(folder, "_changed_places", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no"):
+        put(path, "2")
+    assert os.listdir(tmp_path) == ["saved"] * exists
+    assert not exists or (path / STATE).read_text() == "1"
+
+
 @pytest.mark.parametrize("name", ["saved", "lr[0.1]*"])
 def test_between_two_renames_the_older_one_is_found(tmp_path: Path, name: str) -> None:
     path, old = tmp_path / name, tmp_path / f"{name}.old-host-1-ab"
@@ -99,7 +121,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) ->
     assert found(link) == target.with_name("saved.old-host-1-ab")
 
 
-@pytest.mark.parametrize("path", [None, "", "a\0b", b"saved", 3, ["saved"]])
+@pytest.mark.parametrize("path", [None, "", "a\0b", "\ud800", b"saved", 3, ["saved"]])
 def test_what_is_no_path_is_refused(path: Any) -> None:
     with pytest.raises(UsageError, match=r"shoal.load takes the path of a folder"):
         as_path(path, "shoal.load")

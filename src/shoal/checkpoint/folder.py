@@ -39,9 +39,10 @@ def as_path(path: Any, call: str) -> Path:
     """Return the path of a folder that a script gave to `call`, or refuse it."""
     try:
         text = os.fspath(path)
-    except TypeError:
-        text = None
-    if not isinstance(text, str) or not text or "\0" in text:
+        is_path = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+    except (TypeError, UnicodeEncodeError):  # not a path, or not one that this system can name
+        is_path = False
+    if not is_path:
         raise UsageError(
             f"{call} takes the path of a folder",
             got=repr(path)[:80],
@@ -94,10 +95,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield folder
         flush(folder)  # 2
+        _rename(folder, path)  # 3  # save 15
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    _rename(folder, path)  # 3  # save 15
     flush(path.parent)  # 4
 
 
@@ -136,7 +137,11 @@ def _rename(folder: Path, path: Path) -> None:
     # the older one by its name.
     old = _marked(path, _OLD)
     path.rename(old)
-    folder.rename(path)
+    try:
+        folder.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
