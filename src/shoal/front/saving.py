@@ -3,9 +3,9 @@
     1  take     every rank takes part; rank 0 gets all of it
     2  write    rank 0 writes it, whole or not at all                (checkpoint/snapshot.py)
     3  read     each rank that sees the files checks and reads them; others are sent them
-    4  put      values go into the objects, then the random state is restored
+    4  put      values go into the objects, once all are checked; then the random state is restored
 
-Guarded by tests/front/test_saving.py.
+Guarded by tests/front/test_saving.py and test_corrupted_state.py.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
     """Go on from a checkpoint. All ranks call this.
 
     Any number of ranks may have saved it, under any plan. Each rank that sees the files reads them,
-    and each tensor's checksum is compared. Ranks that do not see the files are sent them.
+    and each tensor's checksum is compared. Ranks that do not see the files are sent them. All of it
+    is checked before any object changes.
 
     Args:
         path: the path that `save` was given.
