@@ -19,6 +19,7 @@ from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
 from shoal.core.outer import Outer
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
+from shoal.core.regular_files import read_text
 from shoal.core.role import Role
 
 FORMAT = 1
@@ -432,7 +433,7 @@ class Plan(Layout):
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, ValueError) as error:  # also a path with a NUL, or a text that is no UTF-8
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"

@@ -26,6 +26,7 @@ from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.contracts.state_dicts import is_amount, unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import is_count, whole
@@ -304,6 +305,21 @@ class _LocalTraining(Attachment[Running]):
         weights = self.weights
         outer = {} if weights is None else weights.outer_state()
         return {"outer": outer, "warmup_steps": self.rounds.warmup_steps}
+
+    def problem(self, state: Any) -> str:
+        if not isinstance(state, dict):
+            return "no dict"
+        warmup = state.get("warmup_steps", -1)
+        if warmup is not None and not (is_count(warmup) and warmup >= 0):
+            return f"warmup_steps is {str(warmup)[:40]}"
+        if unlike := unlike_tensors(state.get("outer"), flat=("momentum",)):
+            return unlike
+        rates = [known["rate"] for known in state["outer"].values() if "rate" in known]
+        if not all(map(is_amount, rates)):
+            return "a rate that is no number"
+        assert self._weights is not None
+        self._weights.check(state["outer"])
+        return ""
 
     def load(self, state: Any) -> None:
         """Begin a round with the loaded weights and the outer rule's state."""

@@ -222,7 +222,7 @@ def _require_recipe(path: Path) -> None:
     try:
         source = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError):
         return  # running it says it better
     bound = {
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()

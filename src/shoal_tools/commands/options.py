@@ -38,7 +38,23 @@ class Finite(click.FloatRange):
         return number
 
 
-NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+class NamedPath(click.Path):
+    """A path, and no empty text: that would be the folder in which the command runs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        if value == "":
+            self.fail("the path is empty", parameter, context)
+        if "\0" in str(value):
+            self.fail("no path has a NUL in it", parameter, context)
+        return super().convert(value, parameter, context)
+
+
+NEW_FILE = NamedPath(dir_okay=False, writable=True)
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 PLAN = click.option("--plan", default=AUTO, help='A saved plan\'s path, or "auto".')
 RANKS = click.option(
@@ -57,7 +73,7 @@ EXPLAIN = click.option(
 )
 WEIGHTS = click.option(
     "--weights",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     help="Weights of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a "
     "file of safetensors, or of torch.save(model.state_dict()).",
 )

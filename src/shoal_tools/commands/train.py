@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +16,7 @@ from shoal_tools.commands.options import (
     PLAN,
     RANKS,
     REPORT,
+    NamedPath,
     feature_options,
     in_a_folder,
     recipe_command,
@@ -45,7 +45,7 @@ from shoal_tools.commands.worker import TrainingRun
 )
 @click.option(
     "--checkpoint",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=NamedPath(file_okay=False),
     metavar="FOLDER",
     help="Save the run there now and then, at its end, and on SIGTERM or Ctrl-C; go on from the "
     "newest checkpoint in it.",
