@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.numbers import check_truth
 from shoal.data.deal import Deal
 from shoal.data.order import proposed_seed
 from shoal.data.sharded import ShardedBatches, ShardedLoader, sharded
@@ -96,14 +97,17 @@ def shard(
     purpose = "shard: checking loaders"
     own_seed = agreed(comm, lambda: proposed_seed(loader), purpose)
     seed = comm.gather_objects(own_seed, purpose)[0]
-    word = NextBatchCheck(comm) if shards_itself else None
-    speed = Speed(comm, session.passes) if shares == "speed" else None
+    word = NextBatchCheck(comm) if shards_itself is True else None
+    by_speed = isinstance(shares, str) and shares == "speed"
+    speed = Speed(comm, session.passes) if by_speed else None
 
     def made() -> Any:
         if batch not in ("rank", "global"):
             raise UsageError(
                 "unknown kind of batch", got=repr(batch), expected='"rank" or "global"'
             )
+        do = "give shards_itself=True for a dataset that gives each rank its own rows"
+        check_truth("shards_itself is True or False", shards_itself, do=do)
         deal = Deal(comm.rank, comm.size, batch == "global", _dealt_in(shares, speed, comm.size))
         return sharded(loader, deal, seed, session.passes, word)
 
