@@ -38,10 +38,10 @@ class Finite(click.FloatRange):
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> Any:
-        number = super().convert(value, parameter, context)
+        number = click.FLOAT.convert(value, parameter, context)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", parameter, context)
-        return number
+        return super().convert(value, parameter, context)
 
 
 COUNT = click.IntRange(1, MOST_COUNTED)
