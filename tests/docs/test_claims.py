@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.registry import of
 from shoal.engine.replicas import EVERY
+from shoal.planner.options import resolve
 from shoal_tools.cli import main
 
 pytestmark = pytest.mark.quick
@@ -92,3 +94,42 @@ def test_defaults_are_those_that_pages_give() -> None:
         outer = shoal.Outer(rule=rule)
         momentum = f"{outer.momentum:g}" if outer.momentum else "none"
         assert re.search(rf"\| {outer.lr:g} \| {momentum} \|", rules[f'`"{rule}"`'])
+
+
+NUMBERS: list[tuple[str, str, str, object]] = [
+    ("docs/guide/cut-layers.md", "at least 5 % shorter", "shoal.planner.search.CUT_WORTH", 0.05),
+    ("docs/guide/cut-layers.md", "1 MiB", "shoal.planner.options._LEAST_CUT_BYTES", 1 << 20),
+    ("docs/guide/cut-layers.md", "20 ms", "shoal.planner.options._LEAST_CUT_S", 0.02),
+    ("docs/guide/codecs.md", "10 % shorter", "shoal.planner.lossy.WORTH", 0.1),
+    ("docs/guide/codecs.md", "Every 100\nsteps", "shoal.codecs.ledger.WINDOW", 100),
+    ("docs/guide/replan.md", "shorter by a tenth", "shoal.front.replanning._WORTH", 0.1),
+    ("docs/guide/replan.md", "fewer than three steps", "shoal.front.replanning._FEWEST", 3),
+    ("docs/guide/replicas.md", "three checks in a row", "shoal.engine.replicas._PATIENCE", 3),
+    ("docs/guide/report.md", "three steps after five", "shoal_tools.commands.recording._STEPS", 3),
+    ("docs/guide/stragglers.md", "every three seconds", "shoal.engine.stragglers._WINDOW_S", 3.0),
+    ("docs/guide/stragglers.md", "half as long again", "shoal.engine.stragglers._SLOWER", 1.5),
+    ("docs/guide/doctor.md", "port 29490", "shoal_tools.doctor.meet.PORT", 29490),
+    ("docs/guide/doctor.md", "fewer than 1024 files", "shoal_tools.doctor.checks_host.FILES", 1024),
+    ("docs/guide/data.md", "Every 16 steps", "shoal.data.shares._EVERY", 16),
+    ("docs/guide/owners-and-memory.md", "a fifth of the model", "shoal.planner.search._LOW", 0.2),
+    ("docs/guide/local-steps.md", "5 % longer", "shoal.planner.local._WORK", 0.05),
+    ("docs/guide/large-batches.md", "k is 512 at most", "shoal.core.plan.MOST_STEPS", 512),
+]
+
+
+@pytest.mark.parametrize(("path", "said", "name", "number"), NUMBERS)
+def test_a_number_of_a_page_is_that_of_the_code(
+    path: str, said: str, name: str, number: object
+) -> None:
+    assert said in page(path)
+    module, _, constant = name.rpartition(".")
+    assert getattr(import_module(module), constant) == number
+
+
+def test_of_two_pins_that_match_the_later_one_counts() -> None:
+    assert "the later one counts" in page("docs/guide/choosing.md")
+    layers = ["hidden", "head"]
+    general_first = resolve({"*": "sliced", "head": "factor"}, layers)
+    assert general_first == {"hidden": ("sliced", ""), "head": ("factor", "")}
+    general_last = resolve({"head": "factor", "*": "sliced"}, layers)
+    assert general_last == dict.fromkeys(layers, ("sliced", ""))
