@@ -74,6 +74,7 @@ _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15  # bits a second
 _Key = tuple[str, str]  # an option's keyword, and a field of the record that it holds or ""
+_FILES = "shoal.files"  # key in click's context: flags by the file that they write
 _GIVEN = "shoal.given"  # key in click's context: values of the flags that are given, by _Key
 
 
@@ -88,12 +89,18 @@ def seconds(context: click.Context, option: click.Parameter, text: str) -> float
 
 def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse, before any work, a file that cannot be written when the work is done."""
-    if path is not None and not path.name:
+    if path is None:
+        return None
+    flag = option.opts[0]
+    if not path.name:
+        raise UsageError(f"{flag} has no file's name", got=str(path), do=f"write {flag} FILE")
+    other = context.meta.setdefault(_FILES, {}).setdefault(path.absolute(), flag)
+    if other != flag:
         raise UsageError(
-            f"{option.opts[0]} has no file's name", got=str(path), do=f"write {option.opts[0]} FILE"
+            f"{other} and {flag} would write over each other", got=str(path), do="write two names"
         )
     # the first rank alone writes files
-    if path is not None and rendezvous.is_first() and not path.parent.is_dir():
+    if rendezvous.is_first() and not path.parent.is_dir():
         raise UsageError(
             f"there is no folder {path.parent}",
             got=f"{option.opts[0]} {path}",

@@ -136,6 +136,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["features", RECIPE, "--layers", "0", "-o", "x.csv"],
         "x.parquet",
     ),
+    "two outputs in one file": (
+        ["train", RECIPE, "--json", "a.json", "--report", "./a.json"],
+        "would write over each other",
+    ),
     "one number of hosts twice": (["simulate", RECIPE, "--hosts", "1,1,1"], "names 1 twice"),
     "a latency of ages": (["simulate", RECIPE, "--latency-us", "1e300"], "not in the range"),
     "hardly a core": (["simulate", RECIPE, "--cores-per-rank", "1e-300"], "not in the range"),
