@@ -15,7 +15,7 @@ import torch
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
-from shoal.core.numbers import shown
+from shoal.core.numbers import how_many, shown
 from shoal.core.passes import Passes
 from shoal.data.parts import num_rows
 
@@ -67,8 +67,8 @@ class FixedShares(Shares):
         if len(numbers) != size or not all(_LEAST <= share <= _MOST for share in numbers):
             raise UsageError(
                 "shares are one positive number a rank",
-                got=f"{shown(shares)} for {size} ranks",
-                expected=f"{size} numbers from {_LEAST:g} to {_MOST:g}",
+                got=f"{shown(shares)} for {how_many(size, 'rank')}",
+                expected=f"{how_many(size, 'number')} from {_LEAST:g} to {_MOST:g}",
                 do='give as many as there are ranks, such as [1, 3], or shares="speed"',
             )
         self._shares = numbers

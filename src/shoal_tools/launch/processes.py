@@ -36,6 +36,7 @@ from typing import IO, Any, TextIO
 from shoal.contracts.launcher import MARK, Job, Result
 from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
+from shoal.core.numbers import how_many
 from shoal.core.open_files import raise_limit
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
@@ -76,7 +77,7 @@ def check(job: Job) -> None:
     if job.ranks_per_host is not None and job.ranks_per_host > job.ranks:
         raise UsageError(
             "there are fewer ranks than each host is to have",
-            got=f"{job.ranks} ranks, --ranks-per-host {job.ranks_per_host}",
+            got=f"{how_many(job.ranks, 'rank')}, --ranks-per-host {job.ranks_per_host}",
             do=f"start --ranks {job.ranks_per_host}, or leave --ranks-per-host out",
         )
     if not job.command:
