@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from shoal.core.errors import UsageError
+from shoal.core.numbers import check_whole
+
+_MOST_BLOCK = 1 << 16
+
+
+def check_block(rule: str, block: Any, multiple: int, *, do: str) -> None:
+    """Raise UsageError, with that rule, unless a block has a whole multiple of so many values."""
+    check_whole(rule, block, multiple, _MOST_BLOCK, do=do)
+    if block % multiple:
+        raise UsageError(rule, got=str(block), do=do)
 
 
 def in_blocks(values: Tensor, block: int) -> Tensor:

@@ -13,10 +13,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.codecs.blocks import in_blocks, largest
+from shoal.codecs.blocks import check_block, in_blocks, largest
 from shoal.codecs.int8 import Int8
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
 
 _STEPS = 7
 _LEAST = 1e-30  # of a scale: nothing is divided by zero
@@ -34,12 +33,12 @@ class Int4(Codec):
     block: int = 64
 
     def __post_init__(self) -> None:
-        if not 2 <= self.block <= 1 << 16 or self.block % 2:
-            raise UsageError(
-                "the block of int4 is an even number, from 2 to 65,536 values",
-                got=str(self.block),
-                do="leave it out: it is 64",
-            )
+        check_block(
+            "the block of int4 is an even number, from 2 to 65,536 values",
+            self.block,
+            2,
+            do="leave it out: it is 64",
+        )
 
     @property
     def there(self) -> Codec:

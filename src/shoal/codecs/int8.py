@@ -14,9 +14,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.codecs.blocks import in_blocks, largest
+from shoal.codecs.blocks import check_block, in_blocks, largest
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
 
 _STEPS = 127
 _LEAST = 1e-30  # of a scale: nothing is divided by zero
@@ -34,12 +33,12 @@ class Int8(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block <= 1 << 16:
-            raise UsageError(
-                "the block of int8 is from 1 to 65,536 values",
-                got=str(self.block),
-                do="leave it out: it is 256",
-            )
+        check_block(
+            "the block of int8 is from 1 to 65,536 values",
+            self.block,
+            1,
+            do="leave it out: it is 256",
+        )
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return numel + 4 * -(-numel // self.block)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shoal.contracts.codec import LinearCodec, State
-from shoal.core.errors import UsageError
+from shoal.core.numbers import check_whole
 
 _BASIS = "basis"
 
@@ -46,12 +46,10 @@ class LowRank(LinearCodec):
     columns: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= 256 or self.columns < 0:
-            raise UsageError(
-                "low_rank has a rank from 1 to 256, and columns of 0 or more",
-                got=str(self),
-                do="leave them out: rank is 4, and the matrix almost square",
-            )
+        rule = "low_rank has a rank from 1 to 256, and columns of 0 or more"
+        do = "leave them out: rank is 4, and the matrix almost square"
+        check_whole(rule, self.rank, 1, 256, do=do)
+        check_whole(rule, self.columns, 0, do=do)
 
     def _shape(self, numel: int) -> tuple[int, int, int]:
         """Rows, columns and rank of the matrix that holds so many values."""

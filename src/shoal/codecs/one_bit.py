@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shoal.codecs.blocks import in_blocks
+from shoal.codecs.blocks import check_block, in_blocks
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
 
 
 @final
@@ -34,12 +33,12 @@ class OneBit(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not 8 <= self.block <= 1 << 16 or self.block % 8:
-            raise UsageError(
-                "the block of one_bit is a multiple of 8, from 8 to 65,536 values",
-                got=str(self.block),
-                do="leave it out: it is 256",
-            )
+        check_block(
+            "the block of one_bit is a multiple of 8, from 8 to 65,536 values",
+            self.block,
+            8,
+            do="leave it out: it is 256",
+        )
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return -(-numel // 8) + 4 * -(-numel // self.block)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
+from shoal.core.numbers import check_number
 
 _SAMPLE = 4096
+_LEAST_SHARE = 1e-6  # less would leave two values of a bucket
 _MORE = 1.5, 4.0  # candidates for each that is wanted; where there are too few, more
 
 
@@ -35,12 +36,8 @@ class TopK(Codec):
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 0.5:
-            raise UsageError(
-                "the share of top_k is above 0, and at most 0.5",
-                got=str(self.share),
-                do="leave it out: it is 0.01",
-            )
+        rule = "the share of top_k is above 0, and at most 0.5"
+        check_number(rule, self.share, _LEAST_SHARE, 0.5, do="leave it out: it is 0.01")
 
     def _number(self, numel: int) -> int:
         return min(numel, 2 * max(1, round(self.share * numel / 2)))  # even: runs lie by fours

@@ -29,7 +29,7 @@ from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.contracts.state_dicts import is_amount, unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import is_count, whole
+from shoal.core.numbers import check_whole, whole
 from shoal.core.option import Flag, option
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED
@@ -112,20 +112,18 @@ class LocalSteps(Feature[Opening]):
             raise UsageError(
                 "there is an outer rule, and no local_steps", do='give local_steps="auto", or 16'
             )
-        if self.steps == _AUTO:
+        steps: Any = self.steps
+        if isinstance(steps, str) and steps == _AUTO:
             return
-        if (
-            not isinstance(self.steps, int)
-            or not is_count(self.steps)
-            or not (1 <= self.steps <= _MOST)
-        ):
-            raise UsageError(
-                'local_steps is a number of steps, at least 1, or "auto"',
-                got=repr(self.steps)[:80],
-                do="give 16, or leave it out to exchange gradients in every step",
-            )
+        check_whole(
+            'local_steps is a number of steps, at least 1, or "auto"',
+            steps,
+            1,
+            _MOST,
+            do="give 16, or leave it out to exchange gradients in every step",
+        )
         lag = outer.lag if outer is not None else None
-        if lag is not None and lag > self.steps:
+        if lag is not None and lag > steps:
             raise UsageError(
                 "the lag is longer than the local steps, so weights would be sent again before "
                 "their result is there",

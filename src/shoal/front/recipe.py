@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
 from shoal.contracts.sample import Objective
+from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.front.options import check_asked
 
@@ -259,7 +260,7 @@ def _execute(path: Path) -> ModuleType:
             "the recipe fails while it is loaded",
             where=_line_in(path, error),
             got=f"{type(error).__name__}: {error}",
-            do=f"install {error.name}; for Shoal's examples: pip install -e '.[examples]'"
+            do=f"install {error.name}; for Shoal's examples {install_shoal('examples')}"
             if isinstance(error, ModuleNotFoundError)
             else f"see that `python {path}` runs",
         ) from error

@@ -10,16 +10,14 @@ import torch
 from shoal.front.options import Options
 from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
-from shoal_tools.commands.options import PLAN, RANKS, recipe_command
+from shoal_tools.commands.options import COUNT, PLAN, RANKS, recipe_command
 
 
 @click.command()
 @recipe_command
 @RANKS
 @PLAN
-@click.option(
-    "--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train."
-)
+@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps to train.")
 @click.option(
     "--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's."
 )

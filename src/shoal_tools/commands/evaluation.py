@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.contracts.sample import called
+from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.front import text
 from shoal.front.joining import init
@@ -206,7 +207,7 @@ class _Parquet:
             except ImportError as error:
                 raise UsageError(
                     "Parquet files are written by pyarrow, which is not installed",
-                    do="pip install 'shoal[features]'",
+                    do=install_shoal("features"),
                 ) from error
 
     def __enter__(self) -> _Parquet:

@@ -11,6 +11,7 @@ from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
 from shoal_tools.commands.launching import launching
 from shoal_tools.commands.options import (
+    COUNT,
     EXPLAIN,
     NEW_FILE,
     PLAN,
@@ -33,14 +34,12 @@ from shoal_tools.commands.worker import TrainingRun
 @PLAN
 @feature_options
 @click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
-@click.option(
-    "--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default."
-)
+@click.option("--epochs", type=COUNT, help="Passes over the data; the recipe's EPOCHS by default.")
 @click.option(
     "--steps",
     "--max-steps",
     "max_steps",
-    type=click.IntRange(1),
+    type=COUNT,
     help="End after this many steps, however many passes they take.",
 )
 @click.option(
