@@ -6,8 +6,8 @@
 What is sent of v = given + lost is v − lost', so sent − given = lost − lost', and over many steps
 all but the ends cancel. The second divisor's other term is what random steps would sum up to: where
 gradients are noise around nothing, their mean is not looked for. Of a large parameter up to 2,048
-numbers are looked at, evenly apart. Squares are of float64, because float32 holds none of 1e25 or of
-1e-25. Costs some microseconds a slice and round.
+numbers are looked at, evenly apart. Squares are of float64: in float32 there is no square of 1e25.
+Costs some microseconds a slice and round.
 """
 
 from __future__ import annotations
