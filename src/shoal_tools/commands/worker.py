@@ -319,11 +319,14 @@ def _show_comparison(rows: list[_Compared], local: list[str], wanted: Comparison
 
 
 class _Compared(NamedTuple):
-    """A parameter after training, by relative differences of its largest numbers."""
+    """A parameter after training: how far ranks are from one process, and how far that has moved.
+
+    Both are relative, of the number that is furthest.
+    """
 
     name: str
-    difference: float  # of ranks from one process
-    moved: float  # by training, in one process
+    difference: float
+    moved: float
 
 
 def _differences(
