@@ -10,6 +10,7 @@ Distributed Training of Speech DNNs", Interspeech 2014.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import ClassVar, final
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shoal.codecs.blocks import check_block, in_blocks
+from shoal.codecs.ranges import MOST, within
 from shoal.contracts.codec import Codec, State
 
 
@@ -47,7 +49,15 @@ class OneBit(Codec):
         sums = in_blocks(values.abs(), self.block).sum(dim=1).float()
         sums[:-1].div_(self.block)
         sums[-1:].div_(len(values) - (len(sums) - 1) * self.block)
+        if not isfinite(sums.sum()):
+            sums = self._means(values.double())
         return torch.cat([sums.view(torch.uint8), _packed(values >= 0)])
+
+    def _means(self, values: Tensor) -> Tensor:
+        """Return each block's mean size, where a sum of sizes may be beyond float32's largest."""
+        means = in_blocks(values.abs() / self.block, self.block).sum(dim=1)
+        means[-1:].mul_(self.block / (len(values) - (len(means) - 1) * self.block))
+        return within(means, MOST).float()
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         num_blocks = -(-len(into) // self.block)

@@ -16,11 +16,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from shoal.codecs.ranges import within
 from shoal.contracts.codec import Codec, State
 from shoal.core.numbers import check_number
 
 _SAMPLE = 4096
 _LEAST_SHARE = 1e-6  # less would leave two values of a bucket
+_LARGEST = torch.finfo(torch.bfloat16).max
 _MORE = 1.5, 4.0  # candidates for each that is wanted; where there are too few, more
 
 
@@ -47,8 +49,13 @@ class TopK(Codec):
 
     def encode(self, values: Tensor, state: State) -> Tensor:
         places = _largest(values.abs(), self._number(len(values)))
-        chosen = values.index_select(0, places).to(torch.bfloat16)
-        return torch.cat([places.to(torch.int32).view(torch.uint8), chosen.view(torch.uint8)])
+        chosen = values.index_select(0, places)
+        if (
+            not float(torch.dot(chosen, chosen)) <= _LARGEST**2
+        ):  # one may be beyond bfloat16's largest
+            chosen = within(chosen, _LARGEST)
+        code = chosen.to(torch.bfloat16)
+        return torch.cat([places.to(torch.int32).view(torch.uint8), code.view(torch.uint8)])
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         into.zero_()

@@ -210,6 +210,7 @@ class ParameterProfile:
     # who owns it whole, as a plan places it; None: owners have shares of it
     owner: Owner | None = None
     sparse: bool = False  # its gradient is a sparse tensor
+    is_real: bool = True  # its numbers are not complex; codecs take real ones
 
     @property
     def nbytes(self) -> int:

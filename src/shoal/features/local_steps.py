@@ -29,7 +29,7 @@ from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.contracts.state_dicts import is_amount, unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import check_whole, whole
+from shoal.core.numbers import check_whole, is_count, whole
 from shoal.core.option import Flag, option
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED

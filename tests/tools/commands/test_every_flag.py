@@ -30,7 +30,7 @@ PATH = {"nan", "inf", "-1", "0", "3", "1.5", "1e300", "x", "[]", "9" * 40, "²"}
 # texts that a flag takes, by command and flag or by flag; a flag that is not here takes none
 TAKEN: dict[str, set[str]] = {
     "--check-every": {"0", "3"},
-    "--checkpoint": {*PATH, ""},
+    "--checkpoint": PATH,
     "--cores": {"3", "1.5"},
     "--cores-per-rank": {"3", "1.5"},
     "--epochs": {"3"},
@@ -59,7 +59,7 @@ TAKEN: dict[str, set[str]] = {
     "--tail": {"0", "3"},
     "--trace": PATH,
     "--wait": {"0", "3", "1.5"},
-    "--weights": {*PATH, ""},
+    "--weights": PATH,
     "--warmup-steps": {"0", "3"},
     "--workers": {"3"},
     # looked up when ranks are started
