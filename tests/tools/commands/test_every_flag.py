@@ -60,6 +60,7 @@ TAKEN: dict[str, set[str]] = {
     "--trace": PATH,
     "--wait": {"0", "3", "1.5"},
     "--weights": PATH,
+    "--within": {"0", "3", "1.5"},
     "--warmup-steps": {"0", "3"},
     "--workers": {"3"},
     # looked up when ranks are started
