@@ -186,7 +186,7 @@ def served_by(
     served: dict[str, str] = {}
     for layer in profile.layers:
         together = {layer.name: strategy, **kind.needs(layer)}
-        if kind.refuses(layer, cluster) is None and not together.keys() & served.keys():
+        if kind.refusal(layer, cluster) is None and not together.keys() & served.keys():
             served |= together
     assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
     return served

@@ -67,7 +67,12 @@ def test_a_rank_without_rows_gives_nothing_though_its_mean_is_nan() -> None:
     for mean, rows in on_ranks(2, work):
         assert mean == 1
         assert rows.shape == (2, 3)
-    assert all(math.isnan(value) for value in on_ranks(2, lambda rank: shoal.mean(1.0, weight=0)))
+
+
+def test_a_mean_of_no_rows_is_nan_and_a_warning() -> None:
+    with pytest.warns(UserWarning, match="no rank had a row"):
+        means = on_ranks(2, lambda rank: shoal.mean(1.0, weight=0))
+    assert all(math.isnan(value) for value in means)
 
 
 def test_what_was_gathered_has_the_bits_it_had() -> None:
@@ -104,7 +109,8 @@ def test_means_have_no_history_and_take_whole_numbers() -> None:
 
 def test_alone_and_before_init_they_send_nothing() -> None:
     assert shoal.mean(0.25, weight=7) == 0.25
-    assert math.isnan(shoal.mean(0.25, weight=0))
+    with pytest.warns(UserWarning, match="no rank had a row"):
+        assert math.isnan(shoal.mean(0.25, weight=0))
     assert torch.equal(shoal.gather(torch.tensor([[1, 2]])), torch.tensor([[1, 2]]))
     with pytest.raises(UsageError, match="number of rows"):
         shoal.mean(0.25, weight=-1)

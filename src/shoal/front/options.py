@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.contracts.feature import Feature, Features, check_features
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import MOST_RANKS, is_count, is_positive
+from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, check_number, check_whole, shown
 from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
@@ -75,7 +75,7 @@ def _read_bytes(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not is_positive(number):
+    if not 1 <= number <= MOST_COUNTED:
         raise ValueError(f"{text!r} is not a number of bytes above 0; 2e9 is 2 GB")
     return number
 
@@ -174,11 +174,13 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_memory(self.memory, self.memory_limit)
-        if not is_count(self.micro_batches) or not 1 <= self.micro_batches <= MOST_RANKS:
+        rule = "micro_batches is a whole number, at least 1"
+        check_whole(rule, self.micro_batches, 1, MOST_RANKS, do="give 4, say")
+        if not isinstance(self.left_alone, tuple | str):
             raise UsageError(
-                "micro_batches is a whole number, at least 1",
-                got=repr(self.micro_batches),
-                do="give 4, say",
+                "left_alone is of parameters",
+                got=shown(self.left_alone),
+                do="give for instance left_alone=head.parameters()",
             )
         if self.count is not None and not callable(self.count):
             raise UsageError(
@@ -286,6 +288,8 @@ class Options:
                 got=type(plan).__name__,
                 do='give "auto", a Plan or a path',
             )
+        if plan is self.plan:  # a plan from a file is checked as it is read
+            plan.check("the plan")
         return plan
 
     def without_codecs(self) -> Options:
@@ -314,13 +318,10 @@ def compared(options: Options, features: Features) -> dict[str, Any]:
 def _check_memory(memory: Any, limit: Any) -> None:
     if memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
-        raise UsageError("unknown memory mode", got=repr(memory), expected=expected)
-    if limit is not None and not is_positive(limit):
-        raise UsageError(
-            "memory_limit is a number of bytes",
-            got=repr(limit),
-            do="give for instance 2e9, or None",
-        )
+        raise UsageError("unknown memory mode", got=shown(memory), expected=expected)
+    if limit is not None:
+        do = "give for instance 2e9, or None"
+        check_number("memory_limit is a number of bytes", limit, 1, MOST_COUNTED, do=do)
 
 
 def check_asked(asked: Mapping[str, Any]) -> None:

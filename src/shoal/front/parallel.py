@@ -25,6 +25,7 @@ from shoal.contracts.feature import Feature
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
+from shoal.core.numbers import shown
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.features import Lossy, Older
@@ -269,6 +270,12 @@ def plan_by_options(
     cluster: Cluster | None,
 ) -> Plan:
     """Do as `plan` does, by a record of options."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise UsageError(
+            "cluster is no shoal.Cluster",
+            got=shown(cluster),
+            do="give for instance shoal.Cluster(shoal.Topology(hosts), shoal.Link(1e-4, 125e6))",
+        )
     comm = ranks() if cluster else current().comm
     check_functions(options, loss_fn)
     check_ways(options.buffers, model, options.compute_loss or loss_fn)

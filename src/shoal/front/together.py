@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.numbers import MOST_COUNTED, check_number
 from shoal.session.session import ranks
 
 _DO = "give the same kind of value on every rank"
@@ -35,7 +37,8 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
             A rank without rows gives 0, and its value is left alone, even if that is NaN.
 
     Returns:
-        A float, or a tensor of that shape, at the same device; NaN where all weights are 0.
+        A float, or a tensor of that shape, at the same device. If all weights are 0, it is NaN,
+        with a warning.
 
     Raises:
         UsageError: this is no number, the weight is none or below 0, or ranks give other shapes.
@@ -50,13 +53,8 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
 
     def checked() -> tuple[Tensor, float]:
         own_weight = _number(weight, "the weight")
-        if not 0 <= own_weight < math.inf:
-            raise UsageError(
-                "the weight of a mean is a number of rows",
-                got=repr(weight)[:80],
-                expected="a finite number, at least 0",
-                do="give for instance weight=len(x)",
-            )
+        rule, do = "the weight of a mean is a number of rows", "give for instance weight=len(x)"
+        check_number(rule, own_weight, 0, MOST_COUNTED, do=do)
         if isinstance(value, Tensor):
             return value.detach().cpu().to(_wide(value)), own_weight
         return _on_cpu(_number(value, "the value")), own_weight
@@ -64,6 +62,11 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
     told = _told(checked, "shoal.mean()")
     _check_alike([tuple(tensor.shape) for tensor, _ in told], "shoal.mean()")
     weights = [own for _, own in told]
+    if not any(weights):
+        warnings.warn(
+            "shoal.mean: the weight is 0 on every rank, so the mean is NaN: no rank had a row",
+            stacklevel=2,
+        )
     terms = [tensor * own for tensor, own in told if own]
     total = sum(terms, torch.zeros_like(told[0][0])) / (sum(weights) or math.nan)
     if not isinstance(value, Tensor):
@@ -162,7 +165,7 @@ def _wide(value: Tensor) -> torch.dtype:
 def _number(value: Any, what: str) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # also of a tensor with several
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # also of several
         raise UsageError(
             f"{what} of a mean is no number",
             got=repr(value)[:80],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Signature
 from typing import Any
 
@@ -13,6 +14,33 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse anything but an optimizer of torch's. The error names the one inside a wrapper."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if isinstance(optimizer, Optimizer) and isinstance(hooks, OrderedDict):
+        return
+    held: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
+    held = held or getattr(optimizer, "__dict__", {})
+    inside = [name for name, value in held.items() if isinstance(value, Optimizer)]
+    kind = type(optimizer).__name__
+    do = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
+    if isinstance(optimizer, Mapping) and inside:
+        do = "give a list of them: list(optimizers.values())"
+    elif inside:
+        do = f"give the optimizer inside, as wrapper.{inside[0]}, and step the wrapper as before"
+    elif isinstance(optimizer, Optimizer):
+        do = f"have {kind}.__init__ call super().__init__(params, defaults), or give the optimizer "
+        do += "that it wraps"
+    raise UsageError(
+        "the optimizer is not a torch optimizer"
+        if not isinstance(optimizer, Optimizer)
+        else "the optimizer was not set up by torch.optim.Optimizer.__init__, so a step of it "
+        "cannot be followed",
+        got=kind,
+        do=do,
+    )
 
 
 def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:

@@ -320,6 +320,7 @@ def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfi
                 used=name in used,
                 ready_s=step.ready_s.get(name, step.backward_s),
                 sparse=is_sparse(layer, name, step),
+                is_real=not parameter.is_complex(),
             )
             for name, parameter in layer.parameters.items()
         ),
