@@ -2,6 +2,7 @@
 
     drawn      a rank takes a batch of a pass
     backward   what was drawn since the backward before has been trained on: those passes count
+    stepped    an optimizer has stepped: a sign of training, too, if gradients were made by hand
 
 A pass that no backward belongs to is a peek (a batch to measure with, pictures for a log). It does
 not count, so a rank that peeks alone is no epoch ahead of the others. As long as no model is
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 from weakref import WeakSet
+
+import torch
 
 from shoal.core.nothing import nothing
 
@@ -68,6 +71,8 @@ class Passes:
         self.at_end: Callable[[], None] = nothing  # of an epoch: called on that thread
         self._trainer = 0  # the thread that calls models
         self._drawn: list[Pass] = []  # since the last backward
+        self._task = -1  # autograd's number of that backward
+        self._is_seen = False  # a backward since the last step
         self._current: Pass | None = None  # that the last backward belongs to
 
     def drawn(self, one: Pass) -> None:
@@ -91,8 +96,21 @@ class Passes:
         """A parallelised model is called."""
         self._trainer = threading.get_ident()
 
+    def stepped(self) -> None:
+        """An optimizer has stepped. Without a backward before it, its gradients were made by hand.
+
+        Not where nothing was drawn: one backward may be for several optimizers.
+        """
+        if self._drawn and not self._is_seen:
+            self.backward()
+        self._is_seen = False
+
     def backward(self) -> None:
-        """A backward comes to a parallelised model."""
+        """A backward comes to a parallelised model. To several models, or outputs, it is one."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task != -1:
+            return
+        self._task, self._is_seen = task, True
         if not self._drawn:
             if self._current is not None:
                 self._current.backwards += 1
