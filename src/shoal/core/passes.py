@@ -13,9 +13,9 @@ Guarded by tests/data/test_passes.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 from weakref import WeakSet
 
 import torch
@@ -23,6 +23,23 @@ import torch
 from shoal.core.nothing import nothing
 
 _MOST_DRAWN = 64  # passes that are kept until a backward comes
+
+
+class Place(NamedTuple):
+    """Where a pass is, the same on every rank.
+
+    Args:
+        taken: rows or batches that all ranks have taken.
+        end: number of them in the whole stream, as soon as its end was read; else 0.
+        digest: of a row that was read last; 0 if the order tells of all rows.
+    """
+
+    taken: int = 0
+    end: int = 0
+    digest: int = 0
+
+
+_AT_START = Place()
 
 
 @final
@@ -38,6 +55,7 @@ class Pass:
     thread: int = 0  # that has drawn its last batch
     batches: int = 0  # that were drawn
     backwards: int = 0  # that belong to it
+    place: Place = _AT_START  # behind the last batch that was drawn
 
     @property
     def is_over(self) -> bool:
@@ -74,6 +92,7 @@ class Passes:
         self._task = -1  # autograd's number of that backward
         self._is_seen = False  # a backward since the last step
         self._current: Pass | None = None  # that the last backward belongs to
+        self._beside: list[Pass] = []  # passes that began with it: all but one may be looks
 
     def drawn(self, one: Pass) -> None:
         """A batch of it is taken, or its end is met."""
@@ -118,13 +137,39 @@ class Passes:
         # one that only met its end since then is no reason to take the next one for a peek
         known = [one for one in self._drawn if one.trained and not one.is_over]
         loaders = {one.loader for one in known}
-        if self._current not in known:  # else it goes on, whatever was drawn beside it
-            self._current = (known or self._drawn)[-1]
+        if not known:
+            self._begin(self._drawn)
+        elif self._current not in known:  # else it goes on, whatever was drawn beside it
+            self._begin(known)
+        elif self._beside:
+            self._forget_looks(known)
+        assert self._current is not None
         self._current.backwards += 1
         for one in self._drawn:
             if one.loader not in loaders:  # else it is a peek beside the pass that trains
                 one.trained = True
         self._drawn.clear()
+
+    def _begin(self, passes: Sequence[Pass]) -> None:
+        """Choose one of some passes to belong to training: of those alike the one least drawn from.
+
+        The others are looks, as it turns out when it goes on and they do not.
+        """
+        last = passes[-1]
+        alike = [one for one in passes if (one.loader, one.epoch) == (last.loader, last.epoch)]
+        before, was_unsure = self._current, self._beside
+        self._forget_looks(passes)
+        self._current = min(reversed(alike), key=lambda one: one.batches)
+        if before is not None and before in was_unsure and self._current in was_unsure:
+            self._current.backwards += before.backwards  # which were of this pass
+        self._beside = alike
+
+    def _forget_looks(self, going_on: Sequence[Pass]) -> None:
+        """Count no pass that may have been a look, if another one like it goes on."""
+        if any(one in self._beside for one in going_on):
+            for one in self._beside:
+                one.trained = one in going_on
+        self._beside = []
 
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for other ranks."""
@@ -134,6 +179,10 @@ class Passes:
         """Whether it is an epoch, and no peek."""
         return one.trained or (one.complete and not self.is_trained())
 
+    def is_latest(self, one: Pass) -> bool:
+        """Whether the last backward belongs to it."""
+        return one is self._current
+
     def current(self) -> Pass | None:
         """The pass that the last backward belongs to.
 
@@ -141,3 +190,12 @@ class Passes:
         """
         current = self._current
         return current if current is not None and current.thread == self._trainer else None
+
+    def places(self) -> list[Place]:
+        """Where the pass is that the last backward belongs to.
+
+        Several if passes over the same loader began before that backward: one of them trains, and
+        the others may be looks of this rank alone.
+        """
+        current = self.current()
+        return [] if current is None else [one.place for one in self._beside or [current]]

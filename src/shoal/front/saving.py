@@ -31,6 +31,7 @@ from shoal.core.errors import UsageError
 from shoal.core.registry import of
 from shoal.front.stages import LOGGER
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
+from shoal.front.unlike_states import numbers_of, warn_of_unlike
 from shoal.session.session import Attached, current, found, ranks
 
 # no keyword has such a name
@@ -135,7 +136,12 @@ def taken(
         forms[keyword] = snapshot.encoded(
             keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
         )
-    states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")  # save 9
+    told = comm.gather_objects(  # save 9
+        (randomness.drawn(), numbers_of(objects, forms)), "shoal.save: random states"
+    )
+    states = [state for state, _ in told]
+    if comm.rank == 0 and all(attached.plan.in_step for attached in _concerned(objects)):
+        warn_of_unlike([numbers for _, numbers in told])
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model

@@ -34,7 +34,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher, Weight
 from shoal.optim.cut import CutPart
-from shoal.optim.extend import add_parts
+from shoal.optim.extend import add_parts, scaler_of
 from shoal.optim.owned import OwnedPart
 from shoal.optim.owners import Owners
 from shoal.optim.part import Part
@@ -225,7 +225,7 @@ def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners
 def _compare(session: Session, job: TrainingJob, running: Running) -> None:
     """Have ranks compare in every backward the values that they must have in common."""
     changes = running.owners.changes if running.owners else list
-    common = Common(job.model, job.optimizers, session.passes, changes)
+    common = Common(job.model, job.optimizers, session.passes, changes, scaler_of)
     if not running.engine.compare(common):
         running.weigher.compare(common)
 
