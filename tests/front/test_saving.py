@@ -293,3 +293,21 @@ def test_positions_of_each_rank_are_refused_as_long_as_they_differ(tmp_path: Pat
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is given"):
         alone(lambda: shoal.save(tmp_path / "saved"))
+
+
+def test_states_that_ranks_have_unlike_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> None:
+        model = mlp()
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 10)
+        alike = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "best": float(rank)}
+        shoal.save(tmp_path / "alike", model=model, schedulers=[scheduler], **alike)
+        assert not caplog.records
+        scheduler.last_epoch += rank
+        shoal.save(tmp_path / "unlike", model=model, schedulers=[scheduler], **alike)
+
+    together(2, work)
+    (record,) = caplog.records
+    assert "schedulers.0.last_epoch is 0 on rank 0, and 1 on rank 1" in record.getMessage()

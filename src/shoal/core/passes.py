@@ -57,6 +57,10 @@ class Pass:
     backwards: int = 0  # that belong to it
     place: Place = _AT_START  # behind the last batch that was drawn
 
+    def is_like(self, other: Pass) -> bool:
+        """Whether both are over the same loader in the same epoch."""
+        return (self.loader, self.epoch) == (other.loader, other.epoch)
+
     @property
     def is_over(self) -> bool:
         """Whether all of it has been trained on."""
@@ -155,21 +159,20 @@ class Passes:
 
         The others are looks, as it turns out when it goes on and they do not.
         """
-        last = passes[-1]
-        alike = [one for one in passes if (one.loader, one.epoch) == (last.loader, last.epoch)]
-        before, was_unsure = self._current, self._beside
+        before, unsure = self._current, self._beside
         self._forget_looks(passes)
+        alike = [one for one in passes if one.is_like(passes[-1])]
         self._current = min(reversed(alike), key=lambda one: one.batches)
-        if before is not None and before in was_unsure and self._current in was_unsure:
+        if before in unsure and self._current in unsure:
             self._current.backwards += before.backwards  # which were of this pass
-        self._beside = alike
+        self._beside = list(passes)
 
     def _forget_looks(self, going_on: Sequence[Pass]) -> None:
         """Count no pass that may have been a look, if another one like it goes on."""
-        if any(one in self._beside for one in going_on):
-            for one in self._beside:
+        unsure, self._beside = self._beside, []
+        for one in unsure:
+            if any(one.is_like(other) for other in going_on if other in unsure):
                 one.trained = one in going_on
-        self._beside = []
 
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for other ranks."""
@@ -198,4 +201,6 @@ class Passes:
         the others may be looks of this rank alone.
         """
         current = self.current()
-        return [] if current is None else [one.place for one in self._beside or [current]]
+        if current is None:
+            return []
+        return [one.place for one in self._beside or [current] if one.is_like(current)]
