@@ -184,6 +184,32 @@ def test_a_rank_without_a_scaler(way: str, odd: GradScaler | None) -> None:
     on_ranks(2, way, script)
 
 
+@pytest.mark.parametrize("change", [lower_rate, None])
+@pytest.mark.parametrize("way", ["replicate:direct", "sliced"])
+def test_what_no_bucket_tells_is_compared_now_and_then(
+    way: str, change: Callable[[Script], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in ("replicate", "sliced"):  # as on a GPU
+        monkeypatch.setattr(f"shoal.strategies.{room}.can_tell", lambda flat, ranks: False)
+    monkeypatch.setattr("shoal.engine.now_and_then._EVERY", 5)
+
+    def script(script: Script) -> None:
+        def steps() -> None:
+            for _ in range(5):
+                script.step(ROWS[:3] + script.rank, torch.arange(3))
+
+        with pytest.raises(RanksDiffer, match="scale" if change is None else r"\['lr'\]"):
+            if change is None:
+                scaled_steps(script, unlike_scale(script.rank))
+            steps()
+            if script.rank == 1 and change is not None:
+                change(script)
+            steps()
+            steps()
+
+    on_ranks(2, way, script)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_scalers_that_are_alike_are_nothing(way: str) -> None:
     on_ranks(2, way, lambda script: scaled_steps(script, alike(script.rank)))
