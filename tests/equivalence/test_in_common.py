@@ -191,7 +191,7 @@ def test_what_no_bucket_tells_is_compared_now_and_then(
 ) -> None:
     for room in ("replicate", "sliced"):  # as on a GPU
         monkeypatch.setattr(f"shoal.strategies.{room}.can_tell", lambda flat, ranks: False)
-    monkeypatch.setattr("shoal.engine.now_and_then._EVERY", 5)
+    monkeypatch.setattr("shoal.engine.common._EVERY", 5)
 
     def script(script: Script) -> None:
         def steps() -> None:

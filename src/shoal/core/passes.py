@@ -25,8 +25,8 @@ from shoal.core.nothing import nothing
 _MOST_DRAWN = 64  # passes that are kept until a backward comes
 
 
-class Place(NamedTuple):
-    """Where a pass is, the same on every rank.
+class PassPosition(NamedTuple):
+    """A position in a pass, the same on every rank.
 
     Args:
         taken: rows or batches that all ranks have taken.
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     digest: int = 0
 
 
-_AT_START = Place()
+_AT_START = PassPosition()
 
 
 @final
@@ -55,7 +55,7 @@ class Pass:
     thread: int = 0  # that has drawn its last batch
     batches: int = 0  # that were drawn
     backwards: int = 0  # that belong to it
-    place: Place = _AT_START  # behind the last batch that was drawn
+    position: PassPosition = _AT_START  # after the last batch that was drawn
 
     def is_like(self, other: Pass) -> bool:
         """Whether both are over the same loader in the same epoch."""
@@ -129,7 +129,7 @@ class Passes:
         self._is_seen = False
 
     def backward(self) -> None:
-        """A backward comes to a parallelised model. To several models, or outputs, it is one."""
+        """Note a backward of a parallelised model. Of several models, or outputs, it is one."""
         task = torch._C._current_graph_task_id()
         if task == self._task != -1:
             return
@@ -155,7 +155,7 @@ class Passes:
         self._drawn.clear()
 
     def _begin(self, passes: Sequence[Pass]) -> None:
-        """Choose one of some passes to belong to training: of those alike the one least drawn from.
+        """Choose the pass that training belongs to: of passes alike the one least drawn from.
 
         The others are looks, as it turns out when it goes on and they do not.
         """
@@ -164,7 +164,7 @@ class Passes:
         alike = [one for one in passes if one.is_like(passes[-1])]
         self._current = min(reversed(alike), key=lambda one: one.batches)
         if before in unsure and self._current in unsure:
-            self._current.backwards += before.backwards  # which were of this pass
+            self._current.backwards += before.backwards  # they belong to this pass
         self._beside = list(passes)
 
     def _forget_looks(self, going_on: Sequence[Pass]) -> None:
@@ -194,8 +194,8 @@ class Passes:
         current = self._current
         return current if current is not None and current.thread == self._trainer else None
 
-    def places(self) -> list[Place]:
-        """Where the pass is that the last backward belongs to.
+    def positions(self) -> list[PassPosition]:
+        """Return the position of the pass that the last backward belongs to.
 
         Several if passes over the same loader began before that backward: one of them trains, and
         the others may be looks of this rank alone.
@@ -203,4 +203,4 @@ class Passes:
         current = self.current()
         if current is None:
             return []
-        return [one.place for one in self._beside or [current] if one.is_like(current)]
+        return [one.position for one in self._beside or [current] if one.is_like(current)]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, final
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.core.passes import Pass, Passes, Place
+from shoal.core.passes import Pass, Passes, PassPosition
 from shoal.data.deal import Deal
 from shoal.data.shares import Shares
 
@@ -34,7 +34,7 @@ class LoaderStep(Generic[T]):
     last: bool = False  # of the epoch
     order: int = 0  # a digest of the pass's order, where it is known only now
     end: int = 0  # rows or batches of the whole stream, where its end was read
-    digest: int = 0  # of a row of the stream that is read for this step
+    digest: int = 0  # digest of one row that a stream gives in this step
 
 
 @dataclass(eq=False)
@@ -195,7 +195,7 @@ class _TrackedPass(Iterator[T]):
             self._passes.ended(self._begun.noted)
             raise
         self._begun.noted.batches += 1
-        self._begun.noted.place = Place(sum(step.position), step.end, step.digest)
+        self._begun.noted.position = PassPosition(sum(step.position), step.end, step.digest)
         self._begun.position, self._begun.drawn = step.position, True
         self._begun.noted.complete = step.last
         if step.order:

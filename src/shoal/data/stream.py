@@ -87,7 +87,7 @@ class WorkerBatch(NamedTuple):
     parts: int
     num: int  # units
     order: int  # a digest of the first one of the epoch
-    digest: int  # of the first one of this global batch
+    digest: int  # digest of the first row of this global batch
     is_last: bool  # the batch is a list of units, for the main process
     batch: Any
 
@@ -273,7 +273,7 @@ class Stream(Source[T]):
         dataset = self._dealt.dataset
         try:
             return f" of {len(dataset)}" if isinstance(dataset, Sized) else ""
-        except (TypeError, NotImplementedError):  # a wrapper has __len__, and what is in it has not
+        except (TypeError, NotImplementedError):  # a wrapper of a dataset without a length
             return ""
 
     def order(self) -> int:

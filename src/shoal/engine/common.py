@@ -17,6 +17,7 @@ identities are looked at, not memory. Guarded by tests/equivalence/test_in_commo
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +27,20 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.plain import packed, unpacked
 from shoal.contracts.transfer import Mark
 from shoal.core.errors import RanksDiffer
-from shoal.core.passes import Passes, Place
+from shoal.core.passes import Passes, PassPosition
 from shoal.engine.differences import OF_RATE, OF_SCALER, first_difference, with_schedulers
-from shoal.engine.schedulers import scheduler_states
+from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
 from shoal.tensors.cut import is_cut
 from shoal.tensors.guarded import GuardedParameter
 
+_EVERY = 100  # backwards from one comparison to the next, where no bucket tells
 _ELEMENTS = 4  # of a parameter
 _NOTHING = object()
 _OPEN = (list, dict, Tensor)  # may be changed in place
@@ -75,13 +78,13 @@ class Common:
         self._known: _CommonMark | None = None
 
     def mark(self, where: str) -> Mark:
-        """Note what this rank has now. Ranks may compare it when training has gone on."""
+        """Note this rank's values of now. Ranks may compare them when training has gone on."""
         settings = tuple([groups.digests() for groups in self._settings])
         current = self._passes.current()
         of_pass = (
-            (current.loader, current.epoch, current.order, current.place)
+            (current.loader, current.epoch, current.order, current.position)
             if current
-            else (0, 0, 0, Place())
+            else (0, 0, 0, PassPosition())
         )
         of_owners = self._changed()
         has = settings, of_pass, self._versions() - self._before, len(of_owners)
@@ -95,7 +98,7 @@ class Common:
             word,
             tuple(map(self._name, of_owners)),
             [groups.noted() for groups in self._settings],
-            self._passes.places(),
+            self._passes.positions(),
         )
         return self._known
 
@@ -132,11 +135,11 @@ class _CommonMark(Mark):
 
     common: Common
     where: str
-    has: tuple[tuple[tuple[float, ...], ...], tuple[int, int, int, Place], int, int]
+    has: tuple[tuple[tuple[float, ...], ...], tuple[int, int, int, PassPosition], int, int]
     word: int
     of_owners: tuple[str, ...]  # names of those that were changed here
     settings: Sequence[_NotedSettings]
-    places: Sequence[Place]
+    places: Sequence[PassPosition]
 
     def compare(self, comm: Comm) -> None:
         told = exchanged(comm, self.common.told(self))
@@ -154,6 +157,41 @@ class _CommonMark(Mark):
             do=odd.do,
             rank=odd.rank,
         )
+
+
+@final
+class NowAndThen:
+    """Comparisons now and then, if no bucket can tell the words of ranks in each backward.
+
+    On a GPU a look at the sums of a bucket would wait for the device. There ranks tell their words
+    after the second backward, and after every hundredth, by one small message to every other rank.
+
+    Args:
+        common: the values of this rank.
+        lane: a lane among the ranks that train.
+    """
+
+    def __init__(self, common: Common, lane: Lane) -> None:
+        self._common, self._lane = common, lane
+        self._backwards = 0
+
+    def backward_ended(self) -> None:
+        """Count a backward that has sent. Compare if it is time (a collective).
+
+        Raises:
+            RanksDiffer: a value matters and is unlike.
+        """
+        self._backwards += 1
+        if self._backwards != 2 and self._backwards % _EVERY:
+            return
+        where = f"backward {self._backwards - 1}"
+        mark = self._common.mark(where)
+
+        def compare(comm: Comm) -> None:
+            if len(set(exchanged(comm, mark.word))) > 1:
+                mark.compare(comm)
+
+        self._lane.run(compare, "comparing what ranks have in common").wait(where)
 
 
 @final
@@ -252,6 +290,23 @@ def _looked_at(parameter: nn.Parameter) -> tuple[int, list[float]]:
     ends = value[tuple(slice(None, None, max(1, size - 1)) for size in value.shape)]
     some = ends.reshape(-1)[:_ELEMENTS].abs().double().tolist()
     return int.from_bytes(hashlib.blake2b(content(value), digest_size=4).digest(), "big"), some
+
+
+def scheduler_states(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return the numbers that the schedulers of some optimizers have, by name.
+
+    An optimizer does not know its schedulers. Only an error needs them, so all objects of the
+    process are searched.
+    """
+    found: dict[str, str] = {}
+    for scheduler in gc.get_objects():
+        if not issubclass(type(scheduler), LRScheduler):
+            continue
+        if any(getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers):
+            for name, value in vars(scheduler).items():
+                if isinstance(value, int | float) and not name.startswith("_"):
+                    found[f"{type(scheduler).__name__}.{name}"] = repr(value)
+    return found
 
 
 def exchanged(comm: Comm, value: Any) -> list[Any]:

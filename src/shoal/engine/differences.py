@@ -1,4 +1,4 @@
-"""The differences between ranks that matter, found in what each has told (engine/common.py).
+"""The differences between ranks that matter, found in the reports of all (engine/common.py).
 
 The first that matters is named, with the rank that is not as most, both values, and the remedy.
 """
@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.core.passes import Place
-from shoal.engine.schedulers import first_unlike
+from shoal.core.passes import PassPosition
 
 _NEARLY = 1e-5  # of the largest element: other processors round otherwise
 OF_RATE = "['lr']"  # how a learning rate's name ends
@@ -37,7 +36,7 @@ _LOAD = "load weights, and change them, on every rank alike"
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two ranks."""
+    """A difference between two ranks, in the words of a message."""
 
     rank: int
     other: int
@@ -72,7 +71,8 @@ def _of_settings(told: Sequence[Mapping[str, Any]]) -> Difference | None:
 def with_schedulers(odd: Difference, ranks: Sequence[Mapping[str, str]]) -> Difference:
     """Add the number of a scheduler by which two learning rates have come to differ."""
     own, other = ranks[odd.rank], ranks[odd.other]
-    if (name := first_unlike(own, other)) is None:
+    name = next((name for name in own if name in other and own[name] != other[name]), None)
+    if name is None:
         return odd
     return replace(
         odd,
@@ -109,7 +109,7 @@ def _of_places(ranks: Sequence[tuple[int, Sequence[Any]]], loader: int) -> Diffe
 
     A rank that looks at batches alone may tell several places.
     """
-    places = [{Place(*place) for place in of_rank} for _, of_rank in ranks]
+    places = [{PassPosition(*place) for place in of_rank} for _, of_rank in ranks]
     if not places or set.intersection(*places) or not all(places):
         return None
     counts = Counter(place for of_rank in places for place in of_rank)
@@ -133,7 +133,7 @@ def _of_places(ranks: Sequence[tuple[int, Sequence[Any]]], loader: int) -> Diffe
     return Difference(ranks[pair[0]][0], ranks[pair[1]][0], what, got, said, do)
 
 
-def _length(place: Place) -> str:
+def _length(place: PassPosition) -> str:
     """Say how long a stream is, as far as a rank has read it."""
     if place.end:
         return f"its stream ends after {place.end} rows or batches"

@@ -27,7 +27,7 @@ def numbers_of(objects: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str
     """Return the numbers and words in the states that some objects gave, by keyword.
 
     Args:
-        objects: what is saved. Of modules, optimizers and plain data nothing is returned.
+        objects: objects to save. Modules, optimizers and plain data are left out.
         forms: their states as plain data.
     """
     found = {}

@@ -35,10 +35,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.engine.engine import Engine
-from shoal.optim.checks import Arguments, check_known, checked_step
+from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
 from shoal.optim.methods import Methods
 from shoal.optim.part import Part, put, shown
-from shoal.optim.scaler import SeenScaler
 from shoal.optim.whole import WholePart
 from shoal.tensors.cut import OverRanks
 

@@ -29,10 +29,9 @@ from shoal.core.buckets import Buckets
 from shoal.core.eager import keep_eager
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
 from shoal.engine.border import Border
-from shoal.engine.common import Common
+from shoal.engine.common import Common, NowAndThen
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
-from shoal.engine.now_and_then import NowAndThen
 from shoal.engine.weights import Weigher, Weight
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts, scaler_of
@@ -224,7 +223,7 @@ def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners
 
 
 def _compare(session: Session, job: TrainingJob, running: Running) -> None:
-    """Have ranks compare the values that they must have in common, in every backward if possible."""
+    """Have ranks compare the values that they must have in common, as often as they can."""
     changes = running.owners.changes if running.owners else list
     common = Common(job.model, job.optimizers, session.passes, changes, scaler_of)
     engine, lane = running.engine, running.engine.routes.among_workers

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from shoal.optim import scaler as module
-from shoal.optim.scaler import SeenScaler
+from shoal.optim import checks
+from shoal.optim.checks import SeenScaler
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -56,7 +56,7 @@ class OnDevice:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_device_is_seldom_waited_for(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_STEP", OnDevice.step.__code__)
+    monkeypatch.setattr(checks, "_STEP", OnDevice.step.__code__)
     stepped, seen, scaler = optimizer(), SeenScaler(), OnDevice()
     stepped._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
     for number in range(1, 129):
