@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, final
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.core.passes import Pass, Passes
+from shoal.core.passes import Pass, Passes, PassPosition
 from shoal.data.deal import Deal
 from shoal.data.shares import Shares
 
@@ -33,6 +33,8 @@ class LoaderStep(Generic[T]):
     position: Position  # behind it
     last: bool = False  # of the epoch
     order: int = 0  # a digest of the pass's order, where it is known only now
+    end: int = 0  # rows or batches of the whole stream, where its end was read
+    digest: int = 0  # digest of one row that a stream gives in this step
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class Source(ABC, Generic[T]):
         self.epoch = 0  # of the passes that begin, until one of them counts
         self.start: Position = []  # where they begin: [] is the start of the epoch
         self._passes, self._begun = passes, list[Begun]()  # in this epoch
+        self._left: Begun | None = None  # pass of the epoch before, which may go on behind a look
         passes.loaders += 1
         self._number = passes.loaders
 
@@ -85,7 +88,7 @@ class Source(ABC, Generic[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch, from its start."""
-        self.epoch, self.start, self._begun = epoch, [], []
+        self.epoch, self.start, self._begun, self._left = epoch, [], [], None
 
     def state(self) -> dict[str, Any]:
         """Where the pass is that training belongs to, as plain data."""
@@ -128,12 +131,12 @@ class Source(ABC, Generic[T]):
                 expected=self.kind,
                 do="load what was saved of this loader",
             )
-        before = self.seed, self.epoch, self.start, self._begun
-        self.seed, self.epoch, self.start, self._begun = seed, epoch, position, []
+        before = self.seed, self.epoch, self.start, self._begun, self._left
+        self.seed, self.epoch, self.start, self._begun, self._left = seed, epoch, position, [], None
         try:
             self.check(order)
         except UsageError:
-            self.seed, self.epoch, self.start, self._begun = before
+            self.seed, self.epoch, self.start, self._begun, self._left = before
             raise
 
     @abstractmethod
@@ -146,6 +149,7 @@ class Source(ABC, Generic[T]):
 
     def _advance(self) -> None:
         if any(self._passes.counts(begun.noted) for begun in self._begun):
+            self._left = self._current()
             self.epoch, self.start, self._begun = self.epoch + 1, [], []
 
     def _current(self) -> Begun | None:
@@ -153,7 +157,8 @@ class Source(ABC, Generic[T]):
         trained = [begun for begun in self._begun if begun.noted.trained]
         if not trained and not self._passes.is_trained():
             trained = [begun for begun in self._begun if begun.drawn]
-        return trained[-1] if trained else None
+        latest = [begun for begun in trained if self._passes.is_latest(begun.noted)]
+        return (latest or trained)[-1] if trained else self._left
 
 
 def _undrawn(fetch: Fetch) -> Iterator[Any]:
@@ -190,6 +195,7 @@ class _TrackedPass(Iterator[T]):
             self._passes.ended(self._begun.noted)
             raise
         self._begun.noted.batches += 1
+        self._begun.noted.position = PassPosition(sum(step.position), step.end, step.digest)
         self._begun.position, self._begun.drawn = step.position, True
         self._begun.noted.complete = step.last
         if step.order:

@@ -5,8 +5,8 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -51,7 +51,7 @@ from shoal.session.attach import attach
 from shoal.session.job import TrainingJob
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.opening import Prepared
-from shoal.session.session import Session
+from shoal.session.session import Session, found
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
 from shoal.tensors.crossing import RowCrossing
@@ -94,7 +94,7 @@ def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
         Sample.of(job.model, job.loss_fn, sample, job.compute_loss)
     for optimizer in job.optimizers:
         extend(optimizer, job.left_alone)
-        session.notice_steps(optimizer)
+        session.notice_training(optimizer, alone=True)
     add(job.model, None)
     return job.loss
 
@@ -164,6 +164,8 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    for optimizer in job.optimizers:
+        session.notice_training(optimizer, alone=False)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     placed = as_planned(profile, plan)
     session.attached[model] = replace(attached, profile=placed, cluster=plan.on(found.cluster))
@@ -204,11 +206,35 @@ def profiled(
         how: options for `profile_model`.
     """
     with ExitStack() as stack:
+        stack.enter_context(_others_frozen(job.model))
         changes = [stack.enter_context(feature.measuring(job.model)) for feature in features]
         profile = profile_model(job.model, job.loss_fn, job.optimizers, sample, comm, how)
         for change in changes:
             profile = change(profile)
     return profile
+
+
+@contextmanager
+def _others_frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the other parallelised models inside, because a loss may go through one of them.
+
+    Otherwise they would send gradients, and their loaders would take a measured step for training.
+    """
+    session = found()
+    own = {id(parameter) for parameter in model.parameters()}
+    frozen = [
+        parameter
+        for other in (session.attached if session is not None else ())
+        for parameter in other.parameters()
+        if parameter.requires_grad and id(parameter) not in own
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def _planned(

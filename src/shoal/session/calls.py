@@ -97,10 +97,16 @@ class Counting:
         self._count = count
         self.by_loss = by_loss
 
-    def begun(self, inputs: Any) -> tuple[Weight, Any]:
-        """A call begins: its weight, and what is to be called with."""
+    def begun(self, inputs: Any) -> tuple[Weight, Any] | None:
+        """A call begins: its weight, and what is to be called with.
+
+        None while all of the model is frozen, as a critic is in its generator's step: no gradient
+        comes of the call that would be weighed or sent.
+        """
         border = self._border
         border.check()
+        if not border.trains:
+            return None
         border.engine.happened(Event.FORWARD_ENTERED)
         weight = self._weigher.begin()
         if self._count is not None:

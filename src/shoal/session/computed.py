@@ -80,7 +80,10 @@ class Computed:
             if not weighs:
                 return self._compute_loss(model, batch)
             self._check(model)
-            weight, computed_with = counting.begun(batch)  # 1
+            begun = counting.begun(batch)  # 1
+            if begun is None:
+                return self._compute_loss(model, batch)
+            weight, computed_with = begun
             loss = self._compute_loss(model, computed_with)  # 2
             check_computed(loss)
             loss = counting.ended(weight, batch, loss)  # 3

@@ -194,7 +194,10 @@ class _Before(StaysBehind):
         if not self._calls.enter(_past(type(self).__call__, sys._getframe(1))):
             return None
         check_bare(module)
-        weight, called_with = self._counting.begun((args, kwargs))
+        begun = self._counting.begun((args, kwargs))
+        if begun is None:
+            return None
+        weight, called_with = begun
         self._calls.weigh(weight)
         return called_with
 
@@ -263,6 +266,8 @@ class _Counted:
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
         assert self._border is not None
         self._border.check()
+        if not self._border.trains:
+            return loss
         rows = self._border.engine.latest
         if self._count is None:
             return self._counting.summed(rows, loss)
