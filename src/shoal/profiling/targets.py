@@ -67,9 +67,9 @@ class LossCalls(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class SeenTargets:
-    """Targets that a sample shows, and whether their number is another than that of its rows."""
+    """Targets that a sample shows: all places that fit, and whether they are as many as rows."""
 
-    targets: Targets
+    fitting: tuple[Targets, ...]
     matters: bool
 
 
@@ -97,36 +97,40 @@ def targets_of(
     if len(same) != 1:
         return None
     (call,) = same
-    place = _place(call, tensors)
-    if place is None:
-        return None
-    path, target, skipped = place
     weights = () if call.weight is None else tuple(call.weight.detach().double().tolist())
     held_as = "" if call.weight is None else _held_as(holder, call.weight)
-    ignores = call.ignored != _USUAL or bool((target == call.ignored).any())
-    by_size = not weights and not ignores
-    counted = Targets(path, skipped, call.ignored, weights, held_as, by_size)
-    return SeenTargets(counted, matters=not by_size or (rows > 0 and target.numel() != rows))
+    fitting, matters = [], False
+    for path, targets, skipped in _places(call, list(tensors)):
+        ignores = call.ignored != _USUAL or bool((targets == call.ignored).any())
+        by_size = not weights and not ignores
+        fitting.append(Targets(path, skipped, call.ignored, weights, held_as, by_size))
+        matters = matters or not by_size or (rows > 0 and targets.numel() != rows)
+    return SeenTargets(tuple(fitting), matters) if fitting else None
 
 
-def _place(
-    call: LossCall, tensors: Iterable[tuple[Path, Tensor]]
-) -> tuple[Path, Tensor, int] | None:
-    """Return the same targets, the way to their tensor, and the number skipped in a row."""
+def _places(
+    call: LossCall, tensors: Sequence[tuple[Path, Tensor]]
+) -> Iterator[tuple[Path, Tensor, int]]:
+    """Yield tensors with the targets, the ways to them, and the number skipped in a row.
 
-    def counted(targets: Tensor) -> Tensor:
-        flat = targets.flatten().cpu()
-        return flat[flat != call.ignored]
-
-    wanted = counted(call.target)
-    for path, tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
-            continue
-        if torch.equal(counted(tensor), wanted):
-            return path, tensor, 0
-        if tensor.dim() > 1 and torch.equal(counted(tensor[..., 1:]), wanted):
-            return path, tensor[..., 1:], 1
-    return None
+    First the ones that are the same throughout, then those that have the same to be counted.
+    """
+    wanted, ignored = call.target.flatten().cpu(), call.ignored
+    found = [
+        (path, targets, skipped)
+        for path, tensor in tensors
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        for skipped in range(min(tensor.dim(), 2))
+        if (targets := tensor[..., skipped:].cpu()).numel()
+    ]
+    for path, targets, skipped in found:
+        # some pad at the end of each row, for the targets that they skip
+        padded = F.pad(targets, (0, skipped), value=ignored)
+        if torch.equal(targets.flatten(), wanted) or torch.equal(padded.flatten(), wanted):
+            yield path, targets, skipped
+    for path, targets, skipped in found:
+        if torch.equal(targets[targets != ignored], wanted[wanted != ignored]):
+            yield path, targets, skipped
 
 
 def _held_as(holder: Any, weight: Tensor) -> str:

@@ -95,7 +95,7 @@ class SampleTerms:
     kind: str  # of the loss
     places: tuple[Terms, ...]  # where the terms can be counted
     kept: bool = False  # modules keep tensors with a history
-    targets: Targets | None = None  # how one of torch's losses counts them
+    targets: tuple[Targets, ...] = ()  # how one of torch's losses may count them
     targets_matter: bool = False  # they are not as many as rows
     unlike: LossOfParts | None = None  # parts of the rows make another loss than the whole
 
@@ -138,7 +138,8 @@ def seen(
 
     Nothing need be seen of a `compute_loss` whose terms are `counted`.
     """
-    how = Trying(counted, rank, nearness(sample.model))
+    near, once = nearness(sample.model), sample.loss_fn is None
+    how = Trying(counted, rank, near, once)
     kept = any(
         tensor.grad_fn is not None
         for module in sample.model.modules()
@@ -218,12 +219,13 @@ def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
 
 def _agreed_targets(ranks: Sequence[SampleTerms]) -> Targets | None:
     """How all ranks' samples count targets alike; None if that is by their rows or unlike."""
-    found = [rank.targets for rank in ranks if rank.targets is not None]
-    if len(found) < len(ranks) or not any(rank.targets_matter for rank in ranks):
+    if not any(rank.targets_matter for rank in ranks):
         return None
-    by_size = all(targets.by_size for targets in found)
-    first, *others = {replace(targets, by_size=by_size) for targets in found}
-    return None if others else first
+    by_size = [{replace(t, by_size=True): t.by_size for t in rank.targets} for rank in ranks]
+    for targets in by_size[0]:
+        if all(targets in of_rank for of_rank in by_size):
+            return replace(targets, by_size=all(of_rank[targets] for of_rank in by_size))
+    return None
 
 
 def count_of(terms: Terms, value: Any) -> float:
@@ -292,7 +294,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -
 def _shown(
     kind: str, places: tuple[Terms, ...], seen: SeenTargets | None, unlike: LossOfParts | None
 ) -> SampleTerms:
-    targets, matter = (None, False) if seen is None else (seen.targets, seen.matters)
+    targets, matter = ((), False) if seen is None else (seen.fitting, seen.matters)
     return SampleTerms(kind, places, targets=targets, targets_matter=matter, unlike=unlike)
 
 

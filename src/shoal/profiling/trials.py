@@ -57,11 +57,13 @@ class Trying:
         counted: whether the caller counts its terms: then its parts tell nothing.
         rank: this rank, by which sizes of parts differ.
         near: relative difference of two losses that is none.
+        once: whether one pair of parts must do, because the model runs for each.
     """
 
     counted: bool = False
     rank: int = 0
     near: float = _NEAR
+    once: bool = False
 
     def parts(self, loss_of: LossOf, rows: Sequence[int], tried: Tried) -> LossOfParts | None:
         """Compare the loss of some rows with that of two parts of them."""
@@ -75,15 +77,22 @@ class Trying:
 
     def _unlike(self, loss_of: LossOf, rows: Sequence[int], tried: Tried) -> LossOfParts | None:
         first = _size(len(rows), self.rank)
-        for parts in ((rows[:first], rows[first:]), (rows[1::2], rows[::2])):
+        every = 2 + self.rank % 3
+        others = [row for index, row in enumerate(rows) if index % every != 1]
+        found = None
+        for parts in ((rows[:first], rows[first:]), (rows[1::every], others)):
             # call it of one row, too, as often as other ranks do: the loss may wait for them
             losses = [loss_of(part or rows) for part in parts]
-            if not all(parts):
-                return None
-            if all(map(isfinite, losses)):
-                break
-        else:
-            return None
+            if all(parts) and all(map(isfinite, losses)):
+                found = found or self._unlike_parts(parts, losses, tried)
+                if self.once:
+                    break
+        return found
+
+    def _unlike_parts(
+        self, parts: Sequence[Sequence[int]], losses: Sequence[float], tried: Tried
+    ) -> LossOfParts | None:
+        rows = [*parts[0], *parts[1]]
         shares = [1 if tried.kind == SUM else len(part) / len(rows) for part in parts]
         together = [share * loss for share, loss in zip(shares, losses, strict=True)]
         scale = max(abs(tried.first), sum(map(abs, together)))
