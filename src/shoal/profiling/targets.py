@@ -118,7 +118,7 @@ def _places(
     wanted, ignored = call.target.flatten().cpu(), call.ignored
     found = [
         (path, targets, skipped)
-        for path, tensor in tensors
+        for path, tensor in reversed(tensors)  # labels mostly come last
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
         for skipped in range(min(tensor.dim(), 2))
         if (targets := tensor[..., skipped:].cpu()).numel()

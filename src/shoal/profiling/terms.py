@@ -138,8 +138,7 @@ def seen(
 
     Nothing need be seen of a `compute_loss` whose terms are `counted`.
     """
-    near, once = nearness(sample.model), sample.loss_fn is None
-    how = Trying(counted, rank, near, once)
+    how = Trying(counted, rank, nearness(sample.model), once=sample.loss_fn is None)
     kept = any(
         tensor.grad_fn is not None
         for module in sample.model.modules()
@@ -272,6 +271,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -
     targets = targets_of(watched.calls, loss, tensors_at(y), loss_fn)
     rows = in_order(number, last_with(y, number))
     tried = kind_of(loss_of, rows)
+    how = replace(how, near=nearness(sample.model, output))
     unlike = how.parts(loss_of, rows, tried)
     kind, dims = tried.kind, [0]
     if kind == MEAN and isinstance(output, Tensor) and isinstance(y, Tensor):
