@@ -28,7 +28,7 @@ from shoal.core.nothing import nothing
 
 _NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
-ComputeLoss = Callable[..., Any]  # of the model, a batch and what a trainer adds
+ComputeLoss = Callable[..., Any]  # takes the model, a batch, and arguments of trainers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ WEIGH = ("rows", "ranks")
 
 @dataclass(frozen=True)
 class Targets:
-    """How one of torch's losses counts its targets: without some, and by the weights of classes.
+    """Targets as one of torch's losses counts them: without some, and by the weights of classes.
 
     Args:
         path: the way to the targets through containers and objects.

@@ -70,13 +70,13 @@ class RowsOfRanks:
 
     def with_history(self, own: Tensor) -> Tensor:
         """Return the rows of all ranks, from which gradients find back (a collective)."""
-        # a rank whose rows need no gradient has the others' gradients to send all the same
+        # send the others' gradients also if this rank's rows need none
         anchor = torch.zeros((), requires_grad=True, device=own.device)
-        rows: Tensor = _Gathered.apply(own, anchor, self)  # type: ignore[no-untyped-call]
+        rows: Tensor = _GatheredRows.apply(own, anchor, self)  # type: ignore[no-untyped-call]
         return rows
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, anchor: Tensor, ranks: RowsOfRanks) -> Tensor:
         ctx.ranks = ranks

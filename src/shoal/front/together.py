@@ -1,9 +1,9 @@
-"""`mean` and `gather`: what scripts compute of all ranks, where each has rows of its own.
+"""`mean` and `gather`: values of all ranks for scripts, where each has rows of its own.
 
 Collectives over the session's channel of the ranks that train, for a loss or an accuracy now and
 then. Every rank tells every other its value or its form beside a label, so that a rank that is at
 something else is told, and so are the others. Alone, also before `init`, they send nothing.
-Gathered rows may be those of a loss: see gathering.py.
+A loss may be computed of gathered rows: see gathering.py.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def gather(tensor: Tensor) -> Tensor:
     """The rows of all ranks, one rank's behind another's, on every rank (a collective).
 
     A loss may be computed of them: gradients find back to the rank that has a row, as the sum of
-    those of all ranks. So a loss that compares rows with one another is that of all rows. Train by
-    it with `weigh="ranks"`, and use what is gathered on every rank.
+    the gradients of all ranks. A loss that compares rows with one another is exact so. Train by
+    it with `weigh="ranks"`, and use the gathered rows on every rank.
 
     Args:
         tensor: rows along its first dimension, as many as this rank has; other dimensions and the

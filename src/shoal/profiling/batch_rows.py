@@ -1,4 +1,4 @@
-"""Rows of a batch: sizes and tensors of what is in it, the ways to them, and some rows of it."""
+"""Rows of a batch: the sizes and tensors in it, the ways to them, and some rows of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Size = tuple[int, ...]
 
 
 def picked(value: Any, number: int, rows: Sequence[int]) -> Any:
-    """The same with these rows of everything that has so many."""
+    """Return a value with these rows of everything that has so many."""
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, list):
@@ -29,14 +29,14 @@ def picked(value: Any, number: int, rows: Sequence[int]) -> Any:
 
 
 def picked_of_parts(batch: Any, number: int, rows: Sequence[int]) -> Any:
-    """The same of a whole batch, which may be a list of its parts: [x, y]."""
+    """Return these rows of a whole batch, which may be a list of its parts: [x, y]."""
     if isinstance(batch, list):
         return [picked(part, number, rows) for part in batch]
     return picked(batch, number, rows)
 
 
 def sizes(value: Any, path: Path = (), depth: int = DEPTH) -> Iterator[tuple[Path, Size]]:
-    """The size of every tensor that has one, and the length of every list, in order."""
+    """Yield the size of every tensor that has one, and the length of every list, in order."""
     if isinstance(value, Tensor):
         if value.dim():
             yield path, tuple(value.shape)
@@ -57,7 +57,7 @@ def sizes(value: Any, path: Path = (), depth: int = DEPTH) -> Iterator[tuple[Pat
 
 
 def sizes_of_batch(batch: Any) -> Iterator[tuple[Path, Size]]:
-    """The same of a whole batch. A list is of its parts, as torch's loader makes it, or of rows."""
+    """Yield sizes in a batch. A list holds its parts, as torch's loader makes it, or rows."""
     if isinstance(batch, list):
         if _may_be_rows(batch):
             yield (LENGTH,), (len(batch),)
@@ -66,7 +66,7 @@ def sizes_of_batch(batch: Any) -> Iterator[tuple[Path, Size]]:
 
 
 def _may_be_rows(values: list[Any]) -> bool:
-    """Whether the items of a list are all alike: words, dicts, pictures, more than a pair of."""
+    """Return whether all items of a list are alike: words, dicts, pictures, more than a pair."""
     kinds = set(map(type, values))
     if len(kinds) != 1 or not isinstance(values[0], Tensor):
         return len(kinds) == 1

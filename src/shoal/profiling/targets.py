@@ -1,4 +1,4 @@
-"""How torch's own losses count targets, seen in one call, so that nobody need say a `count`.
+"""Counts of torch's own losses, seen in one call, so that nobody need give a `count`.
 
     call    one cross_entropy, nll_loss or linear_cross_entropy gives the loss: a mean over the
             targets that it does not ignore, each with the weight of its class
@@ -113,7 +113,7 @@ def _places(
 ) -> Iterator[tuple[Path, Tensor, int]]:
     """Yield tensors with the targets, the ways to them, and the number skipped in a row.
 
-    First the ones that are the same throughout, then those that have the same to be counted.
+    First the ones that are the same throughout, then the ones that count the same targets.
     """
     wanted, ignored = call.target.flatten().cpu(), call.ignored
     found = [

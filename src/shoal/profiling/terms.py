@@ -95,8 +95,8 @@ class SampleTerms:
     kind: str  # of the loss
     places: tuple[Terms, ...]  # where the terms can be counted
     kept: bool = False  # modules keep tensors with a history
-    targets: tuple[Targets, ...] = ()  # how one of torch's losses may count them
-    targets_matter: bool = False  # they are not as many as rows
+    targets: tuple[Targets, ...] = ()  # places, if one of torch's losses counts them
+    targets_matter: bool = False  # whether there are more or fewer than rows
     unlike: LossOfParts | None = None  # parts of the rows make another loss than the whole
 
 
@@ -152,7 +152,7 @@ def seen(
             found = SampleTerms(UNKNOWN, (Terms(),))
         else:
             found = _of_whole_loss(sample, how)
-    if counted and found.kind == NEITHER:  # the caller says what it is
+    if counted and found.kind == NEITHER:  # the caller knows it
         found = replace(found, kind=UNKNOWN)
     return replace(found, kept=kept)
 
@@ -217,7 +217,7 @@ def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
 
 
 def _agreed_targets(ranks: Sequence[SampleTerms]) -> Targets | None:
-    """How all ranks' samples count targets alike; None if that is by their rows or unlike."""
+    """Return the targets that all ranks' samples count alike; None if they count rows."""
     if not any(rank.targets_matter for rank in ranks):
         return None
     by_size = [{replace(t, by_size=True): t.by_size for t in rank.targets} for rank in ranks]
@@ -247,7 +247,7 @@ def count_of(terms: Terms, value: Any) -> float:
 
 
 def count_seen(targets: Targets, batch: Any, holder: Any = None) -> float:
-    """The weights of the targets that count in a batch (UsageError where it has none)."""
+    """Return the weights of a batch's targets that count (UsageError if it has no targets)."""
     return float(count_targets(targets, value_at(batch, targets.path), holder))
 
 
@@ -327,7 +327,7 @@ class _WholeLoss:
         batch = self._picked(sample.x, self.number, rows)
         tensors = tensors_at(self._given(batch)) if self._looks else []
         watched = LossCalls()
-        # with gradients, by which the loss in a tuple is known
+        # switch gradients on: they show the loss in a tuple
         with torch.enable_grad(), watched if self._looks else nullcontext():
             loss = sample.loss_of(batch)
         if self._looks:
@@ -341,7 +341,7 @@ class _WholeLoss:
         return batch if by_function else arguments(self._sample.model, batch)
 
     def seen(self, tried: Tried, places: tuple[Terms, ...], how: Trying) -> SampleTerms:
-        """Return what the trial has shown, and a trial of parts."""
+        """Return the terms that the trial has shown, with a trial of parts."""
         unlike = None
         if not has_batch_statistics(self._sample.model):
             unlike = how.parts(self, self.rows, tried)
@@ -349,7 +349,7 @@ class _WholeLoss:
 
 
 def _of_whole_loss(sample: Sample, how: Trying) -> SampleTerms:
-    """Of a function of the whole batch, which alone tells the terms."""
+    """Try a function of the whole batch, which alone tells the terms."""
     model = sample.model
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # no dropout, and no statistics

@@ -28,13 +28,13 @@ from torch.utils import _pytree as pytree
 from shoal.core.terms import LossOfParts
 
 LOGGER = logging.getLogger(__name__)
-LossOf = Callable[[Sequence[int]], float]  # of these rows
+LossOf = Callable[[Sequence[int]], float]  # takes numbers of rows
 
 MEAN, SUM, NEITHER, UNKNOWN = "mean", "sum", "neither", "unknown"
-FEW = 8  # rows that a loss is tried on
-_NEAR = 1e-3  # of two losses that should be the same
-_ROUNDINGS = 4  # of the type of lowest precision, by which they may differ
-_STEADY = 1e-5  # of two losses of the same rows
+FEW = 8  # number of rows for a trial
+_NEAR = 1e-3  # relative difference of losses that are the same
+_ROUNDINGS = 4  # number of roundings by which losses may differ
+_STEADY = 1e-5  # relative difference of two calls for the same rows
 _DO = (
     "Say how many terms it is a mean over: parallelize(…, count=lambda output, y: …), or with a "
     'compute_loss count=lambda batch: … If every rank\'s loss counts alike, say weigh="ranks". '
@@ -52,7 +52,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Trying:
-    """How a loss is tried.
+    """A way to try a loss.
 
     Args:
         counted: whether the caller counts its terms: then its parts tell nothing.
@@ -127,7 +127,7 @@ def _is_steady(first: float, last: float) -> bool:
 def nearness(model: nn.Module, output: Any = None) -> float:
     """Return the relative difference of two losses that is none, by the types of their values.
 
-    Losses of one output differ less than those of a model that runs again, on other rows.
+    Losses of one output differ less than losses of a model that runs again, on other rows.
     """
     values = [*model.parameters(), *pytree.tree_leaves(output)]
     kinds = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
@@ -167,12 +167,12 @@ def _name(loss: Any) -> str:
 
 
 def matters(loss_of: LossOf, number: int) -> bool:
-    """Whether the loss of some rows is another than that of all: they are no mere settings."""
+    """Return whether the loss of some rows differs from that of all: they are no mere settings."""
     return number > 1 and not near(loss_of(range(number // 2)), loss_of(range(number)))
 
 
 def kind_of(loss_of: LossOf, rows: Sequence[int]) -> Tried:
-    """What a loss is of rows, by these once, twice and three times.
+    """Try a loss on some rows once, twice and three times.
 
     It is asked there and back, so that what grows from call to call (an annealed term) cancels out.
     """
@@ -205,5 +205,5 @@ def _again(loss_of: LossOf, rows: Sequence[int], found: Sequence[float]) -> Sequ
 
 
 def near(a: float, b: float) -> bool:
-    """Whether two losses are the same but for rounding."""
+    """Return whether two losses are the same but for rounding."""
     return abs(a - b) <= _NEAR * max(abs(a), abs(b))

@@ -109,10 +109,7 @@ def watch(
     if count is None and terms.source == TARGET and not terms.summed:
         count = partial(_rows_of_target, terms)
     rows = OF_ROWS if terms.source == TARGET else terms
-    # a count of what the model is called with needs no look at the loss
-    of_inputs = count if job.alike or (job.loss_fn is None and job.count is None) else None
-    by_loss = terms.summed or (count is not None and of_inputs is None)
-    counting = Counting(border, weigher, rows, by_loss=by_loss, count=of_inputs)
+    counting = _counting(job, count, partial(Counting, border, weigher, rows), terms.summed)
     hooks += _weighed(model, calls, counting)
     if not counting.by_loss:
         return job.loss_fn, Watched(hooks, ref(border))
@@ -127,7 +124,7 @@ def watch(
 
 
 def _counts(job: TrainingJob, terms: Terms) -> tuple[Count | None, Terms]:
-    """Return what counts the terms of a loss, or of a batch, and what is seen of the loss."""
+    """Return a count of the terms of a loss or batch, if there is one, and the sample's terms."""
     if job.alike:
         return _one, replace(OF_ROWS, kept=terms.kept)
     if job.count is not None or terms.targets is None:
@@ -135,6 +132,15 @@ def _counts(job: TrainingJob, terms: Terms) -> tuple[Count | None, Terms]:
     if job.loss_fn is None:
         return partial(count_seen, terms.targets), terms
     return partial(_weights_of_target, terms.targets, job.loss_fn), terms
+
+
+def _counting(
+    job: TrainingJob, count: Count | None, make: Callable[..., Counting], summed: bool
+) -> Counting:
+    """Count the inputs of calls, if that needs no look at the loss; else have the loss counted."""
+    if job.alike or (job.loss_fn is None and job.count is None):
+        return make(by_loss=summed, count=count)
+    return make(by_loss=summed or count is not None)
 
 
 def _one(*batch: Any) -> float:
