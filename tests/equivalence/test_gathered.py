@@ -111,3 +111,17 @@ def test_rows_of_one_class_among_all_ranks(way, by):
             weigh="ranks",
         )
         assert_same(training, 3, way, uneven=True)
+
+
+@pytest.mark.parametrize("weigh", ["rows", "ranks"])
+def test_rank_0_warns_once_unless_ranks_count_alike(monkeypatch, weigh):
+    """A loss of each rank's own batch, which is no mean over rows."""
+
+    def alone(output: Tensor, target: Tensor) -> Tensor:
+        return output.logsumexp(0).mean()
+
+    said: list[Any] = []
+    monkeypatch.setattr("shoal.front.spreading.warn_of_unlike", lambda *found: said.append(found))
+    data = [(numbers(ROWS, 7), torch.arange(ROWS) % 3)]
+    Training(model=built(Encoder), batches=data, loss_fn=alone, weigh=weigh).on_ranks(2)
+    assert len(said) == (weigh == "rows")
