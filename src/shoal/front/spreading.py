@@ -40,6 +40,7 @@ from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.tails import tail_of
+from shoal.profiling.trials import warn_of_unlike
 from shoal.remote.far_tail import FarTail, TailFeed
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
@@ -84,6 +85,7 @@ def job_of(
         options.count,
         options.left_alone,
         options.memory,
+        alike=options.weigh == "ranks",
     )
 
 
@@ -124,6 +126,8 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, plan)
+        if profile.terms.unlike is not None:
+            warn_of_unlike(job.loss, profile.terms.unlike)
     again = Again(job.loss_fn, request.without_model(), alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
@@ -183,7 +187,7 @@ def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
         micro_batches,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
-        counted=options.count is not None,
+        counted=options.count is not None or options.weigh == "ranks",
     )
 
 
