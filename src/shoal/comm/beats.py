@@ -103,6 +103,7 @@ class BeatBoard:
     ) -> None:
         self.at, self.waiting = "start", False  # what this rank's next beat says
         self.turn = 0.0  # when the store answered last, by the monotonic clock
+        self._asked_s = 0.0  # when a pulse was asked last whether it has ended
         self.beats = {r: Beat(host=host) for r, host in enumerate(hosts) if r != rank}
         self.rank, self.host = rank, hosts[rank]
         self.journal, self.pulses = journal, pulses
@@ -180,6 +181,24 @@ class BeatBoard:
                 return Verdict(f"{who} {how}, last seen at: {beat.at}", rank)
             if beat.state == LEFT and or_left:
                 return Verdict(f"{who} has ended its program, last at: {beat.at}", rank, left=True)
+        return None
+
+    def ended(self, ranks: Iterable[int], silent_s: float) -> Verdict | None:
+        """The first of these ranks that is silent for so long because its process has ended.
+
+        Its pulse ends with it, and its host refuses the connection. A host that is away refuses
+        nothing, so that takes longer to tell (`lost`).
+        """
+        for rank in ranks:
+            beat, sight = self.read(rank), self._sights[rank]
+            last = max(sight.seen, sight.stirred, self._asked_s)
+            if beat.state != BEATING or self.turn - last <= silent_s:
+                continue
+            self._asked_s = self.turn
+            if self.pulses.has_ended(rank):
+                who = f"rank {rank} (host {beat.host})"
+                how = "gives no sign of life: its process has ended"
+                return Verdict(f"{who} {how}, last seen at: {beat.at}", rank)
         return None
 
     def meet_pulses(self) -> None:

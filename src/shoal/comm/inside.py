@@ -21,6 +21,14 @@ from shoal.comm.heartbeat import Heartbeat
 from shoal.comm.places import ChannelRecord
 
 T = TypeVar("T")
+# gloo, stores and NCCL say so if a limit has passed
+_LIMIT_PASSED = (
+    "timed out waiting",
+    "timed out connecting",
+    "timed out: no rank wrote",
+    "wait timeout after",
+    "collective operation timeout",
+)
 _FOREVER = datetime.timedelta(days=1000)
 
 
@@ -127,6 +135,10 @@ class ReceiveViaHost:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether an error of torch.distributed says that time has passed."""
+    """Whether an error of torch.distributed says that the limit of the wait itself has passed.
+
+    It does not if the kernel gave a connection up ("Connection timed out", where a network loses
+    large packets), or if another rank's limit has passed, which closed the connection.
+    """
     text = str(error).lower()
-    return "timed out" in text or "timeout" in text
+    return any(words in text for words in _LIMIT_PASSED)

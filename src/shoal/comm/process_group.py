@@ -313,6 +313,9 @@ class ProcessGroupComm(Comm):
     def check(self, where: str, number: int | None = None) -> None:
         self._heartbeat.check(where, self._record, number)
 
+    def hear(self, *, again: bool = True) -> None:
+        self._heartbeat.hear(again=again)
+
     def leave(self, error: BaseException | None) -> None:
         self._heartbeat.leave(error)
 
@@ -327,6 +330,7 @@ class ProcessGroupComm(Comm):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         if isinstance(error, RanksDiffer) and error.rank is None:
             return self._heartbeat.explained(error)
+        self._heartbeat.has_told()
         own = self._record.members[self.rank]  # of all ranks there are
         return error.struck(f"rank {own} at {where}") if isinstance(error, WorldError) else error
 
@@ -336,15 +340,19 @@ class ProcessGroupComm(Comm):
         Gloo has no abort, but a receive that times out closes all connections of its group. One
         from a rank that has left fails at once, and closes none.
         """
+        # another thread may free it as this rank ends, and `end` takes the group away
+        group = getattr(self, "_group", None)
+        if group is None:
+            return
         nobody = torch.empty(1, device="cpu")
         for rank in self.others:
             try:
-                waiting = self._group.recv([nobody], rank, _WAKE_TAG)
+                waiting = group.recv([nobody], rank, _WAKE_TAG)
                 waiting.wait(datetime.timedelta(milliseconds=1))
             except RuntimeError as error:
                 if is_timeout(error):
                     break
-        self._group.abort()  # and what NCCL carries
+        group.abort()  # and what NCCL carries
 
     def end(self) -> None:
         """Free who is blocked, and join the threads that end where nobody holds the group."""

@@ -100,6 +100,7 @@ class Counting:
     def begun(self, inputs: Any) -> tuple[Weight, Any]:
         """A call begins: its weight, and what is to be called with."""
         border = self._border
+        border.engine.routes.hear()
         border.check()
         border.engine.happened(Event.FORWARD_ENTERED)
         weight = self._weigher.begin()
@@ -108,6 +109,10 @@ class Counting:
         elif self._terms.source == INPUT:
             self._counted(weight, count_of(self._terms, inputs), inputs)
         return weight, border.inward(inputs, weight)
+
+    def hear(self) -> None:
+        """Raise the verdict on this job, once, in a call that is not weighed, as in evaluation."""
+        self._border.engine.routes.hear(again=False)
 
     def ended(self, weight: Weight, inputs: Any, output: Any) -> Any:
         """It ends: the output to return, or None for the same."""
