@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm import rendezvous
+from shoal.comm.other_launchers import warn_if_one_of_many
 from shoal.comm.process_group import has_joined, join
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
@@ -205,6 +206,7 @@ def _joined_ranks(
             do="give seconds, such as 300.0",
         )
     if rendezvous.is_alone() and not has_joined():
+        warn_if_one_of_many()
         return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
     seat = rendezvous.seat(has_joined=has_joined())
     try:
