@@ -226,7 +226,7 @@ def test_a_limit_that_is_given_is_kept_to_whatever_is_predicted(
     lane.expects(7.0)
     lane.begins("exchange")
     journal.waits(lane._record, None, "exchange")
-    assert lane.timeout_s == (given or 300.0)
+    assert lane.timeout_s == (given or 1800.0)
     assert journal.limit_s() == (70.0 if given is None else None)
 
 

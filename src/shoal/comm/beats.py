@@ -28,6 +28,11 @@ from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
 BEATING = "beating"
 LEFT = "left"  # the program has ended
 QUIET = "quiet"  # it has heard what it must, and reads no more
+_DOCTOR = (
+    "run `shoal doctor` on every host: it tells a link that is slow, and one that loses large "
+    "packets (MTU), by which ranks meet and then wait for their first large message"
+)
+_FRESH_S = 3.0
 _TRIES, _PAUSE_S = 10, 0.005  # at a verdict that a stranger writes over
 
 
@@ -41,13 +46,20 @@ class Verdict:
     deadline: bool = False
     left: bool = False  # that rank's program ended by itself
     differ: bool = False  # ranks are at different places, which their programs can put right
+    broke: bool = False  # a connection broke, and no rank did
 
     def error(self, where: str) -> WorldError | RanksDiffer:
         """The verdict as the error that a rank raises, saying where that rank was."""
         if self.differ:
-            return RanksDiffer(self.what, where=where, got=self.got, do=ALIKE, rank=self.rank)
+            do = f"{ALIKE}. Then start the job again: the ranks have parted for good"
+            return RanksDiffer(self.what, where=where, got=self.got, do=do, rank=self.rank)
+        if self.broke:
+            what, do = f"a connection was lost: {self.what}", f"{_DOCTOR}; start the job again"
+            return PeerLost(what, where=where, got=self.got, do=do)
         if self.deadline:
             do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
+            if self.rank is None:
+                do = f"{_DOCTOR}; or raise init(timeout_s=…)"
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
         if self.left:
@@ -148,6 +160,10 @@ class BeatBoard:
         """The rank after this one that has not ended, so that each is looked at by somebody."""
         ranks = ((self.rank + step) % self.size for step in range(1, self.size))
         return list(islice((rank for rank in ranks if self.read(rank).state == BEATING), 1))
+
+    def is_fresh(self, rank: int) -> bool:
+        """Return whether a rank has beaten of late, so that it is where its beat says."""
+        return self.turn - self._sights[rank].seen < _FRESH_S
 
     def all_beat_since(self, moment_s: float) -> bool:
         """Whether every rank that has not ended was seen to beat since then."""

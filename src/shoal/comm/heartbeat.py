@@ -35,6 +35,7 @@ import torch.distributed as dist
 from shoal.comm.aside import may_block
 from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, BeatBoard, Verdict
 from shoal.comm.lookout import Lookout
+from shoal.comm.patience import USUAL, Patience
 from shoal.comm.places import ChannelRecord, Journal
 from shoal.comm.pulse import Pulses
 from shoal.comm.signed_store import SignedStore
@@ -121,16 +122,16 @@ class _Judge:
 
     Args:
         board: the beats.
-        workers: how many of the ranks train.
+        lookout: sees whether ranks wait in vain.
         holder: of the store.
         silent_s: seconds without any sign of life after which a rank is lost.
     """
 
     def __init__(
-        self, board: BeatBoard, workers: int, holder: StoreHolder, silent_s: float
+        self, board: BeatBoard, lookout: Lookout, holder: StoreHolder, silent_s: float
     ) -> None:
         self._board, self.holder, self.silent_s = board, holder, silent_s
-        self._lookout = Lookout(board, workers)
+        self._lookout = lookout
         self.awaited: frozenset[int] = frozenset()  # ranks that this one makes something with
 
     def found(self, doubt: _Doubt | None) -> Verdict | None:
@@ -174,9 +175,8 @@ class _Judge:
         )
 
     def _broken(self, reason: str) -> Verdict:
-        return Verdict(
-            "an exchange broke, though every rank still lives", None, got=reason[:_LONGEST]
-        )
+        what = "an exchange broke, though every rank still lives"
+        return Verdict(what, None, got=reason[:_LONGEST], broke=True)
 
     def holder_left(self) -> bool:
         """Whether the store is about to end with the program of the rank that holds it."""
@@ -221,6 +221,7 @@ class Heartbeat:
         holder: of the store.
         pulses: of all ranks, and this one's own.
         lost_after_s: seconds without any sign of life after which a rank is lost.
+        patience: how long ranks that live are waited for.
     """
 
     def __init__(
@@ -231,6 +232,7 @@ class Heartbeat:
         holder: StoreHolder = StoreHolder(),
         pulses: Pulses | None = None,
         lost_after_s: float | None = None,
+        patience: Patience = USUAL,
     ) -> None:
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, OpenChannel] = {}
@@ -240,7 +242,8 @@ class Heartbeat:
         self.workers = topology.workers or topology.size
         self._board = BeatBoard(values, rank, topology.hosts, Journal(), pulses or Pulses())
         silent_s = _SILENT_S if lost_after_s is None else lost_after_s
-        self._judge = _Judge(self._board, self.workers, holder, silent_s)
+        lookout = Lookout(self._board, self.workers, patience)
+        self._judge = _Judge(self._board, lookout, holder, silent_s)
         self._case = _Case()
         self._nudge, self._stopped = threading.Event(), threading.Event()
         self._told = threading.Event()  # the program was told of the verdict
