@@ -48,6 +48,9 @@ _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
 # the same when nothing has failed yet: a rank that is stopped, or a host without power
 _SILENT_S = 20.0
+# the least that can be asked for: six beats in a row must be missing, since threads that share a
+# processor, and the store, are late by one or two
+LEAST_LOST_S = 6 * _BEAT_S
 _ABSENT_S = 6.0  # the same for a rank that is awaited, to make connections
 _FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
 _EXPLAINED_S = 1.5  # how long who has noticed that ranks differ waits for what each is at
