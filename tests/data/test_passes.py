@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
 from shoal.data.sharded import sharded
@@ -225,3 +227,12 @@ def test_where_a_thread_draws_ahead_nobody_is_told_of_an_end() -> None:
     for _ in drawn:
         rank.step()
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize("epoch", [-1, "x", 1.0, None, True, 1 << 40], ids=repr)
+def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
+    loader = sharded(DataLoader(range(8), 2), Deal(0, 2), 7, Passes())
+    loader.set_epoch(torch.tensor(3))
+    with pytest.raises(UsageError, match=r"counted from 0(.|\n)*set_epoch\("):
+        loader.set_epoch(epoch)
+    assert loader.source.epoch == 3

@@ -24,6 +24,7 @@ from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
+from shoal.core.open_files import MORE_FILES, ran_out
 
 BEATING = "beating"
 LEFT = "left"  # the program has ended
@@ -54,7 +55,8 @@ class Verdict:
             do = f"{ALIKE}. Then start the job again: the ranks have parted for good"
             return RanksDiffer(self.what, where=where, got=self.got, do=do, rank=self.rank)
         if self.broke:
-            what, do = f"a connection was lost: {self.what}", f"{_DOCTOR}; start the job again"
+            what = f"a connection was lost: {self.what}"
+            do = MORE_FILES if ran_out(self.got) else f"{_DOCTOR}; start the job again"
             return PeerLost(what, where=where, got=self.got, do=do)
         if self.deadline:
             do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"

@@ -39,7 +39,7 @@ from shoal.core.by_host import beside, staged
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
 from shoal.core.interfaces import is_loopback
-from shoal.core.open_files import raise_limit
+from shoal.core.open_files import check_limit, raise_limit
 
 T = TypeVar("T")
 _TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
@@ -389,6 +389,8 @@ def join(
         UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
     raise_limit()
+    if seat.meeting is not None:
+        check_limit(seat.meeting.size, f"rank {seat.meeting.rank}, host {seat.host}")
     patience = Patience(timeout_s)
     roster = meet(seat, start_timeout_s)
     if roster.interface is not None:
