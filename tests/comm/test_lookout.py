@@ -147,7 +147,9 @@ def test_of_hosts_that_do_not_train_only_messages_tell() -> None:
 
 def test_a_limit_of_the_users_is_kept_to() -> None:
     board = Others(patience=Patience(given_s=5.0))
-    assert board.looks(100 * LOOKS) is None  # the library's own wait ends by that
+    assert board.looks(2 * LOOKS // 2 - 1) is None  # gloo's own wait ends by that
+    board.journal.messages += 1
+    assert "did not end within 5 s" in str(board.told(10))
     assert Patience(5.0).longest_s == Patience(5.0).connects_s == 5.0
     assert (Patience().longest_s, Patience().connects_s) == (1800.0, 300.0)
 

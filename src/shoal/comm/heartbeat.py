@@ -348,7 +348,7 @@ class Heartbeat:
         self._stopped.set()
         self._told.set()
         self._nudge.set()
-        for thread in (self._server, self._guarding):  # before what they free is taken away
+        for thread in (self._server, self._guarding):  # they may be freeing channels
             thread.join(timeout=2 * _BEAT_S)
         if self._store_answers and not self._server.is_alive():
             self._say_goodbye(error)

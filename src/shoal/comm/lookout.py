@@ -19,7 +19,8 @@ from shoal.comm.places import Apart, ChannelWait, RankPlace, apart, missed, name
 _SELDOM = 32  # turns between two looks at most
 _TURN_S = 0.25  # between two turns of one that waits, at least
 _LONG_S = 3.0  # a rank that others wait for as long as this is named
-_MARKS_S = (20.0, 60.0)  # and a line says again who waits for whom
+_MARKS_S = (20.0, 60.0)  # a line says once more which rank waits for which
+_LATER_S = 5.0  # than a limit of the user's, which gloo keeps, but by the wall clock: that may jump
 _LOGGER = logging.getLogger("shoal")
 
 
@@ -90,7 +91,7 @@ class Lookout:
             self._warn(places)
             return self._overdue(places)
         newer = all(counts[rank] > then.get(rank, counts[rank]) for rank in counts)
-        if not (found == before and newer):  # a beat may be older than what this rank knows
+        if not (found == before and newer):  # a beat may be out of date
             return None
         return Verdict(found.what, found.rank, differ=True)
 
@@ -109,9 +110,10 @@ class Lookout:
         limit_s = self._patience.limit_s(found.reason, planned_s)
         if (wait.channel, wait.number) != self._vigil.wait:
             self._vigil = _Vigil((wait.channel, wait.number))
-        progress = self._journal.messages if limit_s == self._patience.silent_s else 0
-        self._vigil.see((found, limit_s, progress), min(own + 1, _SELDOM))
-        if self._patience.given_s is None and self._vigil.same * _TURN_S >= limit_s:
+        is_given, by_message = self._patience.given_s is not None, self._journal.messages
+        seen: object = found, limit_s, by_message if limit_s == self._patience.silent_s else 0
+        self._vigil.see(by_message if is_given else seen, min(own + 1, _SELDOM))
+        if self._vigil.same * _TURN_S >= limit_s + (_LATER_S if is_given else 0.0):
             return self._verdict(wait, found, limit_s, places)
         first = min((rank for rank, place in places.items() if place.wait), default=None)
         # an exchange that is planned to take long is no news until a third of its limit has passed
@@ -126,10 +128,11 @@ class Lookout:
     ) -> Verdict:
         if found.reason is Reason.TOGETHER:
             got = "every rank has come there: a link is stuck, or far slower than it was measured"
+            is_planned = self._patience.given_s is None and self._journal.limit_s() is not None
             what = (
                 f"an exchange that all ranks are in took over {limit_s:.0f} s, far longer than "
                 "the plan predicts of a step"
-                if self._journal.limit_s() is not None
+                if is_planned
                 else f"an exchange that all ranks are in brought nothing for {limit_s:.0f} s"
             )
         else:
@@ -156,7 +159,7 @@ class Lookout:
         )
 
     def _absent(self, found: Absence, places: Mapping[int, RankPlace]) -> str:
-        """Return in words the ranks that have not come, and what they do instead."""
+        """Return in words the ranks that have not come, and where they are."""
         if not found.ranks:
             return "hosts that do not train"
         first, *more = found.ranks

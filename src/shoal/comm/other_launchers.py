@@ -1,4 +1,4 @@
-"""Launchers whose variables Shoal does not read: under these each task is a world of its own.
+"""Launchers of other kinds, under which each task is a world of its own: Shoal reads none of them.
 
 Slurm and MPI start a program several times, and say so in variables of their own. Without
 torchrun's variables every one of these tasks would train alone, on all of the data. So one line

@@ -1,9 +1,9 @@
-"""Patience: how long a rank is waited for, by the reason why what all wait for does not go on.
+"""Patience: how long a rank is waited for, by the reason why an exchange does not go on.
 
     COMPUTES    a rank has not come. It lives, and waits for nobody: it may evaluate, save or load
                 data alone. So does one that waits for such a rank                            30 min
     ELSEWHERE   a rank has not come, and waits for something else                             90 s
-    TOGETHER    all have come: a link is slow or stuck. Ten times what the plan predicts, at
+    TOGETHER    all have come: a link is slow or stuck. Ten times the predicted step, at
                 least 60 s; if nothing is predicted, since the last message                   300 s
     UNKNOWN     it is up to hosts that do not train, which keep no journal: since the last
                 message                                                                       300 s
@@ -33,7 +33,7 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True)
 class Absence:
-    """Ranks that have not come to what is waited for, and why."""
+    """Ranks that have not come to an exchange, and why."""
 
     reason: Reason
     ranks: tuple[int, ...] = ()

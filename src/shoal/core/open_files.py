@@ -34,7 +34,7 @@ def check_limit(ranks: int, where: str) -> None:
     """Refuse a limit with which so many ranks cannot even connect.
 
     Raises:
-        UsageError: the limit is too low. It says what is needed, and how to raise it.
+        UsageError: the limit is too low. It says how high it must be, and how to raise it.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = _LEAST + _LEAST_A_RANK * ranks
