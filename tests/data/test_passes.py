@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
 from shoal.data.sharded import sharded
@@ -284,3 +286,12 @@ def test_a_second_optimizer_takes_no_look_for_training() -> None:
     next(iter(rank.loader))  # drawn behind the backward
     rank.passes.stepped()
     assert (rank.loader.state_dict()["epoch"], rank.loader.state_dict()["position"]) == (1, [6])
+
+
+@pytest.mark.parametrize("epoch", [-1, "x", 1.0, None, True, 1 << 40], ids=repr)
+def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
+    loader = sharded(DataLoader(range(8), 2), Deal(0, 2), 7, Passes())
+    loader.set_epoch(torch.tensor(3))
+    with pytest.raises(UsageError, match=r"counted from 0(.|\n)*set_epoch\("):
+        loader.set_epoch(epoch)
+    assert loader.source.epoch == 3

@@ -91,6 +91,7 @@ class Passes:
         self.loaders = 0  # that were sharded
         self.waits = WeakSet[Waiting]()  # of the models that there are still
         self.at_end: Callable[[], None] = nothing  # of an epoch: called on that thread
+        self.hear: Callable[[], None] = nothing  # raises once if a rank is known to be gone
         self._trainer = 0  # the thread that calls models
         self._drawn: list[Pass] = []  # since the last backward
         self._task = -1  # autograd's number of that backward
@@ -99,7 +100,12 @@ class Passes:
         self._beside: list[Pass] = []  # passes that began with it: all but one may be looks
 
     def drawn(self, one: Pass) -> None:
-        """A batch of it is taken, or its end is met."""
+        """A batch of it is taken, or its end is met.
+
+        Raises:
+            WorldError: another rank is gone, and this rank's program has not been told.
+        """
+        self.hear()
         one.thread = threading.get_ident()
         if not self._drawn or self._drawn[-1] is not one:
             self._drawn.append(one)

@@ -6,6 +6,7 @@ workers have fetched ahead are not taken yet. What an epoch is: core/passes.py.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from shoal.data.shares import Shares
 T = TypeVar("T")
 Position = list[int]  # rows or batches that all ranks have taken; several where a stream has parts
 Fetch = Callable[[], Iterator[Any]]  # begins a pass over what the source prepared
+_MOST_EPOCH = 1 << 31
 _MOST_BEGUN = 64  # passes of one epoch, most of them peeks
 
 
@@ -87,8 +89,12 @@ class Source(ABC, Generic[T]):
         return _TrackedPass(self.steps(fetch), begun, self._passes, self.deal.shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch, from its start."""
-        self.epoch, self.start, self._begun, self._left = epoch, [], [], None
+        """Make the next pass that of this epoch, from its start.
+
+        Raises:
+            UsageError: it is no whole number from 0 on.
+        """
+        self.epoch, self.start, self._begun, self._left = _epoch(epoch), [], [], None
 
     def state(self) -> dict[str, Any]:
         """Where the pass is that training belongs to, as plain data."""
@@ -202,6 +208,21 @@ class _TrackedPass(Iterator[T]):
             self._begun.noted.order = step.order
         self._shares.given(step.batch)
         return step.batch
+
+
+def _epoch(epoch: Any) -> int:
+    """Return an epoch as an int, also if it is one of numpy's or a tensor."""
+    try:
+        number = -1 if isinstance(epoch, bool) else operator.index(epoch)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MOST_EPOCH:
+        raise UsageError(
+            "an epoch is a whole number, counted from 0",
+            got=f"set_epoch({epoch!r})"[:80],
+            do="for epoch in range(epochs): loader.set_epoch(epoch)",
+        )
+    return number
 
 
 def other_order(got: str, expected: str) -> UsageError:

@@ -104,6 +104,7 @@ class Counting:
         comes of the call that would be weighed or sent.
         """
         border = self._border
+        border.engine.routes.hear()
         border.check()
         if not border.trains:
             return None
@@ -114,6 +115,10 @@ class Counting:
         elif self._terms.source == INPUT:
             self._counted(weight, count_of(self._terms, inputs), inputs)
         return weight, border.inward(inputs, weight)
+
+    def hear(self) -> None:
+        """Raise the verdict on this job, once, in a call that is not weighed, as in evaluation."""
+        self._border.engine.routes.hear(again=False)
 
     def ended(self, weight: Weight, inputs: Any, output: Any) -> Any:
         """It ends: the output to return, or None for the same."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -173,6 +174,7 @@ class Session:
     def __post_init__(self) -> None:
         optimizers = self.optimizers
         self.passes = Passes(lambda: bool(optimizers))
+        self.passes.hear = partial(self.comm.hear, again=False)
 
     def other(self, kind: type[AnyPart]) -> AnyPart | None:
         """The way to hosts of that kind, if there are any."""

@@ -222,6 +222,7 @@ class _Before(StaysBehind):
     @eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._calls.enter(_past(type(self).__call__, sys._getframe(1))):
+            self._counting.hear()
             return None
         check_bare(module)
         begun = self._counting.begun((args, kwargs))
