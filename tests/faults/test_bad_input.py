@@ -634,6 +634,12 @@ def test_time_outs_that_are_none_are_refused(seconds: Any, monkeypatch: pytest.M
             shoal.init(**{name: seconds})
 
 
+def test_a_rank_is_not_lost_before_its_beats_can_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "found", lambda: None)
+    with pytest.raises(UsageError, match=r"lost_after_s is at least 3 s(.|\n)*give 3 or more"):
+        shoal.init(lost_after_s=0.1)
+
+
 def test_ranks_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `timeout_s=None` stands for a deadline from the prediction."""
     monkeypatch.setattr(joining, "found", lambda: None)

@@ -365,3 +365,21 @@ def test_a_file_that_has_other_tensors_than_were_written(tmp_path: Path) -> None
     path.write_text(json.dumps(document))
     with pytest.raises(UsageError, match=r"corrupted: its tensors(.|\n)*other names"):
         alone(lambda: shoal.load(tmp_path / "saved", model=mlp()))
+
+
+def test_states_that_ranks_have_unlike_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> None:
+        model = mlp()
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 10)
+        alike = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "best": float(rank)}
+        shoal.save(tmp_path / "alike", model=model, schedulers=[scheduler], **alike)
+        assert not caplog.records
+        scheduler.last_epoch += rank
+        shoal.save(tmp_path / "unlike", model=model, schedulers=[scheduler], **alike)
+
+    together(2, work)
+    (record,) = caplog.records
+    assert "schedulers.0.last_epoch is 0 on rank 0, and 1 on rank 1" in record.getMessage()

@@ -28,7 +28,7 @@ from shoal.core.nothing import nothing
 
 _NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
-ComputeLoss = Callable[[nn.Module, Any], Any]
+ComputeLoss = Callable[..., Any]  # takes the model, a batch, and arguments of trainers
 _BY_METHODS = (
     "where methods other than forward make the loss, give compute_loss=f, a function of "
     "(model, batch), and None for loss_fn"

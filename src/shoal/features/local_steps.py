@@ -37,6 +37,7 @@ from shoal.core.plan import Plan
 from shoal.engine.common import Common
 from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, LocalRounds, island_of
 from shoal.features.local_weights import LocalWeights
+from shoal.optim.extend import scaler_of
 from shoal.planner.local import with_local_steps
 from shoal.rewrite.apply import PlacedSite
 from shoal.session.additions import uncompiled
@@ -277,7 +278,7 @@ class _LocalTraining(Attachment[Running]):
     def _in_common(self) -> Common:
         model = self._model()
         assert model is not None
-        return Common(model, self._optimizers, self._passes)
+        return Common(model, self._optimizers, self._passes, scaled=scaler_of)
 
     @property
     def rounds(self) -> LocalRounds:

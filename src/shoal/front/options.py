@@ -22,6 +22,7 @@ from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.core.registry import of
+from shoal.core.terms import WEIGH
 from shoal.features import Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
@@ -167,6 +168,16 @@ class Options:
     )
     search_options: SearchOptions = option(DEFAULT, compared=repr)
     count: Callable[..., float | Tensor] | None = option(None, compared=_is_given)
+    weigh: str = option(
+        WEIGH[0],
+        flag=Flag(
+            "How ranks count in a gradient: by their rows, or with ranks all alike. "
+            f'"{WEIGH[0]}" by default.',
+            "--weigh",
+            read=str,
+            choices=WEIGH,
+        ),
+    )
     compute_loss: Callable[..., Any] | None = option(None, compared=_is_given)
     left_alone: tuple[nn.Parameter, ...] = option((), compared=None)
     buffers: Ways = option("agree", compared=in_order_of_patterns)
@@ -189,6 +200,7 @@ class Options:
                 do="give for instance count=lambda output, y: len(y), or with a compute_loss "
                 "count=lambda batch: len(batch)",
             )
+        _check_weigh(self.weigh, self.count)
         if not isinstance(self.search_options, SearchOptions):
             raise UsageError(
                 "search_options is of another type",
@@ -322,6 +334,17 @@ def _check_memory(memory: Any, limit: Any) -> None:
     if limit is not None:
         do = "give for instance 2e9, or None"
         check_number("memory_limit is a number of bytes", limit, 1, MOST_COUNTED, do=do)
+
+
+def _check_weigh(weigh: Any, count: Any) -> None:
+    if weigh not in WEIGH:
+        expected = " or ".join(map(repr, WEIGH))
+        raise UsageError("nothing weighs ranks like that", got=repr(weigh)[:80], expected=expected)
+    if weigh != WEIGH[0] and count is not None:
+        raise UsageError(
+            'there are both a count and weigh="ranks"',
+            do='leave out one of them: with weigh="ranks" every rank counts 1',
+        )
 
 
 def check_asked(asked: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ from shoal.front.stateful import (
     modules_of,
     state_of,
 )
+from shoal.front.unlike_states import numbers_of, warn_of_unlike
 from shoal.session.session import Attached, current, found, ranks
 
 _RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # files of releases before features
@@ -156,9 +157,7 @@ def taken(
         forms[keyword] = snapshot.encoded(
             keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
         )
-    states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")  # save 9
-    if all(randomness.is_alike(states[0], state) for state in states):
-        states = states[:1]
+    states = _random_states(objects, forms, comm)  # save 9
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model
     for path, attached in _attached(objects):
         for name, attachment in attached.running.attachments.items():
@@ -189,6 +188,17 @@ def saving(objects: Mapping[str, Any]) -> Iterator[None]:
             for attachment in attached.running.attachments.values():
                 stack.enter_context(attachment.saving())  # save 2
         yield
+
+
+def _random_states(objects: Mapping[str, Any], forms: Mapping[str, Any], comm: Comm) -> list[Any]:
+    """Gather the ranks' random states: one if all are alike. Warn of objects in unlike states."""
+    drawn, numbers = randomness.drawn(), numbers_of(objects, forms)
+    told = comm.gather_objects((drawn, numbers), "shoal.save: random states")
+    if comm.rank == 0 and all(attached.plan.in_step for attached in _concerned(objects)):
+        warn_of_unlike([of_rank for _, of_rank in told])
+    states = [state for state, _ in told]
+    alike = all(randomness.is_alike(states[0], state) for state in states)
+    return states[:1] if alike else states
 
 
 def _concerned(objects: Mapping[str, Any]) -> Iterator[Attached]:

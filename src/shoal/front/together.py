@@ -1,9 +1,9 @@
-"""`mean` and `gather`: what scripts report of all ranks, where each has rows of its own.
+"""`mean` and `gather`: values of all ranks for scripts, where each has rows of its own.
 
 Collectives over the session's channel of the ranks that train, for a loss or an accuracy now and
-then: not for the hot path. Every rank's tensor crosses to every other, beside its label, so that a
-rank that is at something else is told, and so are the others. Alone, also before `init`, they send
-nothing.
+then. Every rank tells every other its value or its form beside a label, so that a rank that is at
+something else is told, and so are the others. Alone, also before `init`, they send nothing.
+A loss may be computed of gathered rows: see gathering.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.numbers import MOST_COUNTED, check_number
+from shoal.front.gathering import FORWARD, RowsOfRanks
 from shoal.session.session import ranks
 
+# a tensor's type, shape and device, whether it needs gradients, and whether these are on
+_Form = tuple[str, tuple[int, ...], str, bool, bool]
 _DO = "give the same kind of value on every rank"
 
 
@@ -78,12 +81,17 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
 def gather(tensor: Tensor) -> Tensor:
     """The rows of all ranks, one rank's behind another's, on every rank (a collective).
 
+    A loss may be computed of them: gradients find back to the rank that has a row, as the sum of
+    the gradients of all ranks. A loss that compares rows with one another is exact so. Train by
+    it with `weigh="ranks"`, and use the gathered rows on every rank.
+
     Args:
         tensor: rows along its first dimension, as many as this rank has; other dimensions and the
             type are the same on every rank. A tensor without a dimension is one row.
 
     Returns:
-        A tensor without history, at the same device, in the order of the ranks.
+        A tensor at the same device, in the order of the ranks. It has a history if gradients are
+        on, on every rank, and a rank's tensor needs them.
 
     Raises:
         UsageError: this is no tensor, or ranks give other shapes or types.
@@ -95,27 +103,51 @@ def gather(tensor: Tensor) -> Tensor:
         >>> shoal.gather(torch.tensor([1, 2]))
         tensor([1, 2])
     """
+    own = list[Tensor]()
 
-    def checked() -> Tensor:
-        if not isinstance(tensor, Tensor):
-            raise UsageError(
-                "shoal.gather takes a tensor",
-                got=type(tensor).__name__,
-                do="give a tensor of this rank's rows, as torch.tensor(values)",
-            )
-        own = tensor.detach().cpu()
-        return own if own.dim() else own.reshape(1)
+    def checked() -> _Form:
+        rows = _rows_of(tensor)
+        own.append(rows)
+        needs = rows.requires_grad, torch.is_grad_enabled()
+        return str(rows.dtype), tuple(rows.shape), rows.device.type, *needs
 
-    told = _told(checked, "shoal.gather()")
+    told = _told(checked, FORWARD)
+    rows, comm = own[0], ranks()
+    if len(told) == 1:
+        return torch.cat([rows])
     # a rank without rows may not know their form
-    filled = [rows for rows in told if rows.shape != (0,)] or told
-    forms = [(str(rows.dtype), *rows.shape[1:]) for rows in told]
-    own = (str(filled[0].dtype), *filled[0].shape[1:])
+    filled = [form for form in told if form[1] != (0,)] or told
+    dtype, shape, *_ = filled[0]
+    form = dtype, *shape[1:]
     _check_alike(
-        [own if rows.shape == (0,) else form for rows, form in zip(told, forms, strict=True)],
-        "shoal.gather()",
+        [form if of[1] == (0,) else (of[0], *of[1][1:]) for of in told],
+        FORWARD,
     )
-    return torch.cat(list(filled)).to(tensor.device)
+    if rows.shape == (0,):
+        rows = rows.to(getattr(torch, dtype.removeprefix("torch."))).reshape(0, *shape[1:])
+    counts, devices = tuple(of[1][0] for of in told), {of[2] for of in told}
+    gathered = RowsOfRanks(comm, counts, at_host=len(devices) > 1)
+    keeps = any(of[3] for of in told) and all(of[4] for of in told)
+    return gathered.with_history(rows) if keeps else gathered.gathered(rows)
+
+
+def _rows_of(tensor: Any) -> Tensor:
+    """Return a tensor's rows, whole; UsageError if it has none."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(
+            "shoal.gather takes a tensor",
+            got=type(tensor).__name__,
+            do="give a tensor of this rank's rows, as torch.tensor(values)",
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            "shoal.gather takes a dense tensor",
+            got=str(tensor.layout),
+            do="give tensor.to_dense()",
+        )
+    rows = tensor if tensor.dim() else tensor.reshape(1)
+    # an output that is cut over the ranks, or at other hosts, comes here
+    return rows if type(rows) in (Tensor, nn.Parameter) else torch.cat([rows])
 
 
 def _told(work: Callable[[], Any], purpose: str) -> Sequence[Any]:
