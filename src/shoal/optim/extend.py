@@ -132,12 +132,8 @@ class _Extension:
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._check: RemovableHandle | None = None
         self._timed: RemovableHandle | None = None
-<<<<<<< HEAD
         self._spread: Callable[[Tensor, SpreadCut], Any] | None = None  # while a state is taken
-=======
-        self._spread: Callable[[Tensor, OverRanks], Any] | None = None  # while a state is taken
         self.scaler = SeenScaler()
->>>>>>> main
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
         self._stepping = Methods(optimizer)
