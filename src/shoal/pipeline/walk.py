@@ -1,7 +1,7 @@
 """A walk through a model's forward: which module calls and functions run, in which order.
 
-An event is a call of a module, or of a torch function that returns tensors. Its position is a tuple:
-its number in the frame that calls it, behind the position of that frame.
+An event is a call of a module, or of a torch function that returns tensors. Its position is a
+tuple: its number in the frame that calls it, behind the position of that frame.
 
     model                      frame ()
       embed(ids)               (0,)
