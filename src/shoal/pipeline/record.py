@@ -7,7 +7,9 @@ before it and are used after it. Left out is what every rank computes for itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -235,7 +237,7 @@ class Recording(Walk):
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with self.inside(position):
+        with self.inside(position), unhooked(module):
             output = call(module, *args, **kwargs)
         with self.aside():
             made = tensors_in(output)
@@ -292,6 +294,16 @@ class Recording(Walk):
     def _used(self, tensor: Tensor, position: Position) -> None:
         if (name := self._names.get(tensor)) is not None:
             self.record.uses.setdefault(name, []).append(position)
+
+
+@contextmanager
+def unhooked(module: nn.Module) -> Iterator[None]:
+    """Run a module without its forward hooks: these are for values, and run where there are some."""
+    hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
+    try:
+        yield
+    finally:
+        module.__dict__["_forward_hooks"] = hooks
 
 
 def undecided(function: str, module: str) -> UsageError:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
-from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided
+from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided, unhooked
 from shoal.pipeline.walk import END, Name, Position, Walk, tensors_in
 from shoal.tensors.cut import is_cut, opened
 
@@ -223,7 +223,8 @@ class Replay(Walk):
                 for tensors in (module.named_parameters(), module.named_buffers())
                 for name, tensor in tensors
             }
-            return torch.func.functional_call(module, values, args, kwargs)
+            with unhooked(module):
+                return torch.func.functional_call(module, values, args, kwargs)
 
         with self.aside():
             try:
