@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, final
 
 import torch
@@ -211,18 +212,15 @@ class Run:
         self._comm.begins(_FORWARD)
         inputs = self._dealt()
         mine = self._route.of(self._comm.rank)
-        coming = {
-            (station, micro): self._expect(station, micro)
-            for station in mine
-            for micro in range(self._comm.size)
-        }
+        coming = self._expected(mine)
         rows = [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
         with walking():
             for station in mine:
-                moving = MovingBuffers(pipeline.buffers)
-                for micro in range(self._comm.size):
-                    self._station(station, micro, inputs[micro], coming[station, micro])
-                    moving.passed()
+                with MovingBuffers(pipeline.buffers) as moving:
+                    for micro in range(self._comm.size):
+                        moving.begin()
+                        self._station(station, micro, inputs[micro], coming.get((station, micro)))
+                        moving.passed()
                 moving.join(rows)
 
     def _dealt(self) -> list[list[Any]]:
@@ -255,12 +253,18 @@ class Run:
             )
         return found
 
-    def _expect(self, station: int, micro: int) -> Coming | None:
-        """Begin to receive what arrives at a station, if its forms are known."""
-        known = self._pipeline.shapes.get((station, self._numbers[micro]))
-        if known is None or not station:
-            return None
-        return self._coming(station, known)
+    def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
+        """Begin to receive what arrives at these stations, up to where a form is not known.
+
+        Messages come in order: what is behind one of unknown form is received in its turn.
+        """
+        coming: dict[tuple[int, int], Coming] = {}
+        for station, micro in product(filter(None, mine), range(self._comm.size)):
+            known = self._pipeline.shapes.get((station, self._numbers[micro]))
+            if known is None:
+                break
+            coming[station, micro] = self._coming(station, known)
+        return coming
 
     def _coming(self, station: int, shapes: Sequence[Shape]) -> Coming:
         flags = (len(shapes),), torch.int64

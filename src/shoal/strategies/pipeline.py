@@ -49,7 +49,11 @@ class TieFacts(Facts):
 
 @final
 class TieProbe(Probe):
-    """Finds layers that use another layer's parameter: one rank holds them both."""
+    """Finds layers that one rank must hold together.
+
+    A layer uses another's parameter; or it is never called, because the module around it uses its
+    parameters with its own in one function, as nn.MultiheadAttention does.
+    """
 
     def measure(self, layer: Layer, trial: Trial) -> TieFacts:
         owners = {
@@ -58,7 +62,12 @@ class TieProbe(Probe):
             for parameter in other.parameters.values()
         }
         used = (owners.get(id(p), layer.name) for p in layer.module.parameters(recurse=False))
-        return TieFacts(next((name for name in used if name != layer.name), ""))
+        tied = next((name for name in used if name != layer.name), "")
+        if not tied and not trial.step.layers[layer.name].calls:
+            called = (name for name, step in trial.step.layers.items() if step.calls)
+            around = (name for name in called if layer.name.startswith(f"{name}."))
+            tied = max(around, key=len, default="")
+        return TieFacts(tied)
 
 
 @final
@@ -147,6 +156,24 @@ def take_buffers(
         if ranks[state.name] == running.comm.rank:
             running.buffers.append(MovingBuffer(known[state.name], state.how == "mean"))
     return ranks
+
+
+def with_counters(
+    model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
+) -> list[MovingState]:
+    """Return the state that changes, with counters: ranks without the layer do not count."""
+    running = runs_by(model)
+    counters = [
+        MovingState(name, 1, slot.tensor.element_size(), "first")
+        for name, slot in known.items()
+        if slot.is_buffer
+        and name.rpartition(".")[0] in running.holders
+        and slot.tensor is not None
+        and not slot.tensor.dim()
+        and not slot.tensor.is_floating_point()
+    ]
+    names = {state.name for state in moving}
+    return [*moving, *(state for state in counters if state.name not in names)]
 
 
 def is_pipeline(model: nn.Module) -> bool:
