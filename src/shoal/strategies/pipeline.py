@@ -15,7 +15,7 @@ Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose nets 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,6 +34,7 @@ from shoal.core.role import Role
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.run import Pipeline as Running
+from shoal.profiling.identity import ROOT
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
@@ -49,25 +50,35 @@ class TieFacts(Facts):
 
 @final
 class TieProbe(Probe):
-    """Finds layers that one rank must hold together.
+    """Finds layers that one rank must hold together, and names the first of them for the others.
 
-    A layer uses another's parameter; or it is never called, because the module around it uses its
-    parameters with its own in one function, as nn.MultiheadAttention does.
+    One module uses parameters of both: a head with the weight of an embedding. Or a layer is never
+    called, because the module around it uses the parameters of both in one function, as
+    nn.MultiheadAttention does.
     """
 
     def measure(self, layer: Layer, trial: Trial) -> TieFacts:
-        owners = {
-            id(parameter): other.name
-            for other in trial.layers
-            for parameter in other.parameters.values()
-        }
-        used = (owners.get(id(p), layer.name) for p in layer.module.parameters(recurse=False))
-        tied = next((name for name in used if name != layer.name), "")
-        if not tied and not trial.step.layers[layer.name].calls:
-            called = (name for name, step in trial.step.layers.items() if step.calls)
-            around = (name for name in called if layer.name.startswith(f"{name}."))
-            tied = max(around, key=len, default="")
-        return TieFacts(tied)
+        first = trial.once(_together)[layer.name]
+        return TieFacts("" if first == layer.name else first)
+
+
+def _together(trial: Trial) -> dict[str, str]:
+    """Return of each layer the first of those that are held together with it."""
+    owners = {id(p): layer.name for layer in trial.layers for p in layer.parameters.values()}
+    first = {layer.name: layer.name for layer in trial.layers}
+
+    def join(names: Iterable[str]) -> None:
+        groups = {first[name] for name in names}
+        one = next((name for name in first if name in groups), "")
+        first.update({name: one for name, group in first.items() if group in groups})
+
+    for module in trial.sample.model.modules():
+        join(owners[id(p)] for p in module.parameters(recurse=False) if id(p) in owners)
+    called = [name for name, step in trial.step.layers.items() if step.calls]
+    for name in first.keys() - set(called):
+        around = [other for other in called if name.startswith(f"{other}.") or other == ROOT]
+        join([name, *sorted(around, key=lambda other: other != ROOT and len(other))[-1:]])
+    return first
 
 
 @final
