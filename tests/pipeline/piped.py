@@ -36,7 +36,8 @@ PIPELINE = {"*": "pipeline"}
 def loss_of(model: nn.Module, loss_fn: Any, batch: Batch) -> Tensor:
     """The loss of a batch; without a loss_fn the model returns it beside its output."""
     x, y = batch
-    loss: Tensor = loss_fn(call(model, x), y) if loss_fn else call(model, x)[1]
+    output = call(model, x)
+    loss: Tensor = loss_fn(output, y) if loss_fn else getattr(output, "loss", output[1])
     return loss
 
 
