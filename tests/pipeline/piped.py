@@ -148,10 +148,12 @@ def script(kind: str, **how: Any) -> Script:
     return Script(model=built(found.make), batches=found.batches(), loss_fn=found.loss_fn, **how)
 
 
-def assert_same(script: Script, ranks: int, within: float = 1e-10) -> list[tuple[Any, State]]:
+def assert_same(
+    script: Script, ranks: int, within: float = 1e-10, pins: Any = PIPELINE
+) -> list[tuple[Any, State]]:
     """Ranks get what one process gets, and every rank the same bits; returns what ranks got."""
     _, expected = script.alone()
-    got = script.on_ranks(ranks)
+    got = script.on_ranks(ranks, pins)
     assert_same_bits([each for _, each in got])
     assert difference(state(script.model), expected) > 1e-3, "training changed nothing"
     assert difference(expected, got[0][1]) <= within

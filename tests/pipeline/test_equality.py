@@ -201,3 +201,25 @@ def of_tree(output: Any, y: Tensor) -> Tensor:
 def test_trees_of_inputs_and_outputs(ranks: int) -> None:
     given = [(({"a": x, "b": x.flip(1)},), y) for x, y in features(7, 3)]
     assert_same(Script(model=built(Several), batches=given, loss_fn=of_tree), ranks)
+
+
+class Unlearned(nn.Module):
+    """A layer that computes without a gradient on the way, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside, self.last = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x * self.scale(x))
+
+    @torch.no_grad()
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.beside(x))
+
+
+def test_a_cut_inside_of_no_grad() -> None:
+    pins = {"first": "pipeline:0", "beside": "pipeline:1", "last": "pipeline:2"}
+    tried = Script(model=built(Unlearned), batches=features(7, 3), loss_fn=F.cross_entropy)
+    assert_same(tried, 3, pins=pins)

@@ -82,6 +82,7 @@ class Record:
     parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
     inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
     looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
+    looking: set[Position] = field(default_factory=set)  # calls of modules that look at these
 
     def live(self, cut: Position) -> list[Name]:
         """Return the names of the values that cross a cut, in order."""
@@ -182,6 +183,8 @@ class Recording(Walk):
         if not made:
             for tensor in used:
                 self._used(tensor, self.here)
+            if given and self._forms.needs_values(function, args, kwargs):
+                self._look(used)
             return output
         position = self.here
         self.passed()
@@ -223,10 +226,16 @@ class Recording(Walk):
     ) -> Any:
         if any(map(is_empty, used)) or any(t in self._parameters for t in used):
             raise undecided(getattr(function, "__name__", ""), self._frame_name)
+        self._look(used)
+        return function(*args, **kwargs)
+
+    def _look(self, used: Sequence[Tensor]) -> None:
+        """Note that forward looks at the values of these, which follow from inputs."""
         for tensor in used:
             if tensor in self._names:
                 self.record.looked_at |= self.record.values[self._names[tensor]].inputs
-        return function(*args, **kwargs)
+        frame = self._frames[-1][0]
+        self.record.looking.update(frame[:length] for length in range(1, len(frame) + 1))
 
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         position = self.here

@@ -135,7 +135,8 @@ class Replay(Walk):
         self.passed()
         self._check(position, module)
         self._reached(position)
-        if span.is_split_by(position):
+        looks = position in self._record.looking and not self._is_here
+        if span.is_split_by(position) or looks:
             with self.inside(position):
                 output = call(module, *args, **kwargs)
         elif self._is_here or self._can_compute(position, args, kwargs):
@@ -191,6 +192,9 @@ class Replay(Walk):
                 return function(*args, **kwargs)
             return self._forms.called(function, args, kwargs)
         except Undecided as error:
+            if not any(map(is_empty, leaves)):  # inputs that decide the way are here
+                args, kwargs = present((args, kwargs))
+                return function(*args, **kwargs)
             raise self._undecided(str(error)) from None
 
     def _skipped(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -310,9 +310,10 @@ class Run:
         if not self._grad:
             return values
         taking = [value for value, flag in zip(values, flags.tolist(), strict=True) if flag]
-        arrived: tuple[Tensor, ...] = Arrived.apply(  # type: ignore[no-untyped-call]
-            self, station, micro, self._pipeline.anchor, *taking
-        )
+        with torch.enable_grad():  # a station may begin inside of a forward's torch.no_grad()
+            arrived: tuple[Tensor, ...] = Arrived.apply(  # type: ignore[no-untyped-call]
+                self, station, micro, self._pipeline.anchor, *taking
+            )
         token.append(arrived[0])
         graded = iter(arrived[1:])
         return [

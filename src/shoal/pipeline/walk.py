@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -98,7 +99,8 @@ class _Functions(TorchFunctionMode):
         self._walk = walk
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._walk.is_aside:
+        # a forward that is left inside of torch.no_grad() takes its mode back
+        if self._walk.is_aside or func is torch._C._set_grad_enabled:
             return func(*args, **(kwargs or {}))
         return self._walk.function(func, args, kwargs or {})
 
