@@ -13,6 +13,8 @@ from small_models import Gpt, ResNet18, of_words, pictures, words
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.core.errors import UsageError
+
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
@@ -223,3 +225,63 @@ def test_a_cut_inside_of_no_grad() -> None:
     pins = {"first": "pipeline:0", "beside": "pipeline:1", "last": "pipeline:2"}
     tried = Script(model=built(Unlearned), batches=features(7, 3), loss_fn=F.cross_entropy)
     assert_same(tried, 3, pins=pins)
+
+
+class Kept(nn.Module):
+    """A layer that takes a mask, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return x if kept is None else x * kept
+
+
+class Masked(nn.Module):
+    """Makes a mask only for rows that need one, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(Kept() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, kept = self.words(ids), None
+        if not bool((ids > 0).all()):
+            kept = (ids > 0).unsqueeze(-1).to(x.dtype)
+            kept = kept / kept.mean(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x.mean(1)
+
+
+def masked() -> list[Batch]:
+    """Batches of which some ranks' rows have other lengths in some steps."""
+    given: list[Batch] = []
+    for step, (ids, y) in enumerate(words()):
+        lengths = torch.tensor([6] * 2 + [4 + step % 3] * 4 + [5 + step % 2] * 6)
+        given.append(((ids % 10 + 1) * (torch.arange(6) < lengths[:, None]), y[:, 0] % 8))
+    return given
+
+
+def test_a_mask_that_some_inputs_need() -> None:
+    assert_same(Script(model=built(Masked), batches=masked(), loss_fn=F.cross_entropy), 3)
+
+
+class OtherWay(Masked):
+    """Its glue makes one value more of some inputs, which crosses."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x, None)
+            x = x if bool((ids > 0).all()) else x * 2
+        return x.mean(1)
+
+
+def test_a_forward_that_goes_another_way() -> None:
+    tried = Script(model=built(OtherWay), batches=masked(), loss_fn=F.cross_entropy)
+    with pytest.raises(UsageError, match="another way than it went for the sample"):
+        tried.on_ranks(3)

@@ -238,8 +238,7 @@ class Recording(Walk):
         self.record.looking.update(frame[:length] for length in range(1, len(frame) + 1))
 
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        position = self.here
-        self.passed()
+        position = self.called()
         self.record.calls[position] = self._modules.get(module, "")
         with self.aside():
             used = tensors_in((args, kwargs))

@@ -113,7 +113,21 @@ class Replay(Walk):
 
     def leaving(self) -> list[Tensor]:
         """Return the values that leave."""
-        return [present(self._kept[name]) for name in self._span.leaving]
+        return [present(each) for each in self._crossing(self._span.leaving)]
+
+    def _crossing(self, names: Sequence[Name]) -> list[Any]:
+        """Return the tensors of these names, which cross a cut."""
+        for position, number in names:
+            if (position, number) not in self._kept:
+                frame = self._record.calls.get(position[:-1]) or "the model itself"
+                maker = self._record.calls.get(position) or self._record.functions.get(position)
+                raise UsageError(
+                    "forward goes another way than it went for the sample",
+                    where=f"the forward of {frame}",
+                    expected=f"a result of {maker}, which the next rank needs",
+                    do="leave out the pipeline, or let forward make the same calls for every batch",
+                )
+        return [self._kept[name] for name in names]
 
     def function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         position = self.here
@@ -131,8 +145,7 @@ class Replay(Walk):
         return output
 
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        position, span = self.here, self._span
-        self.passed()
+        position, span = self.called(), self._span
         self._check(position, module)
         self._reached(position)
         looks = position in self._record.looking and not self._is_here
@@ -158,7 +171,7 @@ class Replay(Walk):
                 self._begin()
 
     def _begin(self) -> None:
-        absent = [self._kept[name] for name in self._span.arriving]
+        absent = self._crossing(self._span.arriving)
         for place, value in zip(absent, self._arrive(absent), strict=True):
             place.slot.value = value
         self._is_here = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import PlanError
 from shoal.pipeline.record import Record
-from shoal.pipeline.walk import Position
+from shoal.pipeline.walk import STEP, Position
 
 _MOST_PLACES = 64  # that are looked at for a cut
 
@@ -73,13 +73,14 @@ def _holding(
 
 def _cut(record: Record, order: Sequence[Position], before: Position, after: Position) -> Position:
     """Return the place between two events where the fewest bytes cross."""
-    places = [outermost(place) for place in order if before < place <= after]
-    places = [place for place in dict.fromkeys(places) if before < place][-_MOST_PLACES:]
+    between = [place for place in order if before < place <= after]
+    outer = [place if outermost(place) <= before else outermost(place) for place in between]
+    places = [*dict.fromkeys(outer)][-_MOST_PLACES:]
     return min(reversed(places), key=record.live_bytes)
 
 
 def outermost(place: Position) -> Position:
-    """Return the same place in the outermost frame: a frame's first event begins the frame."""
-    while len(place) > 1 and not place[-1]:
+    """Return the same place in the outermost frame: a frame's first layer begins the frame."""
+    while len(place) > 1 and place[-1] in (1, STEP):
         place = place[:-1]
     return place
