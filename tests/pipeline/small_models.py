@@ -232,6 +232,7 @@ KINDS = {
     "mlp": Kind(mlp, lambda: features(7, 3)),
     "gpt": Kind(Gpt, words, of_words),
     "tied": Kind(lambda: Gpt(tied=True), words, of_words),
+    "dropout": Kind(lambda: Gpt(dropout=0.3), words, of_words),
     "own loss": Kind(Gpt, words_at_once, None),
     "own loss, tied": Kind(lambda: Gpt(tied=True), words_at_once, None),
     "vit": Kind(Vit, pictures),
