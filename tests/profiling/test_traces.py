@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,21 @@ def test_what_a_module_has_stays() -> None:
     assert torch.equal(torch.rand(1, generator=model.noise), expected)
     assert model.draws.random() == np.random.default_rng(0).random()
     assert model.luck.random() == random.Random(0).random()
+
+
+class Made(OrderedDict[str, Any]):
+    """Makes an object of the class that it holds, as the activations of transformers do."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+def test_a_dict_of_a_class_of_its_own_keeps_what_it_holds() -> None:
+    model = nn.Linear(6, 3)
+    model.made = made = Made(tanh=nn.Tanh)  # type: ignore[assignment]
+    profiled(model, F.cross_entropy)
+    assert dict.__getitem__(made, "tanh") is nn.Tanh
+    assert isinstance(made["tanh"], nn.Tanh)
 
 
 class Annealed:

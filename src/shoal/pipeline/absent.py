@@ -101,6 +101,14 @@ class Forms:
 
         return pytree.tree_map(absent, returned)
 
+    def needs_values(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Return whether a function looks at values."""
+        try:
+            self.called(function, args, kwargs)
+        except Undecided:
+            return True
+        return False
+
 
 @final
 class Slot:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -73,15 +73,26 @@ class MovingBuffer:
 
     @property
     def value(self) -> Tensor:
-        """The present value. Graphs stay valid if it is written, as by batch norm itself."""
+        """The present value."""
         tensor = self.slot.tensor
         assert tensor is not None
-        return tensor.data
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Put a tensor there. A frozen parameter stays itself, with these values."""
+        if self.slot.is_buffer:
+            self.slot.put(tensor)
+        elif tensor is not self.value:
+            with torch.no_grad():
+                self.value.copy_(tensor)
 
 
 @final
 class MovingBuffers:
     """The buffers of a rank's layers, over the micro-batches of one call.
+
+    Each micro-batch has tensors of its own in their places, because autograd may keep these. Behind
+    the last one the buffers themselves come back.
 
     Args:
         buffers: those that training changes.
@@ -89,26 +100,41 @@ class MovingBuffers:
 
     def __init__(self, buffers: Sequence[MovingBuffer]) -> None:
         self._buffers = buffers
-        self._before = [buffer.value.detach().clone() for buffer in buffers]
+        self._own = [buffer.value for buffer in buffers]
+        self._before = [own.detach().clone() for own in self._own]
         self._after: list[list[Tensor]] = [[] for _ in buffers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, own in zip(self._buffers, self._own, strict=True):
+            buffer.put(own)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a micro-batch with the values from before the call."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.put(before.clone())
 
     @torch.no_grad()
     def passed(self) -> None:
-        """Note what a micro-batch has made, and begin the next as this one began."""
-        for buffer, before, after in zip(self._buffers, self._before, self._after, strict=True):
+        """Note what a micro-batch has made."""
+        for buffer, after in zip(self._buffers, self._after, strict=True):
             after.append(buffer.value.detach().clone())
-            buffer.value.copy_(before)
 
     @torch.no_grad()
     def join(self, rows: Sequence[float]) -> None:
         """Give each buffer its value behind all micro-batches, which have so many rows."""
         weights = torch.tensor(rows, dtype=torch.float64) / max(sum(rows), 1)
-        for buffer, before, after in zip(self._buffers, self._before, self._after, strict=True):
+        for own, before, after, buffer in zip(
+            self._own, self._before, self._after, self._buffers, strict=True
+        ):
             if all(torch.equal(each, before) for each in after):
                 continue
             if not buffer.is_mean:
-                buffer.value.copy_(after[0])
+                own.copy_(after[0])
                 continue
             wide = torch.stack(after).to(torch.promote_types(before.dtype, torch.float32))
             shaped = weights.to(wide).view(-1, *[1] * before.dim())
-            buffer.value.copy_((wide * shaped).sum(0))
+            own.copy_((wide * shaped).sum(0))

@@ -83,7 +83,9 @@ class Record:
     parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
     inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
     looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
-    checkpoints: dict[Position, Position] = field(default_factory=dict)  # from, to before
+    looking: set[Position] = field(default_factory=set)  # calls of modules that look at these
+    # of what torch checkpoints, by where it begins: the first event, and the end
+    checkpoints: dict[Position, tuple[Position, Position]] = field(default_factory=dict)
     memory: dict[Name, int] = field(default_factory=dict)  # equal for views of one another
     writes: list[tuple[Position, int]] = field(default_factory=list)  # in place, into which memory
     countings: list[Counting] = field(default_factory=list)  # changes of buffers by constants
@@ -211,6 +213,8 @@ class Recording(Walk):
         if not made:
             for tensor in used:
                 self._used(tensor, self.here)
+            if given and self._forms.needs_values(function, args, kwargs):
+                self._look(used)
             return output
         position = self.here
         self.passed()
@@ -274,21 +278,26 @@ class Recording(Walk):
     ) -> Any:
         if any(map(is_empty, used)) or any(t in self._parameters for t in used):
             raise undecided(getattr(function, "__name__", ""), self._frame_name)
+        self._look(used)
+        return function(*args, **kwargs)
+
+    def _look(self, used: Sequence[Tensor]) -> None:
+        """Note that forward looks at the values of these, which follow from inputs."""
         for tensor in used:
             if tensor in self._names:
                 self.record.looked_at |= self.record.values[self._names[tensor]].inputs
-        return function(*args, **kwargs)
+        frame = self._frames[-1][0]
+        self.record.looking.update(frame[:length] for length in range(1, len(frame) + 1))
 
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        position = self.here
-        self.passed()
+        position = self.called()
         self.record.calls[position] = self._modules.get(module, "")
         with self.aside():
             used = tensors_in((args, kwargs))
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with self.inside(position), _without_backward_hooks(module):
+        with self.inside(position), unhooked(module), _without_backward_hooks(module):
             output = eager_call(module)(module, *args, **kwargs)
         with self.aside():
             made = tensors_in(output)
@@ -302,7 +311,9 @@ class Recording(Walk):
         return output
 
     def checkpoint_ended(self, begin: Position) -> None:
-        self.record.checkpoints[begin] = self.here
+        events = [*self.record.calls, *self.record.functions]
+        first = min((event for event in events if event >= begin), default=begin)
+        self.record.checkpoints[begin] = first, self.here
 
     def finished(self, output: Any) -> None:
         """Note what the forward has returned."""
@@ -354,6 +365,16 @@ class Recording(Walk):
     def _used(self, tensor: Tensor, position: Position) -> None:
         if (name := self._names.get(tensor)) is not None:
             self.record.uses.setdefault(name, []).append(position)
+
+
+@contextmanager
+def unhooked(module: nn.Module) -> Iterator[None]:
+    """Run a module without its forward hooks: these are for values, and run where there are some."""
+    hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
+    try:
+        yield
+    finally:
+        module.__dict__["_forward_hooks"] = hooks
 
 
 def undecided(function: str, module: str) -> UsageError:

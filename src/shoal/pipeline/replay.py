@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
-from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided
+from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided, unhooked
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
 from shoal.tensors.cut import is_cut, opened
 
@@ -115,7 +115,21 @@ class Replay(Walk):
 
     def leaving(self) -> list[Tensor]:
         """Return the values that leave."""
-        return [present(self._kept[name]) for name in self._span.leaving]
+        return [present(each) for each in self._crossing(self._span.leaving)]
+
+    def _crossing(self, names: Sequence[Name]) -> list[Any]:
+        """Return the tensors of these names, which cross a cut."""
+        for position, number in names:
+            if (position, number) not in self._kept:
+                frame = self._record.calls.get(position[:-1]) or "the model itself"
+                maker = self._record.calls.get(position) or self._record.functions.get(position)
+                raise UsageError(
+                    "forward goes another way than it went for the sample",
+                    where=f"the forward of {frame}",
+                    expected=f"a result of {maker}, which the next rank needs",
+                    do="leave out the pipeline, or let forward make the same calls for every batch",
+                )
+        return [self._kept[name] for name in names]
 
     def function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         position = self.here
@@ -133,12 +147,14 @@ class Replay(Walk):
         return output
 
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        position, span = self.here, self._span
-        self.passed()
+        position, span = self.called(), self._span
         self._check(position, module)
         self._reached(position)
+        looks = position in self._record.looking and not self._is_here
         if position in self._entered or span.is_split_by(position):
             check_hooks(module, self._modules.get(module, ""))
+            looks = True
+        if looks:
             with self.inside(position):
                 output = eager_call(module)(module, *args, **kwargs)
         elif self._is_here or self._can_compute(position, args, kwargs):
@@ -153,9 +169,11 @@ class Replay(Walk):
 
     def is_checkpointed(self) -> bool:
         begin = self.here
-        self._reached(begin)
-        end = self._record.checkpoints.get(begin, begin)
-        return self._is_here and end > begin and not begin <= self._span.end < end
+        if begin not in self._record.checkpoints:
+            return False
+        first, end = self._record.checkpoints[begin]
+        self._reached(first)
+        return self._is_here and not self._span.end < end
 
     def values(self, args: Any) -> Any:
         return present(args)
@@ -169,7 +187,7 @@ class Replay(Walk):
                 self._begin()
 
     def _begin(self) -> None:
-        absent = [self._kept[name] for name in self._span.arriving]
+        absent = self._crossing(self._span.arriving)
         for place, value in zip(absent, self._arrive(absent), strict=True):
             place.slot.value = value
         self._is_here = True
@@ -203,6 +221,9 @@ class Replay(Walk):
                 return function(*args, **kwargs)
             return self._forms.called(function, args, kwargs)
         except Undecided as error:
+            if not any(map(is_empty, leaves)):  # inputs that decide the way are here
+                args, kwargs = present((args, kwargs))
+                return function(*args, **kwargs)
             raise self._undecided(str(error)) from None
 
     def _skipped(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -234,7 +255,8 @@ class Replay(Walk):
                 for tensors in (module.named_parameters(), module.named_buffers())
                 for name, tensor in tensors
             }
-            return torch.func.functional_call(module, values, args, kwargs)
+            with unhooked(module):
+                return torch.func.functional_call(module, values, args, kwargs)
 
         with self.aside():
             try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, final
 
 import torch
@@ -232,11 +233,12 @@ class Run:
         counters = Counters(self._route.record.countings)
         with walking():
             for station in mine:
-                moving = MovingBuffers(pipeline.buffers)
-                for micro in range(self._comm.size):
-                    counters.put_back()
-                    self._station(station, micro, inputs[micro], coming.get((station, micro)))
-                    moving.passed()
+                with MovingBuffers(pipeline.buffers) as moving:
+                    for micro in range(self._comm.size):
+                        counters.put_back()
+                        moving.begin()
+                        self._station(station, micro, inputs[micro], coming.get((station, micro)))
+                        moving.passed()
                 moving.join(rows)
         counters.count()
 
@@ -274,14 +276,16 @@ class Run:
         return found
 
     def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
-        """Begin to receive what arrives, in order, up to the first whose forms are not known."""
+        """Begin to receive what arrives at these stations, up to where a form is not known.
+
+        Messages come in order: what is behind one of unknown form is received in its turn.
+        """
         coming: dict[tuple[int, int], Coming] = {}
-        for station in filter(None, mine):
-            for micro in range(self._comm.size):
-                known = self._pipeline.shapes.get((station, self._numbers[micro]))
-                if known is None:
-                    return coming
-                coming[station, micro] = self._coming(station, known)
+        for station, micro in product(filter(None, mine), range(self._comm.size)):
+            known = self._pipeline.shapes.get((station, self._numbers[micro]))
+            if known is None:
+                break
+            coming[station, micro] = self._coming(station, known)
         return coming
 
     def _coming(self, station: int, shapes: Sequence[Shape]) -> Coming:
@@ -330,9 +334,10 @@ class Run:
         if not self._grad:
             return values
         taking = [value for value, flag in zip(values, flags.tolist(), strict=True) if flag]
-        arrived: tuple[Tensor, ...] = Arrived.apply(  # type: ignore[no-untyped-call]
-            self, station, micro, self._pipeline.anchor, *taking
-        )
+        with torch.enable_grad():  # a station may begin inside of a forward's torch.no_grad()
+            arrived: tuple[Tensor, ...] = Arrived.apply(  # type: ignore[no-untyped-call]
+                self, station, micro, self._pipeline.anchor, *taking
+            )
         token.append(arrived[0])
         graded = iter(arrived[1:])
         return [

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shoal.core.errors import PlanError
 from shoal.pipeline.record import Record
-from shoal.pipeline.walk import Position
+from shoal.pipeline.walk import STEP, Position
 
 _MOST_PLACES = 64  # that are looked at for a cut
 
@@ -74,8 +74,9 @@ def _holding(
 
 def _cut(record: Record, order: Sequence[Position], before: Position, after: Position) -> Position:
     """Return the place between two events where the fewest bytes cross."""
-    places = [outermost(place) for place in order if before < place <= after]
-    places = [place for place in dict.fromkeys(places) if before < place][-_MOST_PLACES:]
+    between = [place for place in order if before < place <= after]
+    outer = [place if outermost(place) <= before else outermost(place) for place in between]
+    places = [*dict.fromkeys(outer)][-_MOST_PLACES:]
     apart = [place for place in places if not record.parts_views(place)]
     if not apart:
         first, _ = record.parts_views(places[-1])
@@ -89,7 +90,7 @@ def _cut(record: Record, order: Sequence[Position], before: Position, after: Pos
 
 
 def outermost(place: Position) -> Position:
-    """Return the same place in the outermost frame: a frame's first event begins the frame."""
-    while len(place) > 1 and not place[-1]:
+    """Return the same place in the outermost frame: a frame's first layer begins the frame."""
+    while len(place) > 1 and place[-1] in (1, STEP):
         place = place[:-1]
     return place

@@ -1,14 +1,16 @@
 """A walk through a model's forward: which module calls and functions run, in which order.
 
-An event is a call of a module, or of a torch function that returns tensors. Its position is a
-tuple: its number in the frame that calls it, behind the position of that frame.
+An event is a call of a module, or of a torch function that returns tensors. Its position is a tuple:
+its number in the frame that calls it, behind the position of that frame. Calls of modules have whole
+numbers, and functions have the fractions between. So a mask that is made by one function more for
+some inputs changes no position of a layer.
 
     model                      frame ()
-      embed(ids)               (0,)
-      blocks[0](x)             (1,)       a frame of its own if it is walked into
-        norm(x)                (1, 0)
-        x + attention(…)       (1, 1) the attention, (1, 2) the sum
-      head(x)                  (2,)
+      embed(ids)               (1,)
+      blocks[0](x)             (2,)       a frame of its own if it is walked into
+        norm(x)                (2, 1)
+        x + attention(…)       (2, 2) the attention, (2, 2 + STEP) the sum
+      head(x)                  (3,)
 
 Positions compare as the events follow one another. A value's name is the position of the event that
 has returned it last, and its number among the tensors that were returned.
@@ -31,30 +33,37 @@ from torch.utils import checkpoint as checkpoints
 Position = tuple[float, ...]
 Name = tuple[Position, int]
 END = float("inf")  # behind all events of a frame
+STEP = 2.0**-20  # from one function to the next
 
 
 class Walk(ABC):
     """One run of a model's forward, event by event."""
 
     def __init__(self) -> None:
-        self._frames: list[list[Any]] = [[(), 0]]  # position, events so far
+        self._frames: list[list[Any]] = [[(), 0.0]]  # position, number of the last event
         self._aside = 0  # depth of calls that nobody walks into
         self._functions = _Functions(self)
 
     @property
     def here(self) -> Position:
-        """The position of the next event."""
+        """The position of the next function."""
         position, number = self._frames[-1]
-        return (*position, number)
+        return (*position, number + STEP)
 
     def passed(self) -> None:
-        """Count an event in the running frame."""
-        self._frames[-1][1] += 1
+        """Count a function in the running frame."""
+        self._frames[-1][1] += STEP
+
+    def called(self) -> Position:
+        """Count a call of a module in the running frame, and return its position."""
+        position, number = self._frames[-1]
+        self._frames[-1][1] = number // 1 + 1
+        return (*position, number // 1 + 1)
 
     @contextmanager
     def inside(self, position: Position) -> Iterator[None]:
         """Walk into a module's call."""
-        self._frames.append([position, 0])
+        self._frames.append([position, 0.0])
         try:
             yield
         finally:

@@ -175,7 +175,9 @@ Note = tuple[Restore | None, Iterable[Any]]
 
 
 def _dict(value: dict[Any, Any]) -> Note:
-    return partial(_put_back_dict, value, dict(value)), [*value.keys(), *value.values()]
+    # a class of its own may return something else than what it holds
+    held = {key: dict.__getitem__(value, key) for key in value}
+    return partial(_put_back_dict, value, held), [*held.keys(), *held.values()]
 
 
 def _list(value: list[Any]) -> Note:
@@ -326,7 +328,7 @@ _NOTES: tuple[tuple[Any, Callable[[Any], Note]], ...] = (
 
 def _put_back_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     if len(value) == len(before) and all(
-        key is old and value[key] is held
+        key is old and dict.__getitem__(value, key) is held
         for key, (old, held) in zip(value, before.items(), strict=True)
     ):
         return

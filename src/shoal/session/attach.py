@@ -54,7 +54,7 @@ from shoal.session.running import Running
 from shoal.session.session import Attached, Session, Threads
 from shoal.session.watch import watch
 from shoal.strategies.moving import OfState, of_holders, transfers_of
-from shoal.strategies.pipeline import is_pipeline, loss_at_end, take_buffers
+from shoal.strategies.pipeline import is_pipeline, loss_at_end, take_buffers, with_counters
 from shoal.strategies.stage import loss_at_tail
 
 
@@ -194,7 +194,8 @@ def _started(
 ) -> tuple[Engine, ServersPart]:
     """Make the engine and the servers' part. Every rank makes their channels in the same order."""
     if is_pipeline(opening.model):
-        known, moving = states(opening.model, opening.job.loss), opening.prepared.moving
+        known = states(opening.model, opening.job.loss)
+        moving = with_counters(opening.model, opening.prepared.moving, known)
         holders = take_buffers(opening.model, moving, known)
         opening.state_among = lambda ranks: of_holders(moving, known, holders)
     of_state = opening.state_among(opening.comm.size)

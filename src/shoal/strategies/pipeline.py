@@ -15,7 +15,7 @@ Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose nets 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -35,6 +35,7 @@ from shoal.core.role import Role
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.run import Pipeline as Running
+from shoal.profiling.identity import ROOT
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
@@ -50,16 +51,35 @@ class TieFacts(Facts):
 
 @final
 class TieProbe(Probe):
-    """Finds layers that use another layer's parameter: one rank holds them both."""
+    """Finds layers that one rank must hold together, and names the first of them for the others.
+
+    One module uses parameters of both: a head with the weight of an embedding. Or a layer is never
+    called, because the module around it uses the parameters of both in one function, as
+    nn.MultiheadAttention does.
+    """
 
     def measure(self, layer: Layer, trial: Trial) -> TieFacts:
-        owners = {
-            id(parameter): other.name
-            for other in trial.layers
-            for parameter in other.parameters.values()
-        }
-        used = (owners.get(id(p), layer.name) for p in layer.module.parameters(recurse=False))
-        return TieFacts(next((name for name in used if name != layer.name), ""))
+        first = trial.once(_together)[layer.name]
+        return TieFacts("" if first == layer.name else first)
+
+
+def _together(trial: Trial) -> dict[str, str]:
+    """Return of each layer the first of those that are held together with it."""
+    owners = {id(p): layer.name for layer in trial.layers for p in layer.parameters.values()}
+    first = {layer.name: layer.name for layer in trial.layers}
+
+    def join(names: Iterable[str]) -> None:
+        groups = {first[name] for name in names}
+        one = next((name for name in first if name in groups), "")
+        first.update({name: one for name, group in first.items() if group in groups})
+
+    for module in trial.sample.model.modules():
+        join(owners[id(p)] for p in module.parameters(recurse=False) if id(p) in owners)
+    called = [name for name, step in trial.step.layers.items() if step.calls]
+    for name in first.keys() - set(called):
+        around = [other for other in called if name.startswith(f"{other}.") or other == ROOT]
+        join([name, *sorted(around, key=lambda other: other != ROOT and len(other))[-1:]])
+    return first
 
 
 @final
@@ -154,6 +174,24 @@ def take_buffers(
         if ranks[state.name] == running.comm.rank:
             running.buffers.append(MovingBuffer(known[state.name], state.how == "mean"))
     return ranks
+
+
+def with_counters(
+    model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
+) -> list[MovingState]:
+    """Return the state that changes, with counters: ranks without the layer do not count."""
+    running = runs_by(model)
+    counters = [
+        MovingState(name, 1, slot.tensor.element_size(), "first")
+        for name, slot in known.items()
+        if slot.is_buffer
+        and name.rpartition(".")[0] in running.holders
+        and slot.tensor is not None
+        and not slot.tensor.dim()
+        and not slot.tensor.is_floating_point()
+    ]
+    names = {state.name for state in moving}
+    return [*moving, *(state for state in counters if state.name not in names)]
 
 
 def is_pipeline(model: nn.Module) -> bool:

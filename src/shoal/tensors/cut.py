@@ -392,7 +392,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, its_cut: Cut) -> Tensor:
         ctx.cut, ctx.call = its_cut, its_cut.weighs.call()
-        return its_cut.whole(part)
+        return its_cut.whole(part_of(part))  # a plain tensor: torch's collectives look at classes
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
