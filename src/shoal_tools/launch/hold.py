@@ -23,14 +23,14 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import IO, Any
 
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
-from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL
+from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
 
 PYTHON = "\0python"  # a word of the command: the executor's own
@@ -68,8 +68,8 @@ def hold(order: TaskOrder) -> int:
     """
     seat = seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())
     try:
-        desk: Any = Client(order.desk, authkey=order.token.encode())
-    except OSError as error:
+        desk: Any = call_desk(order.desk, order.token)
+    except (OSError, AuthenticationError) as error:
         raise WorldError(
             f"{seat.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
             f"where ranks' output goes ({error})",
