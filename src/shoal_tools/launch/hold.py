@@ -21,7 +21,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -66,7 +66,11 @@ def hold(order: TaskOrder) -> int:
     Raises:
         WorldError: the driver cannot be reached.
     """
-    seat = seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())
+    with closing(seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())) as seat:
+        return _hold(order, seat)
+
+
+def _hold(order: TaskOrder, seat: TaskSeat) -> int:
     try:
         desk: Any = call_desk(order.desk, order.token)
     except (OSError, AuthenticationError) as error:
