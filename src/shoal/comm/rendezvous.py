@@ -73,7 +73,7 @@ def _token_in(environment: Mapping[str, str]) -> str:
         return ""
     try:
         found.encode()
-    except UnicodeEncodeError:  # as Python reads a variable's bytes that are no UTF-8
+    except UnicodeEncodeError:  # Python reads bytes that are no UTF-8 into such a text
         got = "bytes that are no text in UTF-8"
     else:
         if found.strip():

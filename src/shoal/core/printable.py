@@ -1,7 +1,7 @@
 """Text from elsewhere, made safe to show: a terminal obeys control characters, and does more.
 
 An escape code in a host's name or a file could clear the screen, rename the window, or write other
-text over what stands there. Characters that turn the direction of writing do the last as well.
+text over the line before. Characters that turn the direction of writing do the last as well.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from shoal_tools.doctor.line import Line
 
-_END_S = 2.5  # for the other side to say that it has measured
+_END_S = 2.5  # time for the other side to say that it has measured
 _CHUNK = memoryview(bytes(1 << 18))
 _WARM_UP = 0.3  # the share of a measurement in which TCP finds its pace
 

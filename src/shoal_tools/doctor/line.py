@@ -1,10 +1,10 @@
 """Lines of JSON between two doctors, signed by both once they have shown their numbers.
 
     key      HMAC(the job's token; "shoal doctor", both sides' random numbers, the responder's id)
-    line     HMAC(key; who speaks, the how manieth line, text) and the text
+    line     HMAC(key; the side that speaks, the line's number, text) and the text
 
 Each side has chosen one of the numbers, so lines of another connection do not pass in this one. Nor
-does a line that comes twice, in another order, or back to who said it.
+does a line that comes twice, in another order, or back to its own side.
 
 Cost: 80 bytes and some microseconds a line. Guarded by tests/tools/doctor/test_line.py.
 """
@@ -57,7 +57,7 @@ class Line:
         self.timeout_s = timeout_s
         self.rest = b""
         self._key: bytes | None = None
-        self._names = b"", b""  # of this side, and of the other
+        self._names = b"", b""  # this side, and the other
         self._said = self._heard = 0  # signed lines
         connection.settimeout(timeout_s)
 
@@ -93,7 +93,7 @@ class Line:
             self._heard += 1
         try:
             return msgspec.json.decode(text, type=kind)
-        except Exception as error:  # of whatever kind: a stranger's bytes
+        except Exception as error:  # a stranger's bytes raise any kind
             raise ConnectionError(f"no {kind.__name__}: {error}") from None
 
     def _line(self) -> bytes:

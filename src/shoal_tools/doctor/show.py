@@ -98,5 +98,5 @@ def _add(table: Table, *texts: str) -> None:
 
 
 def _shown(text: str, style: str = "") -> Text:
-    """Return what other hosts have told, without markup and characters that a terminal obeys."""
+    """Return a text of another host's, without markup and characters that a terminal obeys."""
     return Text(printable(text), style=style)

@@ -5,7 +5,7 @@
       │ ◀──────── id, number ───────── │   2  is it the host that was meant?
       │ ── number, proof, request ───▶ │   3  signed with the job's token, if there is one,
       │ ◀────────── proof ──────────── │   4  and so is all that comes back (line.py)
-      │ ◀── what was asked for ──────▶ │   5  a clock's reading, or bytes in one direction
+      │ ◀───────── answer ───────────▶ │   5  a clock's reading, or bytes in one direction
 
 Requests travel in segments of 500 bytes, which pass everywhere; only what measures the network uses
 full ones. So hosts go on talking across a link on which full packets are lost.
@@ -48,7 +48,7 @@ _REQUEST_S = 3.0
 _MOST_BYTES = 1 << 20
 _MOST_S = 2.0
 _MOST_CALLERS, _MOST_UNPROVED = 64, 128
-_TRIES = 3  # of a caller that is put out among strangers
+_TRIES = 3  # calls, where one is put out among strangers
 _PINGS = 15
 _BLOCK = 1 << 15  # that is to pass whole: some tens of full packets
 _HEADERS = {False: 40, True: 60}  # of IPv4 and IPv6 with TCP
@@ -81,7 +81,7 @@ class _Greeting:
 
 
 @dataclass(frozen=True)
-class _Opening:
+class _CallersNumber:
     """First words of a caller."""
 
     number: str
@@ -159,17 +159,17 @@ class Responder:
                     self.heard |= {id, plain(place[0])}
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError):  # a stranger, or somebody who has left
+        with suppress(OSError):  # strangers, and callers that have left
             line = Line(connection, _REQUEST_S)
             greeting = _Greeting(self.id, new_number())
             line.say(greeting)  # 2
-            opening = line.hear(_Opening)
+            opening = line.hear(_CallersNumber)
             line.sign(_key(self._secret, greeting, opening), (_RESPONDER, _CALLER))
             try:
                 line.hear(str)
             except UnprovedError:
                 line.say("")  # says to a caller with another token that it need not try again
-                while connection.recv(1 << 16):  # to close with unread bytes would take that back
+                while connection.recv(1 << 16):  # closing with unread bytes would take that back
                     pass
                 return
             if self._entrance.admit(connection) and self._callers.acquire(blocking=False):
@@ -367,7 +367,7 @@ class _Call:
 def _opened(
     connection: socket.socket, request: _PeerRequest, secret: str | None, timeout_s: float
 ) -> tuple[Line, str]:
-    """Hear who is there and, with a secret, make a request of him that both sides have proved.
+    """Hear a responder's id and, with a secret, make a request that both sides prove.
 
     Returns:
         The connection, and the responder's id.
@@ -375,7 +375,7 @@ def _opened(
     line = Line(connection, timeout_s)
     greeting = line.hear(_Greeting)
     if secret is not None:
-        opening = _Opening(new_number())
+        opening = _CallersNumber(new_number())
         line.say(opening)
         line.sign(_key(secret, greeting, opening), (_CALLER, _RESPONDER))
         line.say("")
@@ -384,7 +384,7 @@ def _opened(
     return line, greeting.id
 
 
-def _key(secret: str, greeting: _Greeting, opening: _Opening) -> bytes:
+def _key(secret: str, greeting: _Greeting, opening: _CallersNumber) -> bytes:
     """Return the key of one connection, in which each side has chosen a number."""
     told = msgspec.json.encode((greeting.id, greeting.number, opening.number))
     return hmac.new(secret.encode(), DOMAIN + told, "sha256").digest()

@@ -30,7 +30,7 @@ class TaskSeat:
     host: str
     executor: str  # in words
     settings: dict[str, str]  # variables of its process
-    port: socket.socket | None = None  # of rank 0: the store's, which nobody else gets
+    port: socket.socket | None = None  # the port of the store, if this is rank 0
 
     def close(self) -> None:
         """Let go of the port."""

@@ -4,12 +4,12 @@
     driver -> rank      go · a signal for its processes
 
 Both prove first that they know the job's token, by a challenge of HMAC. It is the standard
-library's, whose form no other signature of Shoal's has. Messages are plain bytes, whose first one
-says what they are. A connection that closes before the exit code means that the rank's executor is
+library's, and no other signature of Shoal's has that form. Messages are plain bytes, and the first
+byte is their kind. A connection that closes before the exit code means that the rank's executor is
 gone; at the rank, that the driver is.
 
-Strangers who say nothing are put out after 10 s, or as soon as there are too many of them
-(entrance.py). A rank that was put out among them comes again (`call_desk`).
+Silent strangers are put out after 10 s, or as soon as there are too many of them (entrance.py). A
+rank that was put out among them comes again (`call_desk`).
 
 Cost: a thread a rank at the driver, which sleeps while nothing is said.
 """
@@ -69,8 +69,8 @@ class Desk:
         )
         self._key, self._ranks = token.encode(), ranks
         self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
-        self._open: dict[int, Connection[Any, Any]] = {}  # by rank
-        self._admitted: dict[int, socket.socket] = {}  # the same ones
+        self._open: dict[int, Connection[Any, Any]] = {}  # ranks' connections
+        self._admitted: dict[int, socket.socket] = {}  # the sockets below them
 
     def __enter__(self) -> Desk:
         self._entrance.open()

@@ -1,10 +1,10 @@
-"""The entrance of a tool's port: callers who have not proved themselves are bounded.
+"""The entrance of a tool's port: callers without a proof are bounded.
 
 Whoever reaches a port can open connections and say nothing. Each caller gets a thread, which asks
 for a proof that he knows the job's token. Until that proof has come he keeps his place only while
 nobody needs it:
 
-    too many callers    the one who came first is put out
+    too many callers    the first one to come is put out
     too late            he is put out
     no file is left     half of them are put out, and the entrance goes on
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
-# what an accept may fail of, and not the next one
+# errors of one accept, after which the next one may succeed
 _PASSES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 _PAUSE_S = 0.05
 
@@ -77,7 +77,7 @@ class Entrance:
         self._put_out(self.waiting)
 
     def admit(self, caller: socket.socket) -> bool:
-        """Let a caller stay, who has proved himself; False if he has been put out already."""
+        """Let a caller stay after his proof; False if he has been put out already."""
         with self._changing:
             return self._callers.pop(caller, None) is not None
 
@@ -122,7 +122,7 @@ class Entrance:
         caller.close()
 
     def _put_out(self, first: int, late_s: float = math.inf) -> None:
-        """End the connections that came first, so many of them, and those that are late."""
+        """End the first connections, so many of them, and all that are late."""
         before = time.monotonic() - late_s
         with self._changing:
             for place, (caller, since) in enumerate(list(self._callers.items())):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 
-# how a field is called, and what it makes
+# arguments of each field's function, and its result in words
 _FORMS = {
     "model": ("", "the module"),
     "loss": ("", "the loss"),
@@ -44,7 +44,7 @@ def check_function(field: str, value: Any) -> None:
         name = getattr(value, "__name__", type(value).__name__)
         made = f"{name}(…)" if isinstance(value, type) else name if field == "loss" else "…"
         raise _refusal(field, f"{name}, called so: {error}", made) from error
-    except ValueError:  # a function of C, which does not say what it takes
+    except ValueError:  # functions of C do not tell their arguments
         return
 
 

@@ -67,7 +67,7 @@ def converted(label: Any, kind: str, x: Any, column: str) -> Any:
     Args:
         label: of the rows of a batch.
         kind: CLASSES, NUMBERS or "".
-        x: the model's input, whose type numbers take.
+        x: the model's input; numbers take its type.
         column: the name of the labels' column.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from torch.distributed import HashStore
 
@@ -32,3 +34,15 @@ def test_a_pulse_signs_no_value_for_the_store() -> None:
     assert values.take("key") is None
     values.put("key", b"a rank's")
     assert values.take("key") == b"a rank's"
+
+
+def test_store_and_pulse_sign_under_their_words() -> None:
+    def signed(told: bytes) -> bytes:
+        return hmac.digest(b"secret", told, "sha256")
+
+    store = HashStore()
+    Values(store, "secret").put("key", b"text")
+    assert store.get("shoal/key") == signed(b"shoal store\0shoal/key\0text")[:16] + b"text"
+    asked = bytes(pulse_child.ASKED_BYTES)
+    said = pulse_child.answer(asked, b"S", "secret")
+    assert said == b"S" + signed(b"shoal pulse\0" + asked + b"S")

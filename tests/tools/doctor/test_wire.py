@@ -123,6 +123,8 @@ def test_strangers_who_say_nothing_keep_nobody_out(
     over.set()
     thread.join()
     assert outcomes == [("", "answer")] * 10
+    names = [each.name for each in threading.enumerate()]
+    assert names.count("shoal-doctor-responder") < 150, "of 200 strangers"
     for each in held:
         each.close()
 
