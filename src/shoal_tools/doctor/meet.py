@@ -236,7 +236,7 @@ class _Search:
         for (peer, _), answer in all_within(2 * TIMEOUT_S, attempts).items():
             if isinstance(answer, Host):
                 self.hosts.setdefault(peer, answer)
-            else:
+            elif self._outcomes.get(peer) != OTHER_TOKEN:  # it may have ended since
                 self._outcomes[peer] = answer
 
     def _ask(self, door: Door) -> Host | str:
