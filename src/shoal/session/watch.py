@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, final
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -89,7 +89,7 @@ def watch(
     border, calls = Border(model, engine), Calls()
     kept = before.counted() if before is not None and before.counted is not None else None
     leaves_behind(type(model))
-    engine.before_accumulating(border.weigh_parameters)
+    engine.before_accumulating(_if_there(border.weigh_parameters))
     hooks = []
     if running.owners is not None:
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
@@ -120,6 +120,21 @@ def watch(
     loss_fn, hook = _counting_loss(model, job.loss_fn, counted)
     hooks += [] if hook is None else [hook]
     return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _if_there(method: Callable[[], None]) -> Callable[[], None]:
+    """Make a function that calls a method as long as its object is there.
+
+    A border holds what autograd has of the parameters, and no collector sees that. If the engine
+    held the border, owned parameters, which lead to the engine, would never be given back.
+    """
+    weak = WeakMethod(method)
+
+    def call() -> None:
+        if (there := weak()) is not None:
+            there()
+
+    return call
 
 
 def _counting_loss(

@@ -224,6 +224,7 @@ class FactorTransfer(Transfer):
 
     def release(self) -> None:
         self._elsewhere.release()
+        self._accumulators = []  # they hold the parameters, and no collector sees that
 
 
 @dataclass(frozen=True)
