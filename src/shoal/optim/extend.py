@@ -157,10 +157,13 @@ class _Extension:
     def remove(self, engine: Engine | None) -> None:
         """Give the optimizer back what a model's parts have, and its methods if none are left."""
         for removed in [trained for trained in self.trained if trained.engine is engine]:
+            for part in removed.parts:
+                part.absorb(part.parameters())
             states = [part.whole_state() for part in removed.parts]
             self.trained.remove(removed)
             for part, state in zip(removed.parts, states, strict=True):
                 self._parts.remove(part)
+                part.release()
                 put(self._optimizer, state)
         if not self._parts:
             self._replaced.restore()
@@ -289,6 +292,8 @@ class _Extension:
 
     def _state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         spread = self._spread
+        for part in self._parts:
+            part.absorb(part.parameters())
         of_parts = [  # save 5
             part.whole_state() if spread is None else part.kept_state(spread)
             for part in self._parts
@@ -308,4 +313,4 @@ class _Extension:
     def _load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         original(state_dict)
         for part in self._parts:
-            part.take_state()
+            part.load()
