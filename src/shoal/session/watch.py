@@ -64,10 +64,10 @@ class Watched:
 
     def release(self) -> None:
         """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
+        if (border := self.border()) is not None:  # the hooks hold it
+            border.engine.release_weighing()
         for hook in self.hooks:
             hook.remove()
-        if (border := self.border()) is not None:
-            border.engine.release_weighing()
         if self.counted is not None and (counted := self.counted()) is not None:
             counted.release()
 
