@@ -63,5 +63,6 @@ for pins in (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_twelve_models_leave_no_threads_and_no_descriptors() -> None:
     assert Local().launch(Job((sys.executable, "-c", FOLDS), 2)).exit_codes == (0, 0)

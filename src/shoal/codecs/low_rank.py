@@ -148,8 +148,9 @@ def _basis(state: State, rank: int, length: int, like: Tensor) -> Tensor:
     """
     basis = state.get(_BASIS)
     if basis is None or not basis.isfinite().all():
-        generator = torch.Generator().manual_seed(length)
-        basis = torch.randn(rank, length, generator=generator, device="cpu").to(like.device)
+        generator = torch.Generator("cpu").manual_seed(length)
+        shape, numbers = (rank, length), torch.float32
+        basis = torch.randn(shape, generator=generator, dtype=numbers, device="cpu").to(like.device)
     return basis
 
 

@@ -66,7 +66,7 @@ class Border:
         # will run it.
         self._accumulators = [_accumulator(p) for p in self._trainable]
         # every crossing hangs on it: see `_trains`
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._anchored = _accumulator(self.anchor)
         self.awaited_loss = ""  # where one weighs itself: what a backward of another is told
 
@@ -228,7 +228,6 @@ class Border:
         # inside this one. Then, too, it is a backward of everything, in which the anchor takes
         # part.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
-
 
     def _asked_for(self) -> str:
         """Return the name of a parameter that the running torch.autograd.grad captures."""

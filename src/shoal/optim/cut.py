@@ -39,7 +39,7 @@ class CutPart(Part):
         super().__init__(optimizer)
         self._boundary = boundary
         self._opened = ExitStack()
-        self._states: States = {}  # of the parts; in `optimizer.state` within a step
+        self._states: States = {}  # within a step they are in `optimizer.state`
 
     def has(self, parameter: nn.Parameter) -> bool:
         return is_cut(parameter) and cut_of(parameter).comm is self._boundary
@@ -69,7 +69,7 @@ class CutPart(Part):
         self._opened.close()
 
     def _put_away(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Keep the parts' states, and leave what stands for the whole ones."""
+        """Keep the parts' states, and leave entries that stand for the whole states."""
         state = self.optimizer.state
         for parameter in parameters:
             if parameter in state:

@@ -275,7 +275,7 @@ class _Extension:
         self._check_sent()
         parts = [self._whole, *self._parts]
         norms = [norm for part in parts for norm in part.norms(norm_type)]
-        total = torch.zeros((), device="cpu")
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         if norms:
             total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):

@@ -1,8 +1,8 @@
-"""FarState: the entry in `optimizer.state` of a parameter whose state is not whole here.
+"""FarState: the entry in `optimizer.state` of a parameter, if its state is not whole here.
 
-It has what users keep beside the state. A look at anything else brings the states of the whole part
-to every rank, in one-process form (a collective). What is done to them then counts: the owners take
-them back before the next step or state_dict (`Part.absorb`). Guarded by
+Users may keep keys of their own in it. A look at any other key brings the states of the whole part
+to every rank, in one-process form (a collective). Changes of them count, because the owners take
+the states back before the next step or state_dict (`Part.absorb`). Guarded by
 tests/equivalence/test_state_by_hand.py.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, final
 
 
 @final
-class FarState(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
-    """A parameter's entry. A dict, as others look for one.
+class FarState(dict[str, Any]):
+    """A parameter's entry. A dict, because others look for one.
 
     Args:
-        own: what the user keeps beside the state.
+        own: the user's own keys.
         bring: brings the state here. None: all is here.
     """
 
@@ -60,8 +60,15 @@ class FarState(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
             self.bring()
 
 
+_MIXIN = ("get", "pop", "popitem", "setdefault", "update", "clear", "keys", "items", "values")
+
+# a dict's own methods would take the entry for all that there is
+for _name in (*_MIXIN, "__contains__", "__eq__"):
+    setattr(FarState, _name, getattr(MutableMapping, _name))
+
+
 def here(entry: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what an entry has on this rank now. Nothing is brought."""
+    """Return an entry's keys and values on this rank now. Nothing is brought."""
     found: dict[str, Any] = {}
     if isinstance(entry, FarState):
         found.update(dict.items(entry))

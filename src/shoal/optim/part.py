@@ -9,7 +9,7 @@
 An optimizer has parts of each model that it trains. Its methods loop over them, in the same order
 on every rank (extend.py). A parameter is in one part only.
 
-`optimizer.state` has a `FarState` for each parameter whose state is not whole here (far_state.py).
+If a parameter's state is not whole here, `optimizer.state` has a `FarState` of it (far_state.py).
 Somebody may change, replace or delete it by hand. `absorb` has the part take that over.
 """
 
@@ -43,7 +43,7 @@ class Part(ABC):
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._entries: dict[nn.Parameter, FarState] = {}
-        self._brought: States | None = None  # as somebody has looked at them
+        self._brought: States | None = None
         self._stale: list[tuple[ref[Tensor], int]] = []  # brought before, and their versions
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Part(ABC):
 
     @torch.no_grad()
     def absorb(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take over what somebody has changed by hand in `optimizer.state` (then a collective)."""
+        """Take over changes made by hand in `optimizer.state` (a collective if there are any)."""
         listed, state, entries = list(parameters), self.optimizer.state, self._entries
         if self._stale:
             self._check_stale()
@@ -137,7 +137,7 @@ class Part(ABC):
         self.take_state()
 
     def load(self) -> None:
-        """Take over what `load_state_dict` has put into `optimizer.state`."""
+        """Take over a state that `load_state_dict` has put into `optimizer.state`."""
         self._send_back()
         self._stale.clear()
         self._entries.clear()
@@ -148,7 +148,7 @@ class Part(ABC):
         entry, own = self.optimizer.state.get(parameter), self._entries.get(parameter)
         return entry is not own and (own is not None or bool(entry))
 
-    @torch.inference_mode(False)  # what is read in it is stepped with outside
+    @torch.inference_mode(False)  # the tensors are used outside of it
     @torch.no_grad()
     def _bring(self) -> None:
         """Bring the states of all parameters into their entries (a collective)."""
@@ -160,7 +160,7 @@ class Part(ABC):
                 dict.update(entry, {**values, **here(entry)})
 
     def _send_back(self) -> None:
-        """Leave nothing of what was brought in the entries."""
+        """Take all that was brought out of the entries again."""
         for parameter, values in (self._brought or {}).items():
             for name, value in values.items():
                 if (entry := self._entries.get(parameter)) is not None:
@@ -170,7 +170,7 @@ class Part(ABC):
         self._brought = None
 
     def _check_stale(self) -> None:
-        """Refuse changes of what was read before the last step, which no owner would hear of."""
+        """Refuse changes of tensors that were read before the last step: no owner would know."""
         kept = [(view, version) for view, version in self._stale if view() is not None]
         for view, version in kept:
             tensor = view()
@@ -185,7 +185,7 @@ class Part(ABC):
         self._stale = kept
 
     def release(self) -> None:
-        """Let the entries be no more than what the user keeps there."""
+        """Leave the user's own keys in the entries, and nothing else."""
         self._send_back()
         for parameter, entry in self._entries.items():
             entry.bring = None

@@ -14,8 +14,8 @@ all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)�
     5  backward ends  `.grad` is that buffer, or has it added
 
 What the weight is used for besides, as in a penalty, is summed like a bucket (elsewhere.py), in the
-steps in which it comes on any rank. So is what an autograd.Function asks for by torch.autograd.grad
-in its own backward, as an adjoint does.
+steps in which it comes on any rank. So are gradients that an autograd.Function asks for by
+torch.autograd.grad in its own backward, as an adjoint does.
 
 Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
 section 3; Zhang et al., "Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
@@ -133,7 +133,9 @@ class _LinearFunction(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_weight, of_bias = ctx.transfer.add(x, grad)
         dx = (grad @ weight.to(grad.dtype).conj()).to(x.dtype) if ctx.needs_input_grad[0] else None

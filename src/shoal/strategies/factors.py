@@ -20,7 +20,7 @@ from shoal.core.names import pins
 from shoal.strategies.elsewhere import Elsewhere, summed
 from shoal.strategies.factor_gradients import FactorGradients
 from shoal.strategies.factor_pairs import FactorPairs
-from shoal.strategies.landing import at_least, history
+from shoal.strategies.landing import at_least, has_nan, history
 
 
 class FactorProduct(ABC):
@@ -81,6 +81,7 @@ class FactorTransfer(Transfer):
         self._product = product
         self._ranks = place.ranks
         self._pin = pins(place.layers)
+        self._name = next(iter(place.parameters), label)
         self._targets = [
             p for p in (product.weight, product.bias) if p is not None and p.requires_grad
         ]
@@ -196,6 +197,8 @@ class FactorTransfer(Transfer):
         mean = (right.to(product.weight.dtype) / self._ranks).contiguous()
         if backward.share != 1:
             mean.mul_(at_least(backward.share))
+        if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
+            backward.found_nan(self._name)
         self._pairs.clear()
         self._training = [target for target in self._targets if target.requires_grad]
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
