@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -198,6 +199,7 @@ def parallelize(
     return by_options(lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample)
 
 
+@torch.inference_mode(False)  # no gradient is measured without, and no parameter is made
 def by_options(
     options: Callable[[], Options],
     model: nn.Module,
@@ -268,6 +270,7 @@ def plan(
     return plan_by_options(options, model, loss_fn, listed(optimizer), sample, cluster)
 
 
+@torch.inference_mode(False)
 def plan_by_options(
     options: Options,
     model: nn.Module,

@@ -6,7 +6,7 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -247,11 +247,10 @@ def _planned(
     """Return rank 0's plan and differing values. All ranks compare values while rank 0 searches."""
     comm = session.comm
     beside = comm.channel(f"model{session.models}-values")
-    with side_threads(1, "values") as pool:
+    with closing(beside), side_threads(1, "values") as pool:
         comparing = pool.submit(of_first, facts.model, beside)
         plan = from_first(comm, Plan, lambda: chosen(request, facts))
         values = comparing.result()
-    beside.close()
     return plan, values
 
 
