@@ -40,7 +40,7 @@ def make() -> nn.Module:
         ({"to_input": lambda: None}, "to_input=lambda features: …"),
         ({"compute_loss": lambda model: None}, "compute_loss=lambda model, batch: …"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "+".join(each),
 )
 def test_an_object_in_place_of_a_function_is_refused_with_the_function(
     given: dict[str, Any], do: str
@@ -75,7 +75,9 @@ def batch(label: Any, features: Any = None, **more: Any) -> Any:
 @pytest.mark.parametrize(
     "kind", [torch.float64, torch.float32, torch.int32, torch.int16, torch.int8, torch.int64]
 )
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, lambda: functional.nll_loss], ids=str)
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss, lambda: functional.nll_loss], ids=["module", "function"]
+)
 def test_classes_are_served_from_any_column_of_whole_numbers(kind: torch.dtype, loss: Any) -> None:
     _, label = batch(torch.tensor([0, 2, 1]).to(kind), loss=loss)
     assert label.dtype == torch.int64 and label.tolist() == [0, 2, 1]
