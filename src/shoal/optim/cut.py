@@ -53,6 +53,7 @@ class CutPart(Part):
         parameters, state = self.parameters(), self.optimizer.state
         self.absorb(parameters)
         for parameter in parameters:
+            state.pop(parameter, None)
             if parameter in self._states:
                 state[parameter] = self._states.pop(parameter)
         self._opened.callback(self._put_away, parameters)
@@ -74,7 +75,7 @@ class CutPart(Part):
         for parameter in parameters:
             if parameter in state:
                 self._states[parameter] = state.pop(parameter)
-        self.mark(self._states)
+        self.mark({**self._states, **self._entries})
 
     def norms(self, order: float) -> list[Tensor]:
         """The norm of every rank's parts, in rank order."""

@@ -125,7 +125,7 @@ class OwnedPart(Part):
                 return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
 
             self._owners.tell(OfRank(update_for))  # step 5  # order 1
-        self.mark(updated)
+        self.mark(p for p in updated if p not in self._entries)  # absorb has seen the others
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]

@@ -135,6 +135,7 @@ class Part(ABC):
             if values:
                 state[parameter] = values
         self.take_state()
+        self.mark(list(entries))  # some have no state any more, but the user's own keys
 
     def load(self) -> None:
         """Take over a state that `load_state_dict` has put into `optimizer.state`."""

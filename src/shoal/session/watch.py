@@ -155,7 +155,7 @@ def _weights_of_target(targets: Targets, loss_fn: Any, output: Any, target: Any)
 def _if_there(method: Callable[[], None]) -> Callable[[], None]:
     """Make a function that calls a method as long as its object is there.
 
-    A border holds autograd's nodes of the parameters, and no collector sees those. If the engine
+    A border holds autograd's nodes of the parameters, and no collector sees them. If the engine
     held the border, owned parameters, which lead to the engine, would never be given back.
     """
     weak = WeakMethod(method)

@@ -70,7 +70,7 @@ class Landing(ABC):
         seen = [p for p in self.names if p.device.type == "cpu" and p.numel()]
         self._looked_at = min(seen, key=nn.Parameter.numel, default=None)
         self._backwards = 0
-        self._looks_closely = self._looked_at is not None  # at every element in this backward
+        self._looks_closely = self._looked_at is not None  # NaN in any element
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._land) for parameter in self.names
         ]
@@ -181,7 +181,7 @@ def has_nan(tensor: Tensor) -> bool:
     values = tensor.detach()
     values = values if values.layout is torch.strided else values.coalesce().values()
     total = values.sum()
-    return bool(total != total) and bool(values.isnan().any())  # else infinities of both signs
+    return bool(total != total) and bool(values.isnan().any())  # infinities may sum to NaN
 
 
 def _is_nan(tensor: Tensor) -> bool:
