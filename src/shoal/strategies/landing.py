@@ -66,7 +66,7 @@ class Landing(ABC):
         self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
         self._landed: set[nn.Parameter] = set()
         self._closed = False
-        # values in which a NaN is sought, which mostly spreads to all sums over rows: small, and not on a GPU
+        # a small parameter: a NaN mostly spreads to all sums over rows. None on a GPU
         seen = [p for p in self.names if p.device.type == "cpu" and p.numel()]
         self._looked_at = min(seen, key=nn.Parameter.numel, default=None)
         self._backwards = 0
