@@ -57,11 +57,6 @@ from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
 from shoal.tensors.crossing import RowCrossing
 
-_OWN = (  # said once, as it surprises many
-    "each rank's loss is of its own rows, and shoal.mean(loss, weight=rows) is that of all; every "
-    "rank runs the whole script, so write files under shoal.world().is_main"
-)
-
 
 @dataclass(frozen=True)
 class Found:
@@ -133,8 +128,6 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
-    if session.models == 1:
-        stages.say(_OWN)
     return loss
 
 
