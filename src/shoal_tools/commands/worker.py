@@ -406,7 +406,7 @@ def measured(
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     model = recipe.model()
-    sample = recipe.batch(next(iter(shard(recipe.data()[0]))))
+    sample = recipe.batch(next(iter(dealt(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
     stages = Stages(speaks=session.comm.rank == 0)
