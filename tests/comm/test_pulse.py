@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ from shoal.comm.pulse import PulseAddress, Pulses
 
 # a rank without PyTorch: it starts a pulse, prints the port, and does what is asked
 RANK = """
-import ctypes, sys, time
+import ctypes, resource, sys, time
 from shoal.comm.pulse import Pulse
+if sys.argv[1] == "has few files":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 pulse = Pulse("127.0.0.1", "secret")
 print(pulse.port, flush=True)
 if sys.argv[1] == "keeps the lock":
@@ -107,6 +111,41 @@ def test_strangers_get_nothing_and_keep_nobody_waiting(
     assert others.state(1) == b""  # what it says is not for them
     for stranger in silent:
         stranger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_strangers_who_take_all_its_files_do_not_blind_it() -> None:
+    rank, pulses = started("has few files")
+    at = pulses.addresses[1]
+    silent = [socket.create_connection((at.host, at.port)) for _ in range(60)]
+    time.sleep(0.2)
+    lives = [pulses.lives(1) for _ in range(3)]
+    rank.kill()
+    rank.wait()
+    assert lives == [True] * 3
+    for stranger in silent:
+        stranger.close()
+
+
+def test_who_answers_byte_by_byte_keeps_nobody_waiting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            caller, _ = listener.accept()
+            with caller, suppress(OSError):
+                for _ in range(33):
+                    caller.sendall(b"S")
+                    time.sleep(0.2)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        pulses = Pulses(token="secret")
+        pulses.addresses[1] = PulseAddress("127.0.0.1", listener.getsockname()[1])
+        began = time.monotonic()
+        assert pulses.state(1) == b""
+        assert time.monotonic() - began < 3
+        thread.join()
 
 
 def test_without_a_pulse_nobody_answers() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.comm.rendezvous import host_name, is_alone, seat, variables
-from shoal.contracts.launcher import MARK, Meeting, Seat
+from shoal.comm.rendezvous import host_name, is_alone, seat, token, token_of, variables
+from shoal.contracts.launcher import MARK, Job, Meeting, Seat
 from shoal.core.errors import UsageError
 
 
@@ -103,3 +103,18 @@ def test_a_process_without_others_is_alone(
 def test_a_host_has_a_name_where_nobody_has_given_it_one(environment: pytest.MonkeyPatch) -> None:
     environment.delenv("SHOAL_HOST", raising=False)
     assert host_name()
+
+
+@pytest.mark.parametrize("written", ["", "  ", "\udcff"], ids=["empty", "spaces", "no UTF-8"])
+def test_a_token_that_is_no_secret_is_told_at_once(
+    environment: pytest.MonkeyPatch, written: str
+) -> None:
+    environment.setenv("SHOAL_TOKEN", written)
+    for ask in (seat, token, lambda: token_of(Job((), 1, {"SHOAL_TOKEN": written}))):
+        with pytest.raises(UsageError, match="SHOAL_TOKEN is set, and is no secret") as caught:
+            ask()
+        assert "unset SHOAL_TOKEN" in caught.value.do
+    environment.setenv("SHOAL_TOKEN", "a secret")
+    assert seat().token == token() == "a secret"
+    environment.delenv("SHOAL_TOKEN")
+    assert token() == "" and token_of(Job((), 1))

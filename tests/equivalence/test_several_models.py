@@ -39,6 +39,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.errors import PlanError
 from shoal.front.joining import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
@@ -192,8 +193,9 @@ def collect() -> None:
         gc.collect()
 
 
-def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
-    """As in cross-validation; rank 0 keeps the second model longer than the others do."""
+@pytest.fixture
+def counted(monkeypatch) -> tuple[Counter[str], Counter[str]]:
+    """Channels that were opened, and those that were closed, by their names."""
     opened, closed = Counter[str](), Counter[str]()
     channel, close = ThreadComm.channel, ThreadComm.close
 
@@ -209,7 +211,12 @@ def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
 
     monkeypatch.setattr(ThreadComm, "channel", opening)
     monkeypatch.setattr(ThreadComm, "close", closing)
+    return opened, closed
 
+
+def test_models_one_after_another_leave_no_threads_and_no_channels(counted):
+    """As in cross-validation; rank 0 keeps the second model longer than the others do."""
+    opened, closed = counted
     models = [[built(mlp) for _ in range(4)] for _ in range(2)]
 
     def work(comm):
@@ -237,8 +244,37 @@ def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
         assert all(closed[name] == opened[name] for name in mine)
 
 
+def test_a_plan_that_is_refused_leaves_no_channels(counted, monkeypatch):
+    """Before the rewrite, by the planner; and while the model is rewritten."""
+    models = [[built(mlp) for _ in range(2)] for _ in range(2)]
+
+    def refuse(*_: object) -> None:
+        raise PlanError("no layer is served today")
+
+    def work(comm: ThreadComm) -> list[str]:
+        batch, heard = rows_of(features(7, 1)[0], comm.rank, 2), []
+        with using(comm, cluster_of(2)):
+            for model, pin in zip(models[comm.rank], ("embedding", "sliced"), strict=True):
+                pins = {"0": "column", "2": pin}
+                try:
+                    shoal.parallelize(
+                        model, F.cross_entropy, sgd(model.parameters()), sample=batch, pins=pins
+                    )
+                except PlanError as error:
+                    heard.append(str(error))
+        return heard
+
+    monkeypatch.setattr("shoal.session.attach.apply", refuse)
+    for heard in on_threads(2, work):
+        assert "embedding cannot serve layer 2" in heard[0]
+        assert "no layer is served today" in heard[1]
+    opened, closed = counted
+    left = {name for name in opened if closed[name] != opened[name]}
+    assert "model0-boundary" in opened and not {name for name in left if "model" in name}
+
+
 @pytest.mark.parametrize(
-    "way", ["replicate", "column", pytest.param("factor", marks=pytest.mark.minutes)]
+    "way", ["replicate", "column", "sliced", pytest.param("factor", marks=pytest.mark.minutes)]
 )
 def test_models_that_are_gone_hold_no_memory(way: str) -> None:
     models = [[built(mlp) for _ in range(3)] for _ in range(2)]

@@ -4,6 +4,7 @@ do.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -649,12 +650,13 @@ def test_ranks_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_wrapper_steps_the_optimizer_that_was_given() -> None:
     """As the error for a wrapper says: the weights are those of one process."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 3).double()
 
     def work(comm: ThreadComm) -> Tensor:
         with using(comm) as session:
             session.cluster = Cluster(Topology(("one", "other")), Link(1e-4, 1e8))
-            torch.manual_seed(0)
-            net = nn.Linear(6, 3).double()
+            net = copy.deepcopy(first)
             wrapper = Unset(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
             x, y = batch(comm.rank)
             _, loss_fn, _ = shoal.parallelize(
@@ -666,8 +668,7 @@ def test_a_wrapper_steps_the_optimizer_that_was_given() -> None:
                 wrapper.step()
             return net.state_dict()["weight"].clone()
 
-    torch.manual_seed(0)
-    alone = nn.Linear(6, 3).double()
+    alone = copy.deepcopy(first)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     xs, ys = zip(*map(batch, range(2)), strict=True)
     for _ in range(2):

@@ -11,15 +11,13 @@ from one_process import (
     Batch,
     built,
     cluster_of,
-    difference,
-    integers,
     on_threads,
     sgd,
     state,
 )
 from piped import PIPELINE, Script, assert_same, loss_of, plain, script
 from small_models import WORDS, Gpt, of_words, words
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import shoal

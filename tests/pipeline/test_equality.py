@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from one_process import Batch, adamw, built, difference, features, sgd, state
-from piped import LOOPS, PIPELINE, Script, assert_same, loss_of, plain, script
+from piped import LOOPS, PIPELINE, Script, assert_same, loss_of, script
 from small_models import Gpt, ResNet18, of_words, pictures, words
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -12,7 +12,6 @@ import torch
 from one_process import (
     adamw,
     assert_same_bits,
-    built,
     cluster_of,
     difference,
     on_threads,
@@ -21,9 +20,8 @@ from one_process import (
     state,
 )
 from piped import PIPELINE, Script, plain, script
-from small_models import Gpt, of_words, words
+from small_models import Gpt, of_words
 from torch import nn
-from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm

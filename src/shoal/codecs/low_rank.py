@@ -169,8 +169,9 @@ def _basis(state: State, rank: int, length: int, like: Tensor) -> Tensor:
     if basis is not None and isfinite(peak := float(basis.abs().amax())) and peak:
         basis = basis / peak
     else:
-        generator = torch.Generator().manual_seed(length)
-        basis = torch.randn(rank, length, generator=generator, device="cpu").to(like.device)
+        generator = torch.Generator("cpu").manual_seed(length)
+        shape, numbers = (rank, length), torch.float32
+        basis = torch.randn(shape, generator=generator, dtype=numbers, device="cpu").to(like.device)
     return basis
 
 

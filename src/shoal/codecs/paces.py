@@ -40,8 +40,8 @@ def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> di
         codecs: as plans write them.
         device: where the values are.
     """
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_SLICES, _LARGE, generator=generator, device="cpu").to(device)
+    shape, generator = (_SLICES, _LARGE), torch.Generator("cpu").manual_seed(0)
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
     lost, total = torch.zeros_like(values), torch.zeros_like(values)
     paces = {}
     for text in codecs:

@@ -54,7 +54,7 @@ def _everywhere(make: Callable[[], object], heartbeat: Heartbeat) -> dist.Proces
     try:
         group = make()
         assert isinstance(group, dist.ProcessGroup)
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=group)
         return group
     except RuntimeError as error:
         heartbeat.check()  # what another rank lacks comes this way too

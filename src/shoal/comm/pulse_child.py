@@ -10,6 +10,7 @@ start, 10 MB, and no processor time while nobody asks. Guarded by tests/comm/tes
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import select
@@ -18,6 +19,7 @@ import socket
 import sys
 from contextlib import suppress
 
+DOMAIN = b"shoal pulse\0"  # the first word under a signature, which no other protocol has
 ASKED_BYTES, SIGNED_BYTES = 16, 32
 _MOST = 64  # connections that are kept: the oldest is closed for another
 _LOOK_S = 1.0  # how often it looks for the process, where the kernel does not tell of its end
@@ -31,6 +33,7 @@ def main(listener_number: int, process: int) -> None:
     listener.setblocking(False)
     end = _ending(process)
     asking: dict[int, tuple[socket.socket, bytes]] = {}
+    stat = os.open(f"/proc/{process}/stat", os.O_RDONLY)  # while strangers leave a file for it
     while os.getppid() == process:
         watched = [listener.fileno(), *asking, *end]
         ready, _, _ = select.select(watched, [], [], None if end else _LOOK_S)
@@ -40,7 +43,7 @@ def main(listener_number: int, process: int) -> None:
             if number == listener.fileno():
                 _accept(listener, asking)
             elif number in asking:
-                _hear(process, number, asking)
+                _hear(stat, number, asking)
 
 
 def _ending(process: int) -> list[int]:
@@ -52,15 +55,23 @@ def _ending(process: int) -> list[int]:
 
 
 def _accept(listener: socket.socket, asking: dict[int, tuple[socket.socket, bytes]]) -> None:
-    with suppress(OSError):
+    try:
         connection, _ = listener.accept()
-        connection.setblocking(False)
-        while len(asking) >= _MOST:
-            asking.pop(next(iter(asking)))[0].close()
-        asking[connection.fileno()] = connection, b""
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE) and asking:
+            _close_oldest(asking)
+        return
+    connection.setblocking(False)
+    while len(asking) >= _MOST:
+        _close_oldest(asking)
+    asking[connection.fileno()] = connection, b""
 
 
-def _hear(process: int, number: int, asking: dict[int, tuple[socket.socket, bytes]]) -> None:
+def _close_oldest(asking: dict[int, tuple[socket.socket, bytes]]) -> None:
+    asking.pop(next(iter(asking)))[0].close()
+
+
+def _hear(stat: int, number: int, asking: dict[int, tuple[socket.socket, bytes]]) -> None:
     connection, before = asking.pop(number)
     with suppress(OSError):
         more = connection.recv(ASKED_BYTES - len(before))
@@ -69,19 +80,22 @@ def _hear(process: int, number: int, asking: dict[int, tuple[socket.socket, byte
             asking[number] = connection, asked
             return
         if more:
-            connection.send(answer(asked, state_of(process), os.environ.get("SHOAL_TOKEN", "")))
+            connection.send(answer(asked, state_in(stat), os.environ.get("SHOAL_TOKEN", "")))
     connection.close()
 
 
 def answer(asked: bytes, state: bytes, token: str) -> bytes:
     """The state, signed for this question."""
-    return state + hmac.digest(token.encode(), asked + state, "sha256")
+    return state + hmac.digest(token.encode(), DOMAIN + asked + state, "sha256")
 
 
-def state_of(process: int) -> bytes:
-    """The letter of a process's state: R runs, S sleeps, D waits for a device, T is stopped."""
-    with open(f"/proc/{process}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2][:1]  # its name may hold anything
+def state_in(stat: int) -> bytes:
+    """Read the letter of a process's state: R runs, S sleeps, D waits for a device, T is stopped.
+
+    Args:
+        stat: the process's file in /proc, open; it is made anew for each read.
+    """
+    return os.pread(stat, 4096, 0).rpartition(b") ")[2][:1]  # its name may hold anything
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed import TCPStore
@@ -54,12 +55,37 @@ def new_store(address: str) -> TCPStore:
 
 def token_of(job: Job) -> str:
     """The secret of a job: the one that it brings, else a new one."""
-    return job.environment.get(TOKEN) or secrets.token_hex(16)
+    return _token_in(job.environment) or secrets.token_hex(16)
 
 
 def token() -> str:
-    """The secret that this process has in common with the job's others, '' where there is none."""
-    return os.environ.get(TOKEN, "")
+    """The secret that this process has in common with the job's others, '' where there is none.
+
+    Raises:
+        UsageError: it is empty, or no text.
+    """
+    return _token_in(os.environ)
+
+
+def _token_in(environment: Mapping[str, str]) -> str:
+    found = environment.get(TOKEN)
+    if found is None:
+        return ""
+    try:
+        found.encode()
+    except UnicodeEncodeError:  # Python reads bytes that are no UTF-8 into such a text
+        got = "bytes that are no text in UTF-8"
+    else:
+        if found.strip():
+            return found
+        got = "nothing, or spaces only"
+    raise UsageError(
+        f"{TOKEN} is set, and is no secret",
+        got=got,
+        expected="a text that nobody guesses, the same on every host",
+        do=f"export {TOKEN}=$(openssl rand -hex 16) on one host, and the same text on the others; "
+        f"or unset {TOKEN}, to train without one",
+    )
 
 
 def variables(

@@ -3,7 +3,7 @@
 Why here: whoever reaches the store's port can write there, and ranks and launchers must agree on
 how a value of theirs is told from a stranger's.
 
-    scope/key  →  HMAC-SHA256(token, key and JSON), 16 bytes of it  +  JSON
+    scope/key  →  HMAC-SHA256(token; "shoal store", key and JSON), 16 bytes of it  +  JSON
 
 The signature holds for one key only, so a value that is copied to another key is a stranger's too.
 msgspec reads JSON into the type that the reader names, and nothing in it is code. A value that is
@@ -29,6 +29,7 @@ from torch.distributed import Store
 
 T = TypeVar("T")
 
+DOMAIN = b"shoal store\0"  # the first word under a signature, which no other protocol has
 _SIGNATURE_BYTES = 16
 _NOTHING = "?"  # what a compare-and-set with itself gives for a key that nobody has written
 _MENDED_S = 20.0  # how long what is put there is looked after
@@ -202,5 +203,5 @@ class Values:
         return text if sound else None
 
     def _signature(self, key: str, text: bytes) -> bytes:
-        named = f"{self._named(key)}\0".encode() + text
+        named = DOMAIN + f"{self._named(key)}\0".encode() + text
         return hmac.digest(self._token.encode(), named, "sha256")[:_SIGNATURE_BYTES]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from shoal.core.printable import printable
+
 
 class ShoalError(Exception):
     """Base of every error that Shoal raises on purpose."""
@@ -34,7 +36,7 @@ class ShoalError(Exception):
         lines += [f"  {key}: {value}" for key, value in details.items() if value]
         if do:
             lines.append(f"  do this: {do}")
-        super().__init__("\n".join(lines))
+        super().__init__(printable("\n".join(lines), keep="\n\t"))
 
     def struck(self, where: str) -> Self:
         """The same error, told where it struck."""

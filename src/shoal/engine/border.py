@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.batch import DEPTH, OPAQUE
 from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
 from shoal.pipeline.output import EndOutput
@@ -66,7 +67,7 @@ class Border:
         # will run it.
         self._accumulators = [accumulator(p) for p in self._trainable]
         # every crossing hangs on it: see `_trains`
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._anchored = accumulator(self.anchor)
         self.awaited_loss = ""  # where one weighs itself: what a backward of another is told
 
@@ -219,16 +220,29 @@ class Border:
             if any(runs(node) for node in self._accumulators):
                 return True
         except RuntimeError as error:
+            layer = self._asked_for().rpartition(".")[0]
             raise UsageError(
                 "torch.autograd.grad with respect to parameters gives a rank its own gradients, "
                 "which nobody exchanges",
+                where=f"layer {layer}" if layer else "",
                 do="use loss.backward() and read .grad; with respect to inputs torch.autograd.grad "
-                "is right",
+                "is right. If an autograd.Function asks for them in its own backward, as an "
+                f"adjoint does, and the layer is cut: give parallelize {pins([layer])}, and so for "
+                "every layer that it calls",
             ) from error
         # The accumulators of what reentrant checkpointing holds run in a backward of their own
         # inside this one. Then, too, it is a backward of everything, in which the anchor takes
         # part.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
+
+    def _asked_for(self) -> str:
+        """Return the name of a parameter that the running torch.autograd.grad captures."""
+        for noted, node in zip(self._given, self._accumulators, strict=True):
+            try:
+                torch._C._will_engine_execute_node(node)
+            except RuntimeError:
+                return noted.name
+        return ""
 
 
 @final

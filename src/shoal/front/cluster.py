@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,21 @@ def device_of(model: nn.Module) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), CPU)
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the types that tensors have, because the caller may be within `torch.autocast`.
+
+    Lanes have threads of their own, for which torch keeps no such mode.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@without_autocast()
 def measured_cluster(
     session: Session,
     asked: Iterable[str] = (),
@@ -72,6 +88,7 @@ def measured_cluster(
     return _measured(session, device)
 
 
+@without_autocast()
 def with_codings(
     cluster: Cluster, comm: Comm, codecs: Iterable[str], device: torch.device = CPU
 ) -> Cluster:

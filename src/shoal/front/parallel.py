@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,6 +45,7 @@ from shoal.front.request import (
     require_same,
 )
 from shoal.front.spreading import alone, chosen, how_profiled, job_of, profiled, spread
+from shoal.front.stages import Stages
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
@@ -195,9 +197,22 @@ def parallelize(
         memory_limit=memory_limit,
         **older,
     )
-    return by_options(lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample)
+    trained = by_options(
+        lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample
+    )
+    session = current()
+    if session.models == 1 and session.comm.size > 1:
+        Stages(speaks=session.comm.rank == 0).say(_OWN)
+    return trained
 
 
+_OWN = (  # said once, as it surprises many
+    "each rank's loss is of its own rows, and shoal.mean(loss, weight=rows) is that of all; every "
+    "rank runs the whole script, so write files under shoal.world().is_main"
+)
+
+
+@torch.inference_mode(False)  # no gradient is measured without, and no parameter is made
 def by_options(
     options: Callable[[], Options],
     model: nn.Module,
@@ -268,6 +283,7 @@ def plan(
     return plan_by_options(options, model, loss_fn, listed(optimizer), sample, cluster)
 
 
+@torch.inference_mode(False)
 def plan_by_options(
     options: Options,
     model: nn.Module,

@@ -46,6 +46,7 @@ _FEWEST = 3  # steps that must have been measured
 _CALL = "replan"
 
 
+@torch.inference_mode(False)
 def replan(model: nn.Module) -> bool:
     """Make the plan anew from measurements of training, and follow it if it is a tenth faster.
 

@@ -92,6 +92,22 @@ def shard(
         >>> loader.state_dict()["epoch"]
         1
     """
+    own_loader = dealt(loader, batch=batch, shares=shares, shards_itself=shards_itself)
+    session = current()
+    is_first = session.comm.size > 1 and session.passes.loaders == 1
+    if is_first and batch == "rank" and shares is None and not is_tail_host(session):
+        _say_batch(session.comm, getattr(loader, "batch_size", None))
+    return own_loader
+
+
+def dealt(
+    loader: Any,
+    *,
+    batch: Batch = "rank",
+    shares: Shared = None,
+    shards_itself: bool = False,
+) -> Any:
+    """Do as `shard` does, and say nothing."""
     session = current()
     if is_tail_host(session):
         return loader
@@ -118,8 +134,6 @@ def shard(
         facts = f"{own_loader.source.facts()}, batch={batch!r}, shares={shares}"
         dataset = getattr(loader, "dataset", None)
         _require_same(comm, facts, [] if shards_itself else listings(dataset))
-        if session.passes.loaders == 1 and batch == "rank" and shares is None:
-            _say_batch(comm, getattr(loader, "batch_size", None))
     return own_loader
 
 

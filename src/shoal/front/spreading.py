@@ -6,7 +6,7 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -56,11 +56,6 @@ from shoal.session.session import Session, found
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
 from shoal.tensors.crossing import RowCrossing
-
-_OWN = (  # said once, as it surprises many
-    "each rank's loss is of its own rows, and shoal.mean(loss, weight=rows) is that of all; every "
-    "rank runs the whole script, so write files under shoal.world().is_main"
-)
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,6 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
-    if session.models == 1:
-        stages.say(_OWN)
     return loss
 
 
@@ -247,11 +240,10 @@ def _planned(
     """Return rank 0's plan and differing values. All ranks compare values while rank 0 searches."""
     comm = session.comm
     beside = comm.channel(f"model{session.models}-values")
-    with side_threads(1, "values") as pool:
+    with closing(beside), side_threads(1, "values") as pool:
         comparing = pool.submit(of_first, facts.model, beside)
         plan = from_first(comm, Plan, lambda: chosen(request, facts))
         values = comparing.result()
-    beside.close()
     return plan, values
 
 

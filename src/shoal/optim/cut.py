@@ -10,7 +10,7 @@ A part's update is the same part of the whole's update, or the layer would not h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -39,6 +39,7 @@ class CutPart(Part):
         super().__init__(optimizer)
         self._boundary = boundary
         self._opened = ExitStack()
+        self._states: States = {}  # within a step they are in `optimizer.state`
 
     def has(self, parameter: nn.Parameter) -> bool:
         return is_cut(parameter) and cut_of(parameter).comm is self._boundary
@@ -49,7 +50,13 @@ class CutPart(Part):
         Fused optimizers rely on that. A gradient that somebody has looked at is a view of the whole
         one, and may lie otherwise.
         """
-        parameters = self.parameters()
+        parameters, state = self.parameters(), self.optimizer.state
+        self.absorb(parameters)
+        for parameter in parameters:
+            state.pop(parameter, None)
+            if parameter in self._states:
+                state[parameter] = self._states.pop(parameter)
+        self._opened.callback(self._put_away, parameters)
         for parameter in parameters:
             gradient, part = cut_of(parameter).settled(parameter), part_of(parameter)
             if gradient is None or gradient.layout is not torch.strided:
@@ -61,6 +68,14 @@ class CutPart(Part):
 
     def close(self) -> None:
         self._opened.close()
+
+    def _put_away(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep the parts' states, and leave entries that stand for the whole states."""
+        state = self.optimizer.state
+        for parameter in parameters:
+            if parameter in state:
+                self._states[parameter] = state.pop(parameter)
+        self.mark({**self._states, **self._entries})
 
     def norms(self, order: float) -> list[Tensor]:
         """The norm of every rank's parts, in rank order."""
@@ -85,24 +100,30 @@ class CutPart(Part):
         return self.kept_state(_whole)
 
     def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:
-        state = self.optimizer.state
         kept: States = {}
         for parameter in self.parameters():
-            if parameter in state:
+            if parameter in self._states:
                 cut, part = cut_of(parameter), part_of(parameter)
                 assert isinstance(cut, SpreadCut)
                 kept[parameter] = {
                     name: spread(value, cut) if _is_part(value, part) else value
-                    for name, value in state[parameter].items()
+                    for name, value in self._states[parameter].items()
                 }
         return kept
 
     def take_state(self) -> None:
         state = self.optimizer.state
-        for parameter in self.parameters():
-            if parameter in state:
-                cut = cut_of(parameter)
-                state[parameter] = part_of_state(state[parameter], cut.like, cut.part)
+        self._states = {
+            parameter: part_of_state(state.pop(parameter), cut.like, cut.part)
+            for parameter in self.parameters()
+            for cut in [cut_of(parameter)]
+            if parameter in state
+        }
+        self.mark(self._states)
+
+    def state_bytes(self) -> int:
+        values = (value for state in self._states.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def _whole(part: Tensor, cut: SpreadCut) -> Tensor:

@@ -164,10 +164,13 @@ class _Extension:
     def remove(self, engine: Engine | None) -> None:
         """Give the optimizer back what a model's parts have, and its methods if none are left."""
         for removed in [trained for trained in self.trained if trained.engine is engine]:
+            for part in removed.parts:
+                part.absorb(part.parameters())
             states = [part.whole_state() for part in removed.parts]
             self.trained.remove(removed)
             for part, state in zip(removed.parts, states, strict=True):
                 self._parts.remove(part)
+                part.release()
                 put(self._optimizer, state)
         if not self._parts:
             self._replaced.restore()
@@ -280,7 +283,7 @@ class _Extension:
         self._check_sent()
         parts = [self._whole, *self._parts]
         norms = [norm for part in parts for norm in part.norms(norm_type)]
-        total = torch.zeros((), device="cpu")
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         if norms:
             total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -297,6 +300,8 @@ class _Extension:
 
     def _state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         spread = self._spread
+        for part in self._parts:
+            part.absorb(part.parameters())
         of_parts = [  # save 5
             part.whole_state() if spread is None else part.kept_state(spread)
             for part in self._parts
@@ -316,4 +321,4 @@ class _Extension:
     def _load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         original(state_dict)
         for part in self._parts:
-            part.take_state()
+            part.load()

@@ -53,6 +53,7 @@ class OwnedPart(Part):
         """Send the updates off, and take the parameters out of the groups."""
         groups = self.optimizer.param_groups
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"] if self.has(p)}
+        self.absorb(group_of)
         self._send_off(group_of)
         self._taken = [(group, group["params"]) for group in groups]
         for group, parameters in self._taken:
@@ -88,9 +89,10 @@ class OwnedPart(Part):
         self._owners.tell(OfRank(self._state_for))
         for transfer, update in self._updates.items():
             update.take_state(state_of_pieces(transfer, self._owners.rank, state))
-        for parameter in self.parameters():
-            if parameter in state:
-                state[parameter] = {}
+        with_state = [parameter for parameter in self.parameters() if parameter in state]
+        for parameter in with_state:
+            del state[parameter]
+        self.mark(with_state)
 
     def state_bytes(self) -> int:
         self._owners.settle()
@@ -123,7 +125,7 @@ class OwnedPart(Part):
                 return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
 
             self._owners.tell(OfRank(update_for))  # step 5  # order 1
-        self.mark(updated)
+        self.mark(p for p in updated if p not in self._entries)  # absorb has seen the others
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]

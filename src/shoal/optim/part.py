@@ -8,6 +8,9 @@
 
 An optimizer has parts of each model that it trains. Its methods loop over them, in the same order
 on every rank (extend.py). A parameter is in one part only.
+
+If a parameter's state is not whole here, `optimizer.state` has a `FarState` of it (far_state.py).
+Somebody may change, replace or delete it by hand. `absorb` has the part take that over.
 """
 
 from __future__ import annotations
@@ -15,12 +18,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.optim.far_state import FarState, here
 from shoal.tensors.cut import SpreadCut, opened
 
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
@@ -34,6 +42,9 @@ class Part(ABC):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._entries: dict[nn.Parameter, FarState] = {}
+        self._brought: States | None = None
+        self._stale: list[tuple[ref[Tensor], int]] = []  # brought before, and their versions
 
     @abstractmethod
     def has(self, parameter: nn.Parameter) -> bool:
@@ -84,13 +95,105 @@ class Part(ABC):
         gradients = map(local_gradient, self.parameters())
         return [gradient for gradient in gradients if gradient is not None]
 
-    def mark(self, parameters: Iterable[Tensor]) -> None:
+    def mark(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give an entry in `optimizer.state` to parameters whose state is elsewhere.
 
         Without any entry, torch.distributed.checkpoint would make a step of its own.
         """
+        state, entries = self.optimizer.state, self._entries
         for parameter in parameters:
-            self.optimizer.state.setdefault(parameter, {})
+            if parameter not in entries:
+                entries[parameter] = FarState(here(state.get(parameter)), self._bring)
+            state[parameter] = entries[parameter]
+
+    @torch.no_grad()
+    def absorb(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take over changes made by hand in `optimizer.state` (a collective if there are any)."""
+        listed, state, entries = list(parameters), self.optimizer.state, self._entries
+        if self._stale:
+            self._check_stale()
+        if self._brought is None:
+            if all(map(is_, map(state.get, listed), map(entries.get, listed))):
+                return
+            if not any(map(self._is_changed, listed)):
+                return
+        whole = self.whole_state() if self._brought is None else self._brought
+        states: States = {}
+        for parameter in dict.fromkeys([*listed, *whole]):
+            entry = state.get(parameter)
+            if entry is not entries.get(parameter):
+                states[parameter] = here(entry)
+                entries.pop(parameter, None)
+            elif self._brought is None:
+                states[parameter] = whole.get(parameter, {})
+            else:
+                names, values = whole.get(parameter, {}), here(entry)
+                states[parameter] = {name: values[name] for name in names if name in values}
+        self._send_back()
+        for parameter, values in states.items():
+            state.pop(parameter, None)
+            if values:
+                state[parameter] = values
+        self.take_state()
+        self.mark(list(entries))  # some have no state any more, but the user's own keys
+
+    def load(self) -> None:
+        """Take over a state that `load_state_dict` has put into `optimizer.state`."""
+        self._send_back()
+        self._stale.clear()
+        self._entries.clear()
+        self.take_state()
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        """Whether somebody has put something else in the place of a parameter's entry."""
+        entry, own = self.optimizer.state.get(parameter), self._entries.get(parameter)
+        return entry is not own and (own is not None or bool(entry))
+
+    @torch.inference_mode(False)  # the tensors are used outside of it
+    @torch.no_grad()
+    def _bring(self) -> None:
+        """Bring the states of all parameters into their entries (a collective)."""
+        if self._brought is not None:
+            return
+        whole = self._brought = self.whole_state()
+        for parameter, values in whole.items():
+            if (entry := self._entries.get(parameter)) is not None:
+                dict.update(entry, {**values, **here(entry)})
+
+    def _send_back(self) -> None:
+        """Take all that was brought out of the entries again."""
+        for parameter, values in (self._brought or {}).items():
+            for name, value in values.items():
+                if (entry := self._entries.get(parameter)) is not None:
+                    dict.pop(entry, name, None)
+                if isinstance(value, Tensor):
+                    self._stale.append((ref(value), value._version))
+        self._brought = None
+
+    def _check_stale(self) -> None:
+        """Refuse changes of tensors that were read before the last step: no owner would know."""
+        kept = [(view, version) for view, version in self._stale if view() is not None]
+        for view, version in kept:
+            tensor = view()
+            if tensor is not None and tensor._version != version:
+                raise UsageError(
+                    "a tensor of the optimizer's state was changed that was read before the last "
+                    "step or state_dict: the state itself is elsewhere by now",
+                    where=f"{type(self.optimizer).__name__}, a tensor of shape "
+                    f"{tuple(tensor.shape)}",
+                    do="read optimizer.state[parameter] anew each time that you change it",
+                )
+        self._stale = kept
+
+    def release(self) -> None:
+        """Leave the user's own keys in the entries, and nothing else."""
+        self._send_back()
+        for parameter, entry in self._entries.items():
+            entry.bring = None
+            if self.optimizer.state.get(parameter) is entry:
+                del self.optimizer.state[parameter]
+                put(self.optimizer, {parameter: here(entry)})
+        self._entries.clear()
 
 
 @contextmanager
@@ -124,6 +227,6 @@ def shown(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -
 def put(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
     """Put states into `optimizer.state`, beside what the user has put there."""
     for parameter, state in states.items():
-        both = {**(optimizer.state.pop(parameter, None) or {}), **state}
+        both = {**here(optimizer.state.pop(parameter, None)), **state}
         if both:
             optimizer.state[parameter] = both

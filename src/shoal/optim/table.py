@@ -38,11 +38,12 @@ class TablePart(Part):
 
     def open(self) -> None:
         """Have the servers make the step."""
+        held = self.parameters()
+        self.absorb(held)
         attributes_now = attributes(self.optimizer)
         for group in self.optimizer.param_groups:
             for _, table in self._found(group["params"]):
                 table.step(self._number, settings(group), attributes_now)
-        held = self.parameters()
         self.mark(held)
         self._hidden.enter_context(hidden(held))  # step 7
 

@@ -38,8 +38,9 @@ class TailPart(Part):
 
     def open(self) -> None:
         """Have the hosts make the step."""
-        self._stage.step(self._number, self._groups(), attributes(self.optimizer))
         held = self.parameters()
+        self.absorb(held)
+        self._stage.step(self._number, self._groups(), attributes(self.optimizer))
         self.mark(held)
         self._hidden.enter_context(hidden(held))  # step 7
 

@@ -75,7 +75,7 @@ def probe_paces(
 
         def run(exchange: Exchange, nbytes: int, rounds: int) -> tuple[float, float]:
             """(seconds, processor seconds) of so many rounds, the slowest rank's."""
-            flats = [torch.zeros(nbytes // 4, device=device) for _ in lanes]
+            flats = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in lanes]
 
             def exchanged(lane: Comm, flat: Tensor) -> None:
                 with own_stream(device):
@@ -155,8 +155,8 @@ def probe_moves(
         sharing: how many of the ranks run on this rank's machine.
         device: where the rows are.
     """
-    matrix = torch.full((_COMPUTED, _COMPUTED), 0.5, device=device)
-    flat = torch.zeros(_SMALL // 4, device=device)
+    matrix = torch.full((_COMPUTED, _COMPUTED), 0.5, dtype=torch.float32, device=device)
+    flat = torch.zeros(_SMALL // 4, dtype=torch.float32, device=device)
     product = torch.empty_like(matrix)
     (pace,) = probe_paces(
         comm, link, {"moves": direct}, lanes=[lane], sharing=sharing, device=device
@@ -215,7 +215,7 @@ def probe_duplex(
     with side_threads(2 * num_lanes, "probe lane") as pool:
 
         def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> float:
-            slices = torch.zeros(sum(sizes), device="cpu").split(sizes)
+            slices = torch.zeros(sum(sizes), dtype=torch.float32, device="cpu").split(sizes)
 
             def exchanged() -> None:
                 for _ in range(rounds):
@@ -283,8 +283,8 @@ def probe_pack(comm: Comm, device: torch.device = CPU) -> float:
 
     Neither is in a cache: between two steps everything else was.
     """
-    gradients = torch.ones(_COLD // 4, device=device).split(_LARGE[0] // 4)
-    buckets = torch.ones(_COLD // 4, device=device).split(_LARGE[0] // 4)
+    gradients = torch.ones(_COLD // 4, dtype=torch.float32, device=device).split(_LARGE[0] // 4)
+    buckets = torch.ones(_COLD // 4, dtype=torch.float32, device=device).split(_LARGE[0] // 4)
     comm.gather_objects(None, "measuring the links: paces")
     start, nbytes = time.perf_counter(), 0
     while time.perf_counter() - start < _PACK_S:

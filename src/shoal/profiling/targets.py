@@ -167,10 +167,11 @@ def count_targets(targets: Targets, target: Any, holder: Any = None) -> Tensor:
             do="give batches of the sample's form, or say count=, the number of targets that count",
         )
     if target.is_floating_point():  # probabilities of classes: a mean over rows
-        return torch.tensor(target.numel() / target.shape[min(1, target.dim() - 1)])
+        rows = target.numel() / target.shape[min(1, target.dim() - 1)]
+        return torch.tensor(rows, device="cpu")
     target = target[..., targets.skipped :] if targets.skipped else target
     if targets.by_size:
-        return torch.tensor(target.numel())
+        return torch.tensor(target.numel(), device="cpu")
     counts = target != targets.ignored
     if not targets.weights:
         return torch.count_nonzero(counts)
@@ -185,4 +186,4 @@ def _weight(targets: Targets, holder: Any) -> Tensor:
         held = getattr(held, name, None)
     if targets.held_as and isinstance(held, Tensor):
         return held.detach()
-    return torch.tensor(targets.weights, dtype=torch.float64)
+    return torch.tensor(targets.weights, dtype=torch.float64, device="cpu")

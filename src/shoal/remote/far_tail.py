@@ -90,7 +90,7 @@ class FarTail:
         self._runs = 0
         # that somebody has still
         self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self.running: Any = None  # the forward that runs (stage_output.py)
 
     def begin(self, run: Any) -> tuple[int, Modes]:

@@ -80,24 +80,13 @@ def attach(
     servers = session.other(Servers)
     num_servers = len(servers.hosts) if servers else 0
     check(prepared.plan, job.model, session.comm.size, num_servers)
-    # 1
     opening = Opening(session, job, prepared, _state_among(session, job, prepared))
-    attachments = {  # first, because they may refuse
-        feature.name: attachment
-        for feature in prepared.features
-        if (attachment := feature.attach(opening)) is not None
-    }
-    if cuts(prepared.plan):
-        opening.boundary()
-    buckets = Buckets(job.memory)
-    sites = placed(job.model, prepared.plan, session.comm.rank, num_servers, buckets)
-    opening.tables = open_tables(session, sites, prepared.plan, job.optimizers)
-    weigher = _weigher(session, job, prepared)
-    # 2
-    rewritten = _rewritten(opening, sites)
-    # 3
-    running = _running(opening, rewritten, buckets, weigher, attachments)
-    for attachment in attachments.values():
+    try:
+        running = _opened(opening, num_servers)
+    except Exception:
+        opening.close()
+        raise
+    for attachment in running.attachments.values():
         attachment.start(running)
     if prepared.plan.in_step:
         _compare(session, job, running)
@@ -123,6 +112,27 @@ def attach(
         parts,
         watched,
     )
+
+
+def _opened(opening: Opening, num_servers: int) -> Running:
+    """Open the model's channels, rewrite its layers and start the engine."""
+    # 1
+    session, job, plan = opening.session, opening.job, opening.plan
+    attachments = {  # first, because they may refuse
+        feature.name: attachment
+        for feature in opening.prepared.features
+        if (attachment := feature.attach(opening)) is not None
+    }
+    if cuts(plan):
+        opening.boundary()
+    buckets = Buckets(job.memory)
+    sites = placed(job.model, plan, session.comm.rank, num_servers, buckets)
+    opening.tables = open_tables(session, sites, plan, job.optimizers)
+    weigher = _weigher(opening)
+    # 2
+    rewritten = _rewritten(opening, sites)
+    # 3
+    return _running(opening, rewritten, buckets, weigher, attachments)
 
 
 def _running(
@@ -179,12 +189,13 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
     return apply(opening.model, sites, opening.serve)
 
 
-def _weigher(session: Session, job: TrainingJob, prepared: Prepared) -> Weigher:
+def _weigher(opening: Opening) -> Weigher:
     """Make the weigher of each call's rows. It goes on as a checkpoint had it, if one had it."""
-    comm, weighs = session.comm, job.weighs and prepared.plan.in_step
-    counts = comm.channel(f"model{session.models}-counts") if weighs else None
-    weigher = Weigher(counts, prepared.inputs_alike)
-    if (usual := session.usual_rows.get(job.model, {}).get(comm.size)) is not None:
+    weighs = opening.job.weighs and opening.plan.in_step
+    counts = opening.channel("counts") if weighs else None
+    weigher = Weigher(counts, opening.prepared.inputs_alike)
+    known = opening.session.usual_rows.get(opening.model, {})
+    if (usual := known.get(opening.comm.size)) is not None:
         weigher.go_on(usual)
     return weigher
 

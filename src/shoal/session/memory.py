@@ -16,6 +16,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
 from shoal.core.rows import strided_in
+from shoal.optim.far_state import here
 from shoal.session.additions import uncompiled
 from shoal.session.session import current
 from shoal.tensors.cut import cut_of, is_cut
@@ -100,7 +101,7 @@ def memory(model: nn.Module) -> Memory:
     elsewhere_bytes = sum(part.state_bytes() for part in parts)  # waits
     parameters = list(model.parameters())
     states = (
-        optimizer.state.get(p, {}) for optimizer in session.optimizers[model] for p in parameters
+        here(optimizer.state.get(p)) for optimizer in session.optimizers[model] for p in parameters
     )
     kept = (
         [tensor for transfer in attached.engine.transfers for tensor in transfer.kept()]

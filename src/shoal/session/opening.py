@@ -97,6 +97,7 @@ class Opening:
     weighing: Weighing = field(default_factory=Weighing)
     tables: Tables | None = None
     _boundary: Comm | None = None
+    _channels: list[Comm] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -130,7 +131,14 @@ class Opening:
 
     def channel(self, name: str) -> Comm:
         """Open a channel of this model among all ranks that train."""
-        return self.comm.channel(f"{self.prefix}-{name}")
+        opened = self.comm.channel(f"{self.prefix}-{name}")
+        self._channels.append(opened)
+        return opened
+
+    def close(self) -> None:
+        """Give back the channels, because the model will not be attached."""
+        for opened in self._channels:
+            opened.close()
 
     def boundary(self) -> Comm:
         """Return the channel between ranks in forward and backward, which is opened once."""

@@ -66,7 +66,7 @@ class Attached:
     """A parallelised model: the plan that it follows, and what runs it.
 
     Args:
-        running: what sends for it.
+        running: the running model.
         plan: that it follows.
         profile: the model as it was measured.
         cluster: the ranks and their links as they were measured.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, final
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -64,10 +64,10 @@ class Watched:
 
     def release(self) -> None:
         """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
+        if (border := self.border()) is not None:  # the hooks hold it
+            border.engine.release_weighing()
         for hook in self.hooks:
             hook.remove()
-        if (border := self.border()) is not None:
-            border.engine.release_weighing()
         if self.counted is not None and (counted := self.counted()) is not None:
             counted.release()
 
@@ -90,7 +90,7 @@ def watch(
     border, calls = Border(model, engine), Calls()
     kept = before.counted() if before is not None and before.counted is not None else None
     leaves_behind(type(model))
-    engine.before_accumulating(border.weigh_parameters)
+    engine.before_accumulating(_if_there(border.weigh_parameters))
     hooks = []
     if running.owners is not None:
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
@@ -150,6 +150,21 @@ def _one(*batch: Any) -> float:
 
 def _weights_of_target(targets: Targets, loss_fn: Any, output: Any, target: Any) -> float:
     return count_seen(targets, target, loss_fn)
+
+
+def _if_there(method: Callable[[], None]) -> Callable[[], None]:
+    """Make a function that calls a method as long as its object is there.
+
+    A border holds autograd's nodes of the parameters, and no collector sees them. If the engine
+    held the border, owned parameters, which lead to the engine, would never be given back.
+    """
+    weak = WeakMethod(method)
+
+    def call() -> None:
+        if (there := weak()) is not None:
+            there()
+
+    return call
 
 
 def _counting_loss(

@@ -14,7 +14,8 @@ all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)�
     5  backward ends  `.grad` is that buffer, or has it added
 
 What the weight is used for besides, as in a penalty, is summed like a bucket (elsewhere.py), in the
-steps in which it comes on any rank.
+steps in which it comes on any rank. So are gradients that an autograd.Function asks for by
+torch.autograd.grad in its own backward, as an adjoint does.
 
 Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
 section 3; Zhang et al., "Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
@@ -131,11 +132,13 @@ class _LinearFunction(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        ctx.transfer.add(x, grad)
+        of_weight, of_bias = ctx.transfer.add(x, grad)
         dx = (grad @ weight.to(grad.dtype).conj()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None
+        return dx, of_weight, of_bias, None
 
 
 class _EmbeddingFunction(torch.autograd.Function):
@@ -148,10 +151,10 @@ class _EmbeddingFunction(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.transfer.add(ids, grad)
-        return None, None, None
+        of_weight, _ = ctx.transfer.add(ids, grad)
+        return None, of_weight, None
 
 
 class FactorLinear(nn.Linear):

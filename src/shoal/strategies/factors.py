@@ -20,7 +20,7 @@ from shoal.core.names import pins
 from shoal.strategies.elsewhere import Elsewhere, summed
 from shoal.strategies.factor_gradients import FactorGradients
 from shoal.strategies.factor_pairs import FactorPairs
-from shoal.strategies.landing import at_least, history
+from shoal.strategies.landing import at_least, has_nan, history
 
 
 class FactorProduct(ABC):
@@ -81,6 +81,7 @@ class FactorTransfer(Transfer):
         self._product = product
         self._ranks = place.ranks
         self._pin = pins(place.layers)
+        self._name = next(iter(place.parameters), label)
         self._targets = [
             p for p in (product.weight, product.bias) if p is not None and p.requires_grad
         ]
@@ -111,12 +112,19 @@ class FactorTransfer(Transfer):
         ]
         return output
 
-    def add(self, left: Tensor, right: Tensor) -> None:
-        """Keep one pair of factors, of the call whose backward runs."""
+    def add(self, left: Tensor, right: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Keep one pair of factors, of the call whose backward runs.
+
+        Return the gradients of weight and bias, if torch.autograd.grad asks for them. It does so
+        within the backward of an autograd.Function, which has them go on from there.
+        """
         runs = torch._C._will_engine_execute_node
-        # a gradient with respect to inputs only
-        if not any(runs(node) for node in self._accumulators):
-            return
+        try:
+            lands = any(runs(node) for node in self._accumulators)
+        except RuntimeError:  # torch's answer where torch.autograd.grad asks
+            return self._own_gradients(left, right)
+        if not lands:  # a gradient with respect to inputs only
+            return None, None
         if torch.is_grad_enabled():
             raise history()
         if self._packed is not None:
@@ -140,6 +148,18 @@ class FactorTransfer(Transfer):
         )
         if backward.accumulating:
             self._pairs.mark()
+        return None, None
+
+    def _own_gradients(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of weight and bias that come of this rank's rows alone."""
+        if torch.is_grad_enabled():
+            raise history()
+        product = self._product
+        left = left.reshape(-1, product.left_width).to(product.left_dtype).contiguous()
+        right = right.reshape(-1, product.right_width).to(product.weight.dtype).contiguous()
+        of_weight = torch.empty_like(product.weight)
+        product.into(of_weight, left, right, accumulate=False)
+        return of_weight, None if product.bias is None else right.sum(0)
 
     def _begin(self) -> Round:
         """A backward comes here: what was kept and cleared since does not count."""
@@ -177,6 +197,8 @@ class FactorTransfer(Transfer):
         mean = (right.to(product.weight.dtype) / self._ranks).contiguous()
         if backward.share != 1:
             mean.mul_(at_least(backward.share))
+        if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
+            backward.found_nan(self._name)
         self._pairs.clear()
         self._training = [target for target in self._targets if target.requires_grad]
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
@@ -224,6 +246,7 @@ class FactorTransfer(Transfer):
 
     def release(self) -> None:
         self._elsewhere.release()
+        self._accumulators = []  # they hold the parameters, and no collector sees that
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 from shoal.profiling.identity import ROOT
 
+CLOSELY = 50  # backwards, in one of which every element is looked at: that is a pass over memory
+
 
 def history() -> UsageError:
     """The error of a backward whose gradients are to be differentiated again."""
@@ -64,9 +66,11 @@ class Landing(ABC):
         self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
         self._landed: set[nn.Parameter] = set()
         self._closed = False
-        # looked at for NaN, which spreads to all sums over rows: small, and not on a GPU
+        # a small parameter: a NaN mostly spreads to all sums over rows. None on a GPU
         seen = [p for p in self.names if p.device.type == "cpu" and p.numel()]
         self._looked_at = min(seen, key=nn.Parameter.numel, default=None)
+        self._backwards = 0
+        self._looks_closely = self._looked_at is not None  # NaN in any element
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._land) for parameter in self.names
         ]
@@ -102,7 +106,10 @@ class Landing(ABC):
                 do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward "
                 "calls",
             )
-        if parameter is self._looked_at and _is_nan(gradient) and not _is_nan(parameter):
+        if self._looks_closely:
+            if has_nan(gradient) and not has_nan(parameter):
+                backward.found_nan(self.names[parameter])
+        elif parameter is self._looked_at and _is_nan(gradient) and not _is_nan(parameter):
             backward.found_nan(self.names[parameter])
         if period is not None:
             period.complete(parameter, backward.share)
@@ -160,11 +167,21 @@ class Landing(ABC):
         """Be there for the next backward."""
         self._landed.clear()
         self._closed = False
+        self._backwards += 1
+        self._looks_closely = self._looked_at is not None and self._backwards % CLOSELY == 0
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Return whether any element of a tensor on the host is NaN: a pass over its memory."""
+    values = tensor.detach()
+    values = values if values.layout is torch.strided else values.coalesce().values()
+    total = values.sum()
+    return bool(total != total) and bool(values.isnan().any())  # infinities may sum to NaN
 
 
 def _is_nan(tensor: Tensor) -> bool:

@@ -35,10 +35,13 @@ def probe_landing(comm: Comm, device: torch.device) -> float:
         steps that are profiled have such hooks.
     """
     ours, plain = (
-        [nn.Parameter(torch.zeros(_NUMEL, device=device)) for _ in range(_PARAMETERS)]
+        [
+            nn.Parameter(torch.zeros(_NUMEL, dtype=torch.float32, device=device))
+            for _ in range(_PARAMETERS)
+        ]
         for _ in range(2)
     )
-    between = torch.ones(_BETWEEN, device=device)
+    between = torch.ones(_BETWEEN, dtype=torch.float32, device=device)
     named = {str(number): parameter for number, parameter in enumerate(ours)}
     transfer = BucketTransfer(named, Nothing(), comm.size, "a probe")
     transfer.connect(_NoRounds())
@@ -57,7 +60,7 @@ def probe_landing(comm: Comm, device: torch.device) -> float:
 
 def _backward_s(parameters: Sequence[nn.Parameter], between: Tensor) -> float:
     """Seconds of a backward that gives each of them a gradient, and computes in between."""
-    total = torch.zeros((), device=between.device)
+    total = torch.zeros((), dtype=torch.float32, device=between.device)
     for parameter in parameters:
         parameter.grad = None
         total = total + (between * (total + parameter.sum())).mean()

@@ -35,6 +35,7 @@ def dropout(
     seed = int(torch.randint(1 << 62, (), device="cpu"))
     numbers = torch.rand(
         part.shape,
+        dtype=torch.float32,
         device=part.device,
         generator=torch.Generator(part.device).manual_seed(seed + rank),
     )

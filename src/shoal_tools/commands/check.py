@@ -36,7 +36,7 @@ from shoal_tools.commands.options import (
 )
 @click.option(
     "--within",
-    type=Finite(0.0),
+    type=Finite(0.0, 1e6),
     metavar="NUMBER",
     help="The largest relative difference that counts as the same: 1e-10 by default. Ways that are "
     "not exact need more.",

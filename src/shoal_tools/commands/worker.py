@@ -35,7 +35,7 @@ from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
 from shoal.front.recipe import Recipe
 from shoal.front.request import Request, facts_for, request_of
-from shoal.front.sharding import shard
+from shoal.front.sharding import dealt
 from shoal.front.spreading import chosen, how_profiled, job_of, profiled
 from shoal.front.stages import Stages
 from shoal.planner.explain import explain
@@ -97,7 +97,7 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     training_data, test_data = recipe.data()
-    loader = shard(training_data)
+    loader = dealt(training_data)
     epochs, num_steps = _length(recipe, loader, wanted.epochs, wanted.max_steps)
     # 2  spread the model over the ranks
     model, objective = recipe.model(), recipe.objective()
@@ -255,7 +255,7 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     comm = current().comm
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
-    loader = shard(recipe.data()[0])
+    loader = dealt(recipe.data()[0])
     model, objective = recipe.model(), recipe.objective()
     # before the optimizer sees its parameters
     options = replace(options, plan=_retyped(options.plan, model, wanted.dtype))
@@ -406,7 +406,7 @@ def measured(
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     model = recipe.model()
-    sample = recipe.batch(next(iter(shard(recipe.data()[0]))))
+    sample = recipe.batch(next(iter(dealt(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
     stages = Stages(speaks=session.comm.rank == 0)

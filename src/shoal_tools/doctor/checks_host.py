@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from shoal.contracts.versions import install_shoal
 from shoal.core.interfaces import is_loopback
+from shoal_tools.doctor import forms
 from shoal_tools.doctor.facts import Host
 from shoal_tools.doctor.finding import Finding
 from shoal_tools.doctor.survey import Reached, Survey
@@ -28,23 +29,25 @@ def names(survey: Survey) -> Iterator[Finding]:
         # nobody needs the names of others to lead anywhere, but that they do not lead elsewhere
         wrong = {name: found for name, found in others.items() if found} | host.names
         for name, found in wrong.items():
-            address = addresses.get(name) or f"ADDRESS-OF-{name}"
+            word = forms.name(name)
+            address = addresses.get(name) or ""
+            address = forms.address(address) if address else f"ADDRESS-OF-{word}"
             if not found:
                 yield Finding(
                     "names",
                     f"the name {name} leads nowhere",
                     where=host.name,
                     got="no address",
-                    mend=f"echo '{address} {name}' >> /etc/hosts",
+                    mend=f"echo '{address} {word}' >> /etc/hosts",
                 )
             elif is_loopback(found[0]):
-                forget = f"/^127\\.\\|^::1/s/\\b{name}\\b//"
+                forget = f"/^127\\.\\|^::1/s/\\b{word}\\b//"
                 yield Finding(
                     "names",
                     f"the name {name} leads back to the host that asks for it",
                     where=host.name,
                     got=f"{name} is {', '.join(found)}",
-                    mend=f"sed -i '{forget}; $ a {address} {name}' /etc/hosts",
+                    mend=f"sed -i '{forget}; $ a {address} {word}' /etc/hosts",
                 )
 
 
@@ -63,7 +66,7 @@ def ipv6(survey: Survey) -> Iterator[Finding]:
                 f"{host.name} has only IPv6 addresses, which many tools and defaults do not take",
                 where=host.name,
                 got=", ".join(f"{a.text} ({a.interface})" for a in host.outer),
-                mend=f"ip address add {address}/24 dev {interface}",
+                mend=f"ip address add {forms.address(address)}/24 dev {forms.interface(interface)}",
             )
 
 
@@ -99,7 +102,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
                     f"{host} has another version of {what} than {others}",
                     where=host,
                     got=f"{version} here, {usual} on {others}",
-                    mend=command.format(usual),
+                    mend=command.format(forms.version(str(usual))),
                 )
 
 

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.core.interfaces import is_loopback, stays_here
+from shoal_tools.doctor import forms
 from shoal_tools.doctor.facts import Host
 from shoal_tools.doctor.finding import Finding
 from shoal_tools.doctor.survey import Attempt, Reached, Survey
-from shoal_tools.doctor.wire import ANOTHER, NO_ROUTE, REFUSED
+from shoal_tools.doctor.wire import ANOTHER, NO_ROUTE, REFUSED, UNPROVED
 
 # above this a processor may be what limits a measurement, and not the link
 _JUDGED_BYTES_PER_S = 2.5e9 / 8
@@ -25,7 +26,9 @@ def interface(survey: Survey) -> Iterator[Finding]:
         if problem:
             what, got = problem
             better = _reached_at(survey, host)
-            mend = f"export GLOO_SOCKET_IFNAME={better}" if better else "unset GLOO_SOCKET_IFNAME"
+            mend = "unset GLOO_SOCKET_IFNAME"
+            if better:
+                mend = f"export GLOO_SOCKET_IFNAME={forms.interface(better)}"
             yield Finding("interface", what, host.name, got, mend)
 
 
@@ -42,6 +45,8 @@ def firewall(survey: Survey) -> Iterator[Finding]:
         way, path = survey.way(sender, receiver), survey.path(sender, receiver)
         if way is None and any(attempt.outcome in (NO_ROUTE, ANOTHER) for attempt in failed):
             yield _no_route(sender, receiver, failed)
+        elif way is None and any(attempt.outcome == UNPROVED for attempt in failed):
+            yield _stranger(sender, receiver, failed)
         # a host that went silent has told nothing
         if way is not None and path is None and sender.id in survey.paths:
             yield Finding(
@@ -77,7 +82,7 @@ def mtu(survey: Survey) -> Iterator[Finding]:
                 for way in ways
             )
             + f"; {host.name} sends up to {host.interfaces.mtus.get(_used(survey, host), 0)}",
-            mend=f"ip link set dev {_used(survey, host)} mtu {size}",
+            mend=f"ip link set dev {forms.interface(_used(survey, host))} mtu {size}",
             on=host.name,
         )
 
@@ -96,9 +101,9 @@ def rate(survey: Survey) -> Iterator[Finding]:
             where=", ".join(_arrow(survey, way) for way in ways),
             got=", ".join(f"{_arrow(survey, way)} {mbits(slow[way])}" for way in ways)
             + f"; the fastest carries {mbits(fastest)}, {expected}",
-            mend=f"tc qdisc del dev {device} root"
+            mend=f"tc qdisc del dev {forms.interface(device)} root"
             if sends and device in host.interfaces.shaped
-            else f"ethtool -s {device} autoneg on",
+            else f"ethtool -s {forms.interface(device)} autoneg on",
             on=host.name,
         )
 
@@ -163,7 +168,7 @@ def _blocked(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, 
         (sender, receiver)
         for sender, receiver in both
         if (attempts := survey.attempts(sender, receiver))
-        and all(attempt.outcome not in ("", NO_ROUTE, ANOTHER) for attempt in attempts)
+        and all(attempt.outcome not in ("", NO_ROUTE, ANOTHER, UNPROVED) for attempt in attempts)
     ]
     if len(failed) < 2:
         yield from failed
@@ -228,14 +233,25 @@ def _no_route(sender: Host, receiver: Host, failed: Iterable[Attempt]) -> Findin
         f"no route leads from {sender.name} to {receiver.name}",
         where=f"{sender.name} → {receiver.name}",
         got="; ".join(f"{attempt.address}: {attempt.outcome}" for attempt in failed),
-        mend=f"ip route add {receiver.announced or 'ADDRESS'} dev {device}",
+        mend=f"ip route add {forms.address(receiver.announced)} dev {forms.interface(device)}",
+        on=sender.name,
+    )
+
+
+def _stranger(sender: Host, receiver: Host, failed: Iterable[Attempt]) -> Finding:
+    return Finding(
+        "firewall",
+        f"somebody answers {sender.name} in place of {receiver.name}",
+        where=f"{sender.name} → {receiver.name}",
+        got="; ".join(f"{a.address}:{a.port}: {a.outcome}" for a in failed),
+        mend=f"ip neigh show {forms.address(receiver.announced)}",
         on=sender.name,
     )
 
 
 def _allow(host: Host, others: Iterable[Host], hook: str) -> str:
     """The command that lets through what comes from other hosts, or goes to them."""
-    addresses = list(dict.fromkeys(other.announced or "ADDRESS" for other in others))
+    addresses = list(dict.fromkeys(forms.address(other.announced) for other in others))
     way = "from" if hook == "input" else "to"
     tools = host.firewall.tools
     if "ufw" in tools:
@@ -248,7 +264,7 @@ def _allow(host: Host, others: Iterable[Host], hook: str) -> str:
     chains = [chain for chain in host.firewall.chains if chain.hook == hook]
     if "nft" in tools and chains:
         return " && ".join(
-            f"nft insert rule {chain.family} {chain.table} {chain.name} "
+            f"nft insert rule {' '.join(map(forms.name, (chain.family, chain.table, chain.name)))} "
             f"{'ip6' if ':' in address else 'ip'} {ends} {address} accept"
             for chain in chains
             for address in addresses

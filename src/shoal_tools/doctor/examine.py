@@ -114,7 +114,8 @@ class Examination:
         own = {address.text for address in self.me.addresses}
 
         def one(address: str) -> Attempt:
-            outcome, source = reach(Door(address, other.port), other.id)
+            door = Door(address, other.port)
+            outcome, source = reach(door, other.id, secret=self.secret)
             return Attempt(other.id, address, outcome, source, other.port)
 
         told = [other.announced] if other.announced and other.announced not in own else []
@@ -148,13 +149,15 @@ class Examination:
         self, found: Survey, rounds: list[list[tuple[Host, Host]]], seconds: float, key: str
     ) -> None:
         """Measure pairs, round by round; of several measurements the best counts."""
+        ways = {(sender.id, receiver.id) for sender, receiver in found.pairs()}
         for number, pairs in enumerate(rounds):
             own = [rate for pair in pairs for rate in self._rates_of(found, *pair, seconds)]
             timeout_s = 2 * seconds + 2 * TIMEOUT_S + _SLACK_S
             everyone = self.circle.gather(f"{key}{number}", Rates(tuple(own)), timeout_s)
             for each in (each for rates in everyone.values() for each in rates.rates):
                 way = each.sender, each.receiver
-                found.rates[way] = max(each.bytes_per_s, found.rates.get(way, 0.0))
+                if way in ways:
+                    found.rates[way] = max(each.bytes_per_s, found.rates.get(way, 0.0))
 
     def _rates_of(self, found: Survey, first: Host, second: Host, seconds: float) -> Iterator[Rate]:
         """What this host measures of a pair: both ways, if it is the one that reaches the other."""

@@ -26,10 +26,12 @@ from shoal.contracts.launcher import Meeting, Seat
 from shoal.contracts.store import open_store
 from shoal.contracts.store_values import Values
 from shoal.core.interfaces import is_loopback, own_addresses
+from shoal_tools.doctor import forms
 from shoal_tools.doctor.boards import Board, Circle, PeerBoard, StoreBoard
 from shoal_tools.doctor.deadline import all_within, within
 from shoal_tools.doctor.facts import Host, here, resolved
 from shoal_tools.doctor.finding import Finding
+from shoal_tools.doctor.line import UnprovedError
 from shoal_tools.doctor.ports import listener_at
 from shoal_tools.doctor.wire import (
     ANOTHER,
@@ -152,7 +154,7 @@ def among_peers(
             f"the doctor cannot listen at port {port}",
             where=name,
             got=f"process {taken.pid}: {taken.program}" if taken else str(error),
-            mend=f"shoal doctor --port {port + 1} --peer {' --peer '.join(peers)}",
+            mend=f"shoal doctor --port {port + 1} --peer {' --peer '.join(map(forms.host, peers))}",
             on="every host",
         )
         return replace(met, size=len(peers) + 1, findings=(finding,))
@@ -234,7 +236,7 @@ class _Search:
         for (peer, _), answer in all_within(2 * TIMEOUT_S, attempts).items():
             if isinstance(answer, Host):
                 self.hosts.setdefault(peer, answer)
-            else:
+            elif self._outcomes.get(peer) != OTHER_TOKEN:  # it may have ended since
                 self._outcomes[peer] = answer
 
     def _ask(self, door: Door) -> Host | str:
@@ -245,8 +247,12 @@ class _Search:
         try:
             host = msgspec.json.decode(get(door, self._secret, _HOST), type=Host)
             put(door, self._secret, f"{self._me.id}/{_HOST}", self._text)
-        except (OSError, msgspec.MsgspecError):
+        except UnprovedError:
             return OTHER_TOKEN
+        except TimeoutError:
+            return NO_ANSWER
+        except (OSError, msgspec.MsgspecError):
+            return ANOTHER
         self.board.doors[host.id] = door
         return host
 
@@ -325,7 +331,7 @@ def _cannot_hold(me: Host, address: str, port: int, error: Exception) -> Finding
             f"{address} is not an address of the host of rank 0, where the ranks are to meet",
             where=me.name,
             got=str(error).splitlines()[0][:200],
-            mend=f"export MASTER_ADDR={me.announced}",
+            mend=f"export MASTER_ADDR={forms.address(me.announced)}",
             on="every host",
         )
     return Finding(
@@ -346,7 +352,12 @@ def _no_store(me: Host, meeting: Meeting, outcome: str) -> Finding:
     if outcome == NO_ROUTE:
         device = next((each.interface for each in me.outer), "eth0")
         return Finding(
-            "firewall", what, where, got, f"ip route add {address} dev {device}", me.name
+            "firewall",
+            what,
+            where,
+            got,
+            f"ip route add {forms.host(address)} dev {forms.interface(device)}",
+            me.name,
         )
     if outcome == NO_ANSWER:
         return Finding("firewall", what, where, got, _open(me, port), f"the host of {address}")
@@ -367,16 +378,21 @@ def _no_doctor(me: Host, peer: str, address: str, port: int, outcome: str, heard
         device = next((each.interface for each in me.outer), "eth0")
         what = f"no route leads from {me.name} to {peer}"
         return Finding(
-            "firewall", what, where, got, f"ip route add {address} dev {device}", me.name
+            "firewall",
+            what,
+            where,
+            got,
+            f"ip route add {forms.host(address)} dev {forms.interface(device)}",
+            me.name,
         )
     if outcome == OTHER_TOKEN:
-        what = f"{peer} has another SHOAL_TOKEN than {me.name}"
+        what = f"{peer} has another SHOAL_TOKEN than {me.name}, or a stranger answers there"
         return Finding("start", what, where, got, "export SHOAL_TOKEN=…", "every host, alike")
     if outcome == ANOTHER:
         what = f"another program has port {port} on {peer}"
         return Finding("ports", what, where, got, f"shoal doctor --port {port + 1}", "every host")
     what = f"no doctor listens on {peer}"
-    return Finding("start", what, where, got, f"shoal doctor --peer {me.name}", peer)
+    return Finding("start", what, where, got, f"shoal doctor --peer {forms.host(me.name)}", peer)
 
 
 def _no_rank(me: Host, rank: int, size: int) -> Finding:
@@ -397,6 +413,12 @@ def _open(me: Host, port: int) -> str:
     if "firewall-cmd" in me.firewall.tools:
         return f"firewall-cmd --add-port={port}/tcp"
     return f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT"
+
+
+def _route(me: Host, address: str) -> str:
+    """The command that adds a route to another host."""
+    device = next((each.interface for each in me.outer), "eth0")
+    return f"ip route add {forms.host(address)} dev {forms.interface(device)}"
 
 
 def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:

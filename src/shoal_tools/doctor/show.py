@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.core.printable import printable
 from shoal_tools.doctor.checks_network import mbits
 from shoal_tools.doctor.facts import Host
 from shoal_tools.doctor.finding import CHECKS, Finding
@@ -34,7 +35,8 @@ def _hosts(survey: Survey) -> Table:
     for host in survey.hosts:
         name = host.interface_of(host.announced)
         versions = host.versions
-        table.add_row(
+        _add(
+            table,
             host.name,
             host.announced or "none",
             name,
@@ -51,7 +53,7 @@ def _ways(survey: Survey) -> Table:
     table = _table("from", "to", "at", "there and back", "rate", "full packets")
     for number, (sender, receiver) in enumerate(survey.pairs()):
         if number < _MOST_WAYS:
-            table.add_row(sender.name, receiver.name, *_way(survey, sender, receiver))
+            _add(table, sender.name, receiver.name, *_way(survey, sender, receiver))
         elif number == _MOST_WAYS:
             table.add_row("…")
     return table
@@ -74,14 +76,14 @@ def _way(survey: Survey, sender: Host, receiver: Host) -> tuple[str, str, str, s
 
 
 def _show_finding(console: Console, finding: Finding) -> None:
-    console.print(Text(f"{finding.check}: {finding.what}", style="bold"))
+    console.print(_shown(f"{finding.check}: {finding.what}", style="bold"))
     # what is to be copied is not wrapped: a line break in a command breaks it
     for key, value in {
         "where": finding.where,
         "got": finding.got,
         f"mend it{f', on {finding.on}' if finding.on else ''}": finding.mend,
     }.items():
-        console.print(Text(f"  {key}: {value}"), soft_wrap=True)
+        console.print(_shown(f"  {key}: {value}"), soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:
@@ -89,3 +91,12 @@ def _table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name, overflow="fold")
     return table
+
+
+def _add(table: Table, *texts: str) -> None:
+    table.add_row(*map(_shown, texts))
+
+
+def _shown(text: str, style: str = "") -> Text:
+    """Return a text of another host's, without markup and characters that a terminal obeys."""
+    return Text(printable(text), style=style)

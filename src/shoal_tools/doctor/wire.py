@@ -2,14 +2,16 @@
 
     caller                         responder, on every host
       │ ── connect ──────────────────▶ │   1  how this ends says most of what there is to say
-      │ ◀───────── id, nonce ───────── │   2  is it the host that was meant?
-      │ ── request, proof ───────────▶ │   3  signed with the job's token, if there is one
-      │ ◀── what was asked for ──────▶ │   4  a clock's reading, or bytes in one direction
+      │ ◀──────── id, number ───────── │   2  is it the host that was meant?
+      │ ── number, proof, request ───▶ │   3  signed with the job's token, if there is one,
+      │ ◀────────── proof ──────────── │   4  and so is all that comes back (line.py)
+      │ ◀───────── answer ───────────▶ │   5  a clock's reading, or bytes in one direction
 
 Requests travel in segments of 500 bytes, which pass everywhere; only what measures the network uses
 full ones. So hosts go on talking across a link on which full packets are lost.
 
-Cost: a thread a connection, at most 64 at a time. A request moves a megabyte or two seconds' worth.
+Cost: a thread a connection, at most 64 requests at a time. A request moves a megabyte or two
+seconds' worth. Callers without a proof are put out, the oldest first, where there are 128 of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import errno
 import hmac
 import secrets
-import select
 import socket
 import statistics
 import threading
@@ -25,31 +26,38 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, final
 
 import msgspec
 
+from shoal_tools.doctor.bulk import pour, rate_in, take
 from shoal_tools.doctor.deadline import all_within
-
-T = TypeVar("T")
+from shoal_tools.doctor.line import (
+    DOMAIN,
+    Line,
+    UnprovedError,
+    datagram,
+    datagram_id,
+    new_number,
+)
+from shoal_tools.launch.entrance import Entrance
 
 SEGMENT = 500  # bytes of a TCP segment that every network passes
 TIMEOUT_S = 2.5  # of one attempt: TCP asks again after 1 s, and once more after 3 s
 _REQUEST_S = 3.0
-_MOST_LINE = 1 << 18
 _MOST_BYTES = 1 << 20
 _MOST_S = 2.0
-_MOST_CALLERS = 64
+_MOST_CALLERS, _MOST_UNPROVED = 64, 128
+_TRIES = 3  # calls, where one is put out among strangers
 _PINGS = 15
 _BLOCK = 1 << 15  # that is to pass whole: some tens of full packets
-_CHUNK = memoryview(bytes(1 << 18))
-_WARM_UP = 0.3  # the share of a measurement in which TCP finds its pace
 _HEADERS = {False: 40, True: 60}  # of IPv4 and IPv6 with TCP
 _SIZES = (8000, 4000, 1500, 1492, 1472, 1450, 1420, 1400, 1360, 1280, 1000, 576)  # of packets
 _KNOCKS, _KNOCK_S = 3, 0.3
 
 NO_ANSWER, REFUSED, NO_ROUTE, FORBIDDEN = "no answer", "refused", "no route", "forbidden"
-ANOTHER = "another host answers"
+ANOTHER, UNPROVED = "another host answers", "the answer is not signed with the token"
+_CALLER, _RESPONDER = b"caller", b"responder"
 
 
 @dataclass(frozen=True)
@@ -66,56 +74,25 @@ class Door:
 
 @dataclass(frozen=True)
 class _Greeting:
+    """First words of a responder."""
+
     id: str
-    nonce: str
+    number: str
+
+
+@dataclass(frozen=True)
+class _CallersNumber:
+    """First words of a caller."""
+
+    number: str
 
 
 @dataclass(frozen=True)
 class _PeerRequest:
-    kind: Literal["ping", "take", "give", "fill", "drain", "put", "get"]
+    kind: Literal["reach", "ping", "take", "give", "fill", "drain", "put", "get"]
     amount: float = 0.0  # bytes, or seconds
     key: str = ""
     value: str = ""
-
-
-@dataclass(frozen=True)
-class _Proved:
-    request: str
-    proof: str
-
-
-@final
-class Line:
-    """A connection that carries lines of JSON, and gives up after its time."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self.connection = connection
-        self.timeout_s = timeout_s
-        self.rest = b""
-        connection.settimeout(timeout_s)
-
-    def say(self, value: Any) -> None:
-        self.connection.sendall(msgspec.json.encode(value) + b"\n")
-
-    def hear(self, kind: type[T]) -> T:
-        """The next value.
-
-        Raises:
-            OSError: it did not come in time, or is none of this kind.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        while b"\n" not in self.rest:
-            data = self.connection.recv(1 << 16)
-            self.rest += data
-            if not data or len(self.rest) > _MOST_LINE:
-                raise ConnectionError("the connection ended within a message")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        text, _, self.rest = self.rest.partition(b"\n")
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except Exception as error:  # of whatever kind: a stranger's bytes
-            raise ConnectionError(f"no {kind.__name__}: {error}") from None
 
 
 @final
@@ -138,33 +115,30 @@ class Responder:
         self.heard: set[str] = set()  # ids, or addresses, whose datagrams have come
         self._secret = secret
         self._callers = threading.Semaphore(_MOST_CALLERS)
-        self._servers = [_server(address, port) for port in ports]
-        self.ports = tuple(int(server.getsockname()[1]) for server in self._servers)
+        servers = [_server(address, port) for port in ports]
+        self.ports = tuple(int(server.getsockname()[1]) for server in servers)
         self._datagrams = _datagrams(address, self.ports[0])
-        for work, listening in (
-            (self._accept, self._servers),
-            (self._listen, [self._datagrams]),
-        ):
-            for each in listening:
-                threading.Thread(
-                    target=work, args=(each,), name="shoal-doctor-responder", daemon=True
-                ).start()
+        name = "shoal-doctor-responder"
+        self._entrance = Entrance(servers, self._serve, _MOST_UNPROVED, _REQUEST_S, name)
+        self._entrance.open()
+        threading.Thread(target=self._listen, name=name, daemon=True).start()
 
     def close(self) -> None:
         """Stop answering."""
-        for each in (*self._servers, self._datagrams):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        self._entrance.close()
+        with suppress(OSError):
+            self._datagrams.shutdown(socket.SHUT_RDWR)
+        self._datagrams.close()
 
     def knock(self, doors: list[Door]) -> None:
         """Send datagrams to other responders, which need no connection; returns at once."""
+        said = datagram(self._secret, self.id)
 
         def send() -> None:
             for _ in range(_KNOCKS):
                 for door in doors:
                     with suppress(OSError):
-                        self._datagrams.sendto(self.id.encode(), self._place(door))
+                        self._datagrams.sendto(said, self._place(door))
                 time.sleep(_KNOCK_S)
 
         threading.Thread(target=send, name="shoal-doctor-knock", daemon=True).start()
@@ -174,46 +148,36 @@ class Responder:
         both = self._datagrams.family == socket.AF_INET6 and not door.is_ipv6
         return f"::ffff:{door.address}" if both else door.address, door.port
 
-    def _listen(self, datagrams: socket.socket) -> None:
+    def _listen(self) -> None:
         with suppress(OSError):  # closed
             while True:
-                data, place = datagrams.recvfrom(64)
+                data, place = self._datagrams.recvfrom(256)
                 if not place:
                     return  # closed
-                if len(self.heard) < 10_000:
-                    self.heard |= {data.decode(errors="replace"), plain(place[0])}
-
-    def _accept(self, server: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
-                    time.sleep(0.05)
-                    continue
-                return  # closed
-            if self._callers.acquire(blocking=False):
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="shoal-doctor-call", daemon=True
-                ).start()
-            else:
-                connection.close()
+                id = datagram_id(self._secret, data)
+                if id is not None and len(self.heard) < 10_000:
+                    self.heard |= {id, plain(place[0])}
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, suppress(OSError):
-                line = Line(connection, _REQUEST_S)
-                greeting = _Greeting(self.id, secrets.token_hex(8))
-                line.say(greeting)  # 2
-                proved = line.hear(_Proved)
-                proof = _proof(self._secret, greeting, proved.request)
-                if hmac.compare_digest(proof.encode(), proved.proof.encode()):
-                    request = msgspec.json.decode(proved.request, type=_PeerRequest)
-                    self._answer(line, request)
-        except msgspec.MsgspecError:
-            pass  # a stranger's
-        finally:
-            self._callers.release()
+        with suppress(OSError):  # strangers, and callers that have left
+            line = Line(connection, _REQUEST_S)
+            greeting = _Greeting(self.id, new_number())
+            line.say(greeting)  # 2
+            opening = line.hear(_CallersNumber)
+            line.sign(_key(self._secret, greeting, opening), (_RESPONDER, _CALLER))
+            try:
+                line.hear(str)
+            except UnprovedError:
+                line.say("")  # says to a caller with another token that it need not try again
+                while connection.recv(1 << 16):  # closing with unread bytes would take that back
+                    pass
+                return
+            if self._entrance.admit(connection) and self._callers.acquire(blocking=False):
+                try:
+                    line.say("proved")  # 4
+                    self._answer(line, line.hear(_PeerRequest))  # 5
+                finally:
+                    self._callers.release()
 
     def _answer(self, line: Line, request: _PeerRequest) -> None:
         size, seconds = min(int(request.amount), _MOST_BYTES), min(request.amount, _MOST_S)
@@ -222,17 +186,17 @@ class Responder:
                 line.hear(int)
                 line.say(time.time())
         elif request.kind == "take":
-            _take(line, size)
+            take(line, size)
             line.say("all")
         elif request.kind == "give":
             line.connection.sendall(bytes(size))
             line.hear(str)
         elif request.kind == "fill":
-            line.say(_rate_in(line.connection, seconds))
+            line.say(rate_in(line.connection, seconds))
             with suppress(OSError):
                 line.hear(str)  # the caller has what it wants, and closes
         elif request.kind == "drain":
-            _pour(line, seconds)
+            pour(line, seconds)
         elif request.kind == "put" and len(self.inbox) < 10_000:
             self.inbox[request.key] = request.value
             line.say("all")
@@ -240,25 +204,35 @@ class Responder:
             line.say(self.outbox.get(request.key, ""))
 
 
-def reach(door: Door, wanted: str, timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
-    """How a connection to a responder ends: "" where it is there; and the own address it takes.
+def reach(
+    door: Door, wanted: str, timeout_s: float = TIMEOUT_S, secret: str | None = None
+) -> tuple[str, str]:
+    """Return how a connection to a responder ends: "" where it is there; and the own address used.
 
     Args:
         door: where it listens.
         wanted: its id; "" for any.
         timeout_s: to wait at most.
+        secret: that it has to prove; None: whoever says this id is taken for it.
     """
-    try:
-        connection = _connected(door, timeout_s, SEGMENT)
-    except OSError as error:
-        return outcome(error), ""
-    with connection:
-        source = plain(connection.getsockname()[0])
+    source = ""
+    for _ in range(_TRIES):
         try:
-            greeting = Line(connection, timeout_s).hear(_Greeting)
-        except OSError:
-            return ANOTHER, source  # something listens there, and does not talk like a doctor
-        return ("" if wanted in ("", greeting.id) else ANOTHER), source
+            connection = _connected(door, timeout_s, SEGMENT)
+        except OSError as error:
+            return outcome(error), source
+        with connection:
+            source = plain(connection.getsockname()[0])
+            try:
+                _, id = _opened(connection, _PeerRequest("reach"), secret, timeout_s)
+                return ("" if wanted in ("", id) else ANOTHER), source
+            except UnprovedError:
+                return UNPROVED, source
+            except TimeoutError:
+                break
+            except OSError:  # put out among strangers, or no doctor
+                continue
+    return ANOTHER, source
 
 
 def connects(door: Door, timeout_s: float = TIMEOUT_S) -> str:
@@ -277,7 +251,7 @@ def latency(door: Door, secret: str) -> tuple[float, float]:
         OSError: it does not answer.
     """
     trips, aheads = [], []
-    with _called(door, _PeerRequest("ping"), secret) as call:
+    with _Call(door, _PeerRequest("ping"), secret) as call:
         for number in range(_PINGS):
             began, clock = time.perf_counter(), time.time()
             call.line.say(number)
@@ -323,21 +297,21 @@ def rate(door: Door, secret: str, outward: bool, seconds: float) -> float:
         OSError: the responder does not answer.
     """
     request = _PeerRequest("fill" if outward else "drain", seconds)
-    with _called(door, request, secret, segment=None) as call:
+    with _Call(door, request, secret, segment=None) as call:
         if outward:
-            return _pour(call.line, seconds) or 0.0
-        return _rate_in(call.line.connection, seconds)
+            return pour(call.line, seconds) or 0.0
+        return rate_in(call.line.connection, seconds)
 
 
 def put(door: Door, secret: str, key: str, value: str) -> None:
     """Leave a value with a responder (OSError where it does not answer)."""
-    with _called(door, _PeerRequest("put", key=key, value=value), secret) as call:
+    with _Call(door, _PeerRequest("put", key=key, value=value), secret) as call:
         call.line.hear(str)
 
 
 def get(door: Door, secret: str, key: str) -> str:
     """A value that a responder has, or "" (OSError where it does not answer)."""
-    with _called(door, _PeerRequest("get", key=key), secret) as call:
+    with _Call(door, _PeerRequest("get", key=key), secret) as call:
         return call.line.hear(str)
 
 
@@ -360,26 +334,60 @@ def plain(address: str) -> str:
 
 
 @final
-class _called:
-    """A connection on which a request was made."""
+class _Call:
+    """A connection on which a request was made, and both sides have proved that they know a secret.
+
+    Args:
+        door: where the responder listens.
+        request: to make.
+        secret: to prove.
+        segment: bytes of a TCP segment; None for full ones.
+    """
 
     def __init__(
         self, door: Door, request: _PeerRequest, secret: str, segment: int | None = SEGMENT
     ) -> None:
-        self.line = Line(_connected(door, TIMEOUT_S, segment), TIMEOUT_S)
-        try:
-            greeting = self.line.hear(_Greeting)
-            text = msgspec.json.encode(request).decode()
-            self.line.say(_Proved(text, _proof(secret, greeting, text)))  # 3
-        except BaseException:
-            self.line.connection.close()
-            raise
+        for left in reversed(range(_TRIES)):
+            connection = _connected(door, TIMEOUT_S, segment)
+            try:
+                self.line, _ = _opened(connection, request, secret, TIMEOUT_S)
+                return
+            except OSError as error:
+                connection.close()
+                if not left or isinstance(error, UnprovedError | TimeoutError):
+                    raise
 
-    def __enter__(self) -> _called:
+    def __enter__(self) -> _Call:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.line.connection.close()
+
+
+def _opened(
+    connection: socket.socket, request: _PeerRequest, secret: str | None, timeout_s: float
+) -> tuple[Line, str]:
+    """Hear a responder's id and, with a secret, make a request that both sides prove.
+
+    Returns:
+        The connection, and the responder's id.
+    """
+    line = Line(connection, timeout_s)
+    greeting = line.hear(_Greeting)
+    if secret is not None:
+        opening = _CallersNumber(new_number())
+        line.say(opening)
+        line.sign(_key(secret, greeting, opening), (_CALLER, _RESPONDER))
+        line.say("")
+        line.say(request)  # 3
+        line.hear(str)
+    return line, greeting.id
+
+
+def _key(secret: str, greeting: _Greeting, opening: _CallersNumber) -> bytes:
+    """Return the key of one connection, in which each side has chosen a number."""
+    told = msgspec.json.encode((greeting.id, greeting.number, opening.number))
+    return hmac.new(secret.encode(), DOMAIN + told, "sha256").digest()
 
 
 def _connected(door: Door, timeout_s: float, segment: int | None) -> socket.socket:
@@ -425,71 +433,16 @@ def _datagrams(address: str, port: int) -> socket.socket:
     return datagrams
 
 
-def _proof(secret: str, greeting: _Greeting, request: str) -> str:
-    return hmac.new(secret.encode(), f"{greeting.nonce}{request}".encode(), "sha256").hexdigest()
-
-
 def _passes(door: Door, secret: str, outward: bool, segment: int | None) -> bool:
     request = _PeerRequest("take" if outward else "give", _BLOCK)
-    with _called(door, request, secret, segment) as call:
+    with _Call(door, request, secret, segment) as call:
         try:
             if outward:
                 call.line.connection.sendall(bytes(_BLOCK))
                 call.line.hear(str)
             else:
-                _take(call.line, _BLOCK)
+                take(call.line, _BLOCK)
                 call.line.say("all")
         except TimeoutError:
             return False
     return True
-
-
-def _take(line: Line, size: int) -> None:
-    """Receive as many bytes, in time (OSError)."""
-    deadline = time.monotonic() + line.timeout_s
-    taken, line.rest = len(line.rest), b""
-    while taken < size:
-        data = line.connection.recv(1 << 16)
-        taken += len(data)
-        if not data:
-            raise ConnectionError("the connection ended")
-        if time.monotonic() > deadline:
-            raise TimeoutError
-
-
-def _pour(line: Line, seconds: float) -> float | None:
-    """Send until the other side has measured enough: says what, or ends the connection."""
-    deadline, poll = time.monotonic() + seconds + TIMEOUT_S, select.poll()
-    connection = line.connection
-    connection.setblocking(False)
-    poll.register(connection, select.POLLIN | select.POLLOUT)
-    with suppress(ConnectionError, BlockingIOError):
-        while time.monotonic() < deadline:
-            for _, events in poll.poll(500):
-                if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    connection.settimeout(TIMEOUT_S)
-                    return line.hear(float)
-                with suppress(BlockingIOError):
-                    connection.send(_CHUNK)
-    return None
-
-
-def _rate_in(connection: socket.socket, seconds: float) -> float:
-    """Bytes per second that come in, when TCP has found its pace."""
-    buffer = bytearray(1 << 18)
-    connection.settimeout(seconds + 1.0)
-    count, first_s, last_s = 0, 0.0, 0.0
-    began = time.perf_counter()
-    with suppress(TimeoutError):
-        while (now := time.perf_counter()) - began < seconds:
-            received = connection.recv_into(buffer)
-            now = time.perf_counter()
-            if not received:
-                break
-            if now - began < _WARM_UP * seconds:
-                continue
-            if not first_s:
-                first_s = now
-            else:
-                count, last_s = count + received, now
-    return count / (last_s - first_s) if last_s > first_s else 0.0

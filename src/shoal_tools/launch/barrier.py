@@ -1,6 +1,7 @@
 """A rank's place in a barrier stage of Spark: which rank a task is, and where all of them meet.
 
-Every task calls `seat_of` at once. Task 0's host has the store, at a port that was free there.
+Every task calls `seat_of` at once. Task 0's host has the store. Its port is bound before the others
+are told, and kept bound until task 0 is over, so that no other program gets it meanwhile.
 Roles go by number, as everywhere: workers first, then servers or tail hosts.
 
 Cost: one `allGather` of Spark's, about a tenth of a second.
@@ -29,23 +30,45 @@ class TaskSeat:
     host: str
     executor: str  # in words
     settings: dict[str, str]  # variables of its process
+    port: socket.socket | None = None  # the port of the store, if this is rank 0
+
+    def close(self) -> None:
+        """Let go of the port."""
+        if self.port is not None:
+            self.port.close()
 
 
 def seat_of(context: Any) -> TaskSeat:
     """Return the seat of this task, by its BarrierTaskContext."""
     rank = int(context.partitionId())
     hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
-    with socket.socket() as free:  # where rank 0's store will listen
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("", 0))
-        told = context.allGather(f"{free.getsockname()[1]} {uuid.uuid4().hex}")
+    held = _held_port() if rank == 0 else None
+    try:
+        number = held.getsockname()[1] if held else 0
+        told = context.allGather(f"{number} {uuid.uuid4().hex}")
+    except BaseException:
+        if held is not None:
+            held.close()
+        raise
     port, job = told[0].split()  # of this start of the stage
     local = hosts[:rank].count(hosts[rank])
     executor = f"rank {rank}, executor on host {hosts[rank]}, in {Path.cwd()}"
     settings = variables(hosts[0], int(port), rank, len(hosts), local, hosts.count(hosts[rank]))
     del settings["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 holds the store
     settings |= {MARK: job, "SHOAL_HOST": hosts[rank], EXECUTOR: executor}
-    return TaskSeat(rank, hosts[rank], executor, settings)
+    return TaskSeat(rank, hosts[rank], executor, settings, held)
+
+
+def _held_port() -> socket.socket:
+    """Bind a port that is free, for rank 0's store.
+
+    The store binds it as well, which Linux allows where both allow it and the first does not
+    listen.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 def local_folder() -> str | None:

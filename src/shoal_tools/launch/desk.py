@@ -3,9 +3,13 @@
     rank -> driver      who it is, in words · what it prints · its exit code
     driver -> rank      go · a signal for its processes
 
-Both prove first that they know the job's token, by a challenge of HMAC. Messages are plain bytes,
-whose first one says what they are. A connection that closes before the exit code means that the
-rank's executor is gone; at the rank, that the driver is.
+Both prove first that they know the job's token, by a challenge of HMAC. It is the standard
+library's, and no other signature of Shoal's has that form. Messages are plain bytes, and the first
+byte is their kind. A connection that closes before the exit code means that the rank's executor is
+gone; at the rank, that the driver is.
+
+Silent strangers are put out after 10 s, or as soon as there are too many of them (entrance.py). A
+rank that was put out among them comes again (`call_desk`).
 
 Cost: a thread a rank at the driver, which sleeps while nothing is said.
 """
@@ -15,10 +19,11 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import (
+    Client,
     Connection,
     answer_challenge,
     deliver_challenge,
@@ -26,10 +31,15 @@ from multiprocessing.connection import (
 from types import TracebackType
 from typing import Any
 
+from shoal_tools.launch.entrance import Entrance
+
 HELLO, OUT, ERR, EXIT = b"h", b"o", b"e", b"x"  # of a rank
 GO, SIGNAL = b"g", b"s"  # of the driver
 LOST = b"l"  # what the desk itself finds: the connection has closed
 MOST_BYTES = 1 << 17  # of a message
+_STRANGERS = 64  # connections without a proof, beside one a rank
+_PROOF_S = 10.0  # how long such a connection lasts
+_CALL_S, _AGAIN_S = 30.0, 0.2  # how long, and how often, a rank calls that is put out
 
 
 @dataclass(frozen=True)
@@ -52,19 +62,18 @@ class Desk:
 
     def __init__(self, address: str, token: str, ranks: int) -> None:
         where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(where[4][:2], family=where[0], backlog=128)
-        self._sockets: list[socket.socket] = []  # all that were accepted, also of strangers
+        listener = socket.create_server(where[4][:2], family=where[0], backlog=128)
+        self.port = int(listener.getsockname()[1])
+        self._entrance = Entrance(
+            [listener], self._hear, ranks + _STRANGERS, _PROOF_S, "shoal desk"
+        )
         self._key, self._ranks = token.encode(), ranks
         self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
-        self._open: dict[int, Connection[Any, Any]] = {}
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1])
+        self._open: dict[int, Connection[Any, Any]] = {}  # ranks' connections
+        self._admitted: dict[int, socket.socket] = {}  # the sockets below them
 
     def __enter__(self) -> Desk:
-        threading.Thread(target=self._accept, name="shoal desk", daemon=True).start()
+        self._entrance.open()
         return self
 
     def __exit__(
@@ -73,10 +82,10 @@ class Desk:
         value: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        for each in (self._listener, *list(self._sockets)):  # this wakes who waits on it
+        self._entrance.close()
+        for each in list(self._admitted.values()):
             with suppress(OSError):  # the other side has left already
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                each.shutdown(socket.SHUT_RDWR)  # this wakes its thread, which closes it
 
     def next(self, within_s: float) -> Said | None:
         """What comes next, if something does."""
@@ -90,40 +99,47 @@ class Desk:
         with suppress(OSError, KeyError):
             self._open[rank].send_bytes(message)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            self._sockets.append(accepted)
-            connection: Any = Connection(os.dup(accepted.fileno()))
-            threading.Thread(
-                target=self._hear, args=(connection, accepted), name="shoal desk", daemon=True
-            ).start()
-
-    def _hear(self, connection: Any, accepted: socket.socket) -> None:
-        """Everything that one connection says, until it closes."""
-        with connection:
-            self._hear_rank(connection)
-        accepted.close()
-        with suppress(ValueError):  # the desk is being left
-            self._sockets.remove(accepted)
-
-    def _hear_rank(self, connection: Any) -> None:
-        """What is no rank is not heard."""
+    def _hear(self, caller: socket.socket) -> None:
+        """Hear everything that one connection says, until it closes. Ignore strangers."""
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            number, _, words = connection.recv_bytes(MOST_BYTES).partition(b" ")
-            rank = int(number)
-        except Exception:  # whatever a stranger sends
+            connection: Any = Connection(os.dup(caller.fileno()))
+        except OSError:  # no file is left
             return
-        if rank in self._open or not 0 <= rank < self._ranks:
-            return
-        self._open[rank] = connection
+        with connection:
+            try:
+                deliver_challenge(connection, self._key)
+                is_admitted = self._entrance.admit(caller)
+                answer_challenge(connection, self._key)
+                number, _, words = connection.recv_bytes(MOST_BYTES).partition(b" ")
+                rank = int(number)
+            except Exception:  # whatever a stranger sends
+                return
+            if is_admitted and rank not in self._open and 0 <= rank < self._ranks:
+                self._open[rank], self._admitted[rank] = connection, caller
+                self._hear_rank(rank, words, connection)
+
+    def _hear_rank(self, rank: int, words: bytes, connection: Any) -> None:
         self._said.put(Said(rank, HELLO, words))
         with suppress(OSError, EOFError):
             while message := connection.recv_bytes(MOST_BYTES):
                 self._said.put(Said(rank, message[:1], message[1:]))
         self._said.put(Said(rank, LOST))
+
+
+def call_desk(desk: tuple[str, int], token: str) -> Connection[Any, Any]:
+    """Connect a rank to the driver's desk; both prove that they know the token.
+
+    Strangers may fill the desk, so that it puts the rank out, which then calls again.
+
+    Raises:
+        OSError: the desk is not reached.
+        AuthenticationError: somebody with another token answers.
+    """
+    deadline = time.monotonic() + _CALL_S
+    while True:
+        try:
+            return Client(desk, authkey=token.encode())
+        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"the connection ended: {error!r}") from error
+            time.sleep(_AGAIN_S)

@@ -21,16 +21,16 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import IO, Any
 
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
-from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL
+from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
 
 PYTHON = "\0python"  # a word of the command: the executor's own
@@ -66,10 +66,14 @@ def hold(order: TaskOrder) -> int:
     Raises:
         WorldError: the driver cannot be reached.
     """
-    seat = seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())
+    with closing(seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())) as seat:
+        return _hold(order, seat)
+
+
+def _hold(order: TaskOrder, seat: TaskSeat) -> int:
     try:
-        desk: Any = Client(order.desk, authkey=order.token.encode())
-    except OSError as error:
+        desk: Any = call_desk(order.desk, order.token)
+    except (OSError, AuthenticationError) as error:
         raise WorldError(
             f"{seat.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
             f"where ranks' output goes ({error})",

@@ -24,7 +24,7 @@ def columns_of(table: pa.Table) -> dict[str, Any]:
         everything else a list of Python values: `bytes`, `str`.
 
     Raises:
-        UsageError: a column of numbers has a null.
+        UsageError: a column of numbers has a null, or an array in it has one.
 
     Examples:
         >>> table = pa.table({"x": [[1.0, 2.0], [3.0, 4.0]], "name": ["a", "b"]})
@@ -54,21 +54,41 @@ def _is_fixed(kind: Any) -> bool:
     return bool(pa.types.is_fixed_size_list(kind))
 
 
-def _numbers(column: Any, name: str) -> Any:
+def _numbers(column: Any, name: str, depth: int = 0) -> Any:
+    """Make a tensor, or a list of them.
+
+    Args:
+        column: numbers, or arrays of them.
+        name: of the whole column.
+        depth: the number of arrays that these values stand in.
+    """
     if column.null_count:
         row = next(i for i, value in enumerate(column) if not value.is_valid)
         raise UsageError(
-            f"the column {name!r} has a null, which is no number",
-            got=f"{column.null_count} nulls among {len(column)} values, the first at row {row}",
-            do=f"drop such rows, or fill them: df.dropna(subset=[{name!r}])",
+            f"{'an array in ' * bool(depth)}the column {name!r} has a null, which is no number",
+            got=f"{column.null_count} nulls among {len(column)} values, the first at "
+            f"{'value' if depth else 'row'} {row}",
+            do=_without_nulls(name, depth),
         )
     if not _is_list(column.type):
         return torch.from_numpy(numpy.array(column.to_numpy(zero_copy_only=False)))
     lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-    inner = _numbers(column.flatten(), name)
+    inner = _numbers(column.flatten(), name, depth + 1)
     if isinstance(inner, list) or len(set(lengths.tolist())) > 1:
         return _pieces(inner, lengths.tolist())
     return inner.reshape(len(column), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
+
+
+def _without_nulls(name: str, depth: int) -> str:
+    """The expression of Spark's that drops rows with a null."""
+    if not depth:
+        return f"drop such rows, or fill them: df.dropna(subset=[{name!r}])"
+    found = "F.isnull"
+    for number in range(depth):
+        found = f"lambda v{number}: F.exists(v{number}, {found})" if number else found
+    return (
+        f'drop such rows: df.filter(~F.exists("{name}", {found})), with pyspark.sql.functions as F'
+    )
 
 
 def _pieces(values: Any, lengths: Iterable[int]) -> list[Any]:

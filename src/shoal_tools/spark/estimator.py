@@ -236,6 +236,12 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
     )
 
     def __init__(self, parts: Parts, **params: Any) -> None:
+        if not isinstance(parts, Parts):
+            raise UsageError(
+                "ShoalEstimator takes Parts: the functions that make model, loss and optimizer",
+                got=repr(parts)[:80],
+                do="ShoalEstimator(Parts(model=lambda: …), …)",
+            )
         super().__init__(parts)
         self._setDefault(epochs=1, numRanks=2, numServers=0, numTail=0)
         self._setDefault(checkpointFolder="", validationInterval=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from shoal.contracts.sample import Objective, called, own_loss
 from shoal.core.errors import UsageError
 from shoal.front.options import keywords
+from shoal_tools.spark.factories import check_function
+from shoal_tools.spark.labels import converted, label_kind
 
 # `Parts` has fields of its own for these
 _OWN = ("model", "loss_fn", "optimizer", "sample", "compute_loss")
@@ -27,7 +30,8 @@ class Parts:
     Args:
         model: makes the module.
         loss: makes the loss, of (output, target). None: the model returns its own loss, as for
-            `parallelize`.
+            `parallelize`. Where it is one of PyTorch's own, labels get the type that it takes:
+            classes int64, numbers the type of the input.
         optimizer: makes the optimizer, or a list of them, of the parameters.
         to_input: makes the model's input of the features of a batch: a tensor or, of text and
             bytes, a list. By default those themselves, as float32 where they are numbers.
@@ -40,7 +44,8 @@ class Parts:
             that makes them.
 
     Raises:
-        UsageError: a loss beside a `compute_loss`, or an option that `parallelize` does not take.
+        UsageError: an object in place of a function that makes it, a loss beside a `compute_loss`,
+            or an option that `parallelize` does not take.
 
     Examples:
         >>> from torch import nn
@@ -62,6 +67,11 @@ class Parts:
     )
 
     def __post_init__(self) -> None:
+        for name in ("model", "optimizer"):
+            check_function(name, getattr(self, name))
+        for name in ("loss", "to_input", "to_batch", "compute_loss", "metric"):
+            if getattr(self, name) is not None:
+                check_function(name, getattr(self, name))
         if self.compute_loss is not None and self.loss not in (None, nn.CrossEntropyLoss):
             raise UsageError(
                 "a compute_loss computes the whole loss, so there is no other",
@@ -95,8 +105,18 @@ class Parts:
         is_alone = self.returns_loss and self.to_batch is None
         return list(dict.fromkeys([features, *([label] if label and not is_alone else []), *more]))
 
+    @cached_property
+    def _label_kind(self) -> str:
+        return "" if self.compute_loss is not None else label_kind(self.loss)
+
     def input_of(self, features: Any) -> Any:
-        """What the model is called with."""
+        """Make the input that the model is called with.
+
+        Raises:
+            UsageError: a row has a null.
+        """
+        if isinstance(features, list):
+            check_nulls(features)
         if self.to_input is not None:
             return self.to_input(features)
         return features.float() if isinstance(features, Tensor) else features
@@ -106,7 +126,9 @@ class Parts:
         if self.to_batch is not None:
             return self.to_batch(columns)
         x = self.input_of(columns[features])
-        return x if self.returns_loss or not label else (x, columns[label])
+        if self.returns_loss or not label:
+            return x
+        return x, converted(columns[label], self._label_kind, x, label)
 
     def sample_of(self, batch: Any) -> Any:
         """A batch as `parallelize` takes it."""
@@ -179,12 +201,33 @@ def summed(
     return sums
 
 
+def check_nulls(features: list[Any]) -> None:
+    """Look whether all rows have features: a picture, a text.
+
+    Raises:
+        UsageError: one has a null.
+    """
+    row = next((row for row, each in enumerate(features) if each is None), None)
+    if row is not None:
+        raise UsageError(
+            "a row has a null in place of its features",
+            got=f"null at row {row} of a batch",
+            do="drop such rows: df.dropna(subset=[featuresCol])",
+        )
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Look whether `parallelize` takes these.
 
     Raises:
         UsageError: it does not, or they have a place of their own in `Parts`.
     """
+    if not isinstance(options, Mapping):
+        raise UsageError(
+            "Parts(options=…) is a dict, or a function of the model that makes one",
+            got=repr(options)[:80],
+            expected='as {"strategies": ["factor"]}',
+        )
     known = {*keywords(), "lossy", "features"} - set(_OWN)
     unknown = [name for name in options if name not in known]
     if unknown:

@@ -127,6 +127,14 @@ class Split:
         return batch.select([name for name in batch.schema.names if name != self._column])
 
 
+def no_rows() -> UsageError:
+    """Say that there is nothing to train on."""
+    return UsageError(
+        "there are no rows to train on",
+        do="give a DataFrame that has some; rows that are marked to validate with do not count",
+    )
+
+
 def _later(batches: list[Any], epoch: int, seed: list[int] | None) -> Iterator[Any]:
     if seed is None:
         yield from (pa.Table.from_batches([batch]) for batch in batches)

@@ -17,6 +17,7 @@ from shoal.core.numbers import is_count, is_positive
 from shoal_tools.launch.cluster import BarrierStage, check_slots
 from shoal_tools.spark.job import Start, TaskOutcome, Work
 from shoal_tools.spark.pickles import dumps, loads
+from shoal_tools.spark.rows import no_rows
 from shoal_tools.spark.task import SCHEMA, task_of
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def run(
         What `fn` returned, by rank, on those that train.
 
     Raises:
-        UsageError: more ranks than free cores, a missing column, or an error of a rank.
+        UsageError: more ranks than free cores, a missing column, no rows, or an error of a rank.
         WorldError: a rank was lost, or `fn` raised an error that is not Shoal's.
     """
     work = Work(
@@ -96,6 +97,8 @@ def run(
     rows = BarrierStage(spark, num_tasks).run(stage.collect)
     outcomes = sorted((TaskOutcome(**row.asDict()) for row in rows), key=lambda each: each.rank)
     raise_first(outcomes)
+    if len(outcomes) < num_tasks:  # Spark has seen that there is nothing to do
+        raise no_rows()
     results = (loads(bytes(each.result), "a rank's result") for each in outcomes[:num_ranks])
     return list(results)
 
@@ -227,7 +230,7 @@ def _sample(df: Any, num_rows: int) -> bytes:
     """The first rows, as an Arrow stream."""
     table = df.limit(num_rows).toArrow()
     if not len(table):
-        raise UsageError("there are no rows to train on", do="give a DataFrame that has some")
+        raise no_rows()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import PeerLost
-from shoal_tools.launch.barrier import local_folder, seat_of
+from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
 from shoal_tools.launch.processes import DIE_WITH_PARENT
 from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Start, TaskOutcome
 
@@ -53,7 +53,11 @@ def hold(start: Start, batches: Iterable[Any]) -> TaskOutcome:
         PeerLost: its process was killed.
     """
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
-    place = seat_of(context)
+    with closing(seat_of(context)) as place:
+        return _hold(start, batches, place)
+
+
+def _hold(start: Start, batches: Iterable[Any], place: TaskSeat) -> TaskOutcome:
     settings = {**place.settings, **start.roles, TOKEN: start.token}
     with tempfile.TemporaryDirectory(prefix="shoal-", dir=local_folder()) as name:
         folder = Path(name)

@@ -22,8 +22,9 @@ import torch
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
-from shoal_tools.spark.rows import RankRows
+from shoal_tools.spark.rows import RankRows, no_rows
 
+TO_TRAIN = "rows"  # the rows to train on, in words
 _PURPOSE = "Spark: how many rows has every rank?"
 
 
@@ -47,7 +48,7 @@ class JointBatches:
         batch_size: int,
         seed: int | None,
         convert: Callable[[Any], Any],
-        what: str = "rows",
+        what: str = TO_TRAIN,
     ) -> None:
         self._comm, self._rows, self._convert, self._what = comm, rows, convert, what
         self._total = batch_size * comm.size
@@ -83,6 +84,8 @@ class JointBatches:
         have = comm.numbers([ahead.look(2 * self._total)] * comm.size, _PURPOSE)
         num = rows_of_step(have, self._total)
         if not num:
+            if step == 0 and self._what == TO_TRAIN:
+                raise no_rows()
             return None
         if num < comm.size:
             raise UsageError(

@@ -17,6 +17,7 @@ from shoal.front.parallel import parallelize
 from shoal.front.request import listed
 from shoal.front.together import mean
 from shoal.session.session import world
+from shoal_tools.spark.factories import check_made
 from shoal_tools.spark.parts import Parts, summed
 
 
@@ -50,6 +51,7 @@ class FitFunction:
         """Train from the newest checkpoint, or from the start."""
         torch.manual_seed(self.seed)
         model, objective = self.parts.model(), self.parts.objective()
+        check_made("model", model)
         optimizer = self.parts.optimizer(model.parameters())
         torch.manual_seed(self.seed + 1 + world().rank)  # each rank drops out on its own
         with ExitStack() as stack:

