@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_function_that_computes_the_loss(compute_loss: Any) -> None:
 
 def two_losses(model: Any, loss_fn: Any, optimizer: Any, batches: list[Batch]) -> None:
     """Adds two losses of two calls, one of them scaled."""
-    for first, second in zip(batches, batches[1:], strict=False):
+    for first, second in pairwise(batches):
         optimizer.zero_grad()
         loss = loss_of(model, loss_fn, first) + 0.3 * loss_of(model, loss_fn, second)
         loss.backward()
