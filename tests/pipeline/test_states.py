@@ -135,3 +135,16 @@ def test_a_rank_keeps_its_layers_alone() -> None:
     assert sum(each.parameters for each in held) == whole
     assert all(0 < each.parameters < 0.8 * whole for each in held)
     assert all(each.optimizer_state < 2.1 * each.parameters + 200 for each in held)
+
+
+def test_copies_are_ordinary_models_with_memory_of_their_own() -> None:
+    def loop(model: Any, loss_fn: Any, steps: Any, batches: Any) -> Any:
+        copied, read = copy.deepcopy(model), [p.detach() for p in model.parameters()]
+        kept = state(copied)
+        plain(model, loss_fn, steps, batches)
+        assert type(copied) is Gpt
+        assert difference(kept, state(copied)) == 0
+        assert all(torch.equal(a, b) for a, b in zip(read, kept.values(), strict=True))
+        return of_words(copied(batches[0][0]), batches[0][1])  # by itself
+
+    script("gpt", loop=loop).on_ranks(2)
