@@ -12,7 +12,6 @@ import torch
 from one_process import (
     adamw,
     assert_same_bits,
-    built,
     cluster_of,
     difference,
     on_threads,
@@ -21,9 +20,8 @@ from one_process import (
     state,
 )
 from piped import PIPELINE, Script, plain, script
-from small_models import Gpt, of_words, words
+from small_models import Gpt, of_words
 from torch import nn
-from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
@@ -51,7 +49,10 @@ def of_part(tried: Script, begin: int, end: int, before: Any, after: Any) -> Scr
 
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.parametrize("last", ["pipeline", "replicate"])
-@pytest.mark.parametrize("kind", ["tied", "vit"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mlp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "vit", "unet"))],
+)
 def test_a_checkpoint_goes_on_with_other_ranks(
     tmp_path: Path, kind: str, last: str, optimizer: Any
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_checkpoint_goes_on_with_other_ranks(
     assert difference(expected, got[0][1]) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_one_plan_follows_another(optimizer: Any) -> None:
     tried = script("gpt", optimizer=optimizer)
@@ -97,7 +99,7 @@ def test_one_plan_follows_another(optimizer: Any) -> None:
     assert difference(expected, got[0][1]) <= 1e-10
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", [adamw, pytest.param(sgd, marks=pytest.mark.slow)])
 def test_states_are_those_of_one_process(optimizer: Any) -> None:
     def loop(model: Any, loss_fn: Any, steps: Any, batches: Any) -> Any:
         plain(model, loss_fn, steps, batches[:2])

@@ -25,23 +25,33 @@ def bert(**how: Any) -> nn.Module:
 
 
 def llama(**how: Any) -> nn.Module:
-    config = transformers.LlamaConfig(
-        **USUAL, num_attention_heads=2, num_key_value_heads=1, **how
-    )
+    config = transformers.LlamaConfig(**USUAL, num_attention_heads=2, num_key_value_heads=1, **how)
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=3, n_head=2, n_positions=16, resid_pdrop=0,
-        embd_pdrop=0, attn_pdrop=0,
+        vocab_size=WORDS,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     return transformers.GPT2LMHeadModel(config)
 
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0,
+        vocab_size=WORDS,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0,
         decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)

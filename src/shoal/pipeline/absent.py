@@ -99,7 +99,6 @@ class Forms:
 
         return pytree.tree_map(absent, returned)
 
-
     def needs_values(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Return whether a function looks at values."""
         try:
