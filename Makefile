@@ -8,6 +8,8 @@
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
 # make test-browser pages in Chromium, taken from PATH (on Debian: apt-get install chromium)
+# make test-proof twelve faults in the lab (root, Linux), 200 random models by the day's seed
+#                 (SHOAL_FUZZ_SEED=N repeats one), the documentation, pages in Chromium: minutes
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
 #
@@ -26,7 +28,7 @@ ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --
 # Tests start a hundred programs: each compiles the library anew where none may keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest test-gpu test-spark test-browser java lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark test-browser test-proof java lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -50,6 +52,10 @@ test-spark: java .venv/ready
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
 	$(BIN)/python -m pytest tests/tools/report/test_browser.py
+
+test-proof: .venv/ready docs test-browser
+	$(BIN)/python benchmarks/faults.py --chosen
+	$(BIN)/python tests/equivalence/random_terms.py --cases 200 --day
 
 java:
 	@command -v java >/dev/null || test -x "$$JAVA_HOME/bin/java" || { echo "Spark needs Java 17 or newer: \

@@ -1,7 +1,7 @@
 """Faults at every moment of a job: does every other rank end soon, and name the rank and its host?
 
     sudo .venv/bin/python benchmarks/faults.py [--only WORDS] [--chunk 1/10] [--beside 4]
-                                               [--json FILE] [--show] [--case FAULT …]
+                                               [--json FILE] [--show] [--case FAULT …] [--chosen]
 
 A fault is four words: a plan and how many ranks follow it, the rank that it strikes, a moment of
 that rank's, and what happens:
@@ -20,7 +20,8 @@ each of them naming the rank and its host, and neither a process nor a network n
 host that is cut off cannot know who else is: it has to end too, and that is all. A fault at the
 very end may be nobody's loss.
 
-Needs root and Linux (the lab). `tests/faults/test_every_moment.py` runs a few of them.
+Needs root and Linux (the lab). `tests/faults/test_every_moment.py` runs a few of them, and
+`make test-proof` the twelve that are `CHOSEN`: every plan and every kind.
 """
 
 from __future__ import annotations
@@ -54,10 +55,25 @@ from fault_job import (
     is_late,
 )
 
+from shoal_tools.launch.lab import Lab
 from shoal_tools.launch.namespaces import NAMES
 
 KINDS = ("kill", "stop", "link down", "exception")
 SOON_S = 30.0
+CHOSEN = (
+    "replicate, 3 ranks, rank 1, in backward 2, kill",
+    "replicate, 2 ranks, rank 0, measuring the links, link down",
+    "replicate, 3 ranks, rank 2, group 2/3, interface",
+    "sliced, 3 ranks, rank 2, before step 2, exception",
+    "sliced, 2 ranks, rank 1, in save, kill",
+    "factor, 3 ranks, rank 0, in backward 0, stop",
+    "cuts, 3 ranks, rank 1, in forward 2, link down",
+    "servers, 3 ranks, rank 2, message 2/4, kill",
+    "tables, 3 ranks, rank 0, before forward 2, exception",
+    "staleness, 3 ranks, rank 1, before step 2, stop",
+    "store at rank 0, 3 ranks, rank 0, in forward 2, kill",
+    "tails, 3 ranks, rank 2, message 2/4, stop",
+)
 
 
 @dataclass
@@ -216,6 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="words that a fault's name has, all of them")
     parser.add_argument("--case", action="append", help="a fault by its name, in place of those")
+    parser.add_argument("--chosen", action="store_true", help="those of `make test-proof`")
     parser.add_argument("--chunk", default="1/1", help="such a part of them: 3/10")
     parser.add_argument("--beside", type=int, default=4, help="jobs at once")
     parser.add_argument("--json", type=Path, help="a file to add the outcomes to, a line each")
@@ -223,9 +240,13 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.show:
         os.environ["FAULTS_SHOW"] = "yes"
+    if (lacks := Lab().missing()) is not None:
+        print(f"no faults are tried, because there is no lab here: {lacks}")
+        return 0 if asked.chosen else 1
     part, parts = map(int, asked.chunk.split("/"))
     fitting = [case for case in cases() if all(w in str(case) for w in asked.only.split())]
-    chosen = [named(name) for name in asked.case or ()] or fitting[part - 1 :: parts]
+    names = asked.case or (CHOSEN if asked.chosen else ())
+    chosen = [named(name) for name in names] or fitting[part - 1 :: parts]
     outcomes = []
     for outcome in run(chosen, asked.beside):
         outcomes.append(outcome)

@@ -41,6 +41,7 @@ from resnet50 import ResNet50
 RANK = int(os.environ.get("RANK", "0"))
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"  # where there is no GPU, to try the script on small models
+AUTOCAST = True  # bfloat16, as on GPUs
 Loss = Callable[[Any, Tensor], Tensor]
 
 
@@ -91,7 +92,7 @@ class Autocast(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=AUTOCAST):
             out: Tensor = self.model(x)
         return out
 

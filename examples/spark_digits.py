@@ -1,6 +1,6 @@
 """Digits from a DataFrame: trained on Spark's executors, validated, then used as a column.
 
-    pip install 'shoal[spark]' scikit-learn
+    pip install -e '.[spark,examples]'                                 # in a clone of Shoal
     python examples/spark_digits.py --master spark://head:7077 --ranks 3
 
 Without --master Spark's own is taken: all cores of this machine, if nothing else is said.

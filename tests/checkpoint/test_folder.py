@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.checkpoint import folder
-from shoal.checkpoint.folder import STATE, found, replacing
+from shoal.checkpoint.folder import STATE, as_path, check_names, found, replacing
 from shoal.core.errors import UsageError
 
 
@@ -49,6 +50,28 @@ def test_an_error_leaves_the_older_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["saved"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_place_that_is_not_given_leaves_nothing(
+    tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "saved"
+    if exists:
+        put(path, "1")
+    rename = Path.rename
+
+    def refuse(one: Path, other: Path) -> Path:
+        if ".tmp-" in one.name and other == path:
+            raise OSError("no")
+        return rename(one, other)
+
+    monkeypatch.setattr(folder, "_changed_places", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no"):
+        put(path, "2")
+    assert os.listdir(tmp_path) == ["saved"] * exists
+    assert not exists or (path / STATE).read_text() == "1"
+
+
 @pytest.mark.parametrize("name", ["saved", "lr[0.1]*"])
 def test_between_two_renames_the_older_one_is_found(tmp_path: Path, name: str) -> None:
     path, old = tmp_path / name, tmp_path / f"{name}.old-host-1-ab"
@@ -83,3 +106,29 @@ def test_what_a_process_that_ended_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     put(tmp_path / "saved", "1")
     assert set(os.listdir(tmp_path)) == {"saved", *list(names.values())[1:]}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) -> None:
+    target, link = tmp_path / "other-disk" / "saved", tmp_path / "link"
+    if exists:
+        put(target, "1")
+    link.symlink_to(target)
+    put(link, "2")
+    assert link.is_symlink() and os.listdir(target.parent) == ["saved"]
+    assert (target / STATE).read_text() == "2"
+    target.rename(target.with_name("saved.old-host-1-ab"))
+    assert found(link) == target.with_name("saved.old-host-1-ab")
+
+
+@pytest.mark.parametrize("path", [None, "", "a\0b", "\ud800", b"saved", 3, ["saved"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(UsageError, match=r"shoal.load takes the path of a folder"):
+        as_path(path, "shoal.load")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "/etc/x", "a/b", "a\0b", "a\nb", "random-state"])
+def test_a_name_that_no_file_of_the_folder_can_have(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot be saved under that name"):
+        check_names(["model", name])
+    check_names(["model", "my model", "net.0", "..", "modèle"])

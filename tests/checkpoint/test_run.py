@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,104 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written there"):
         RunFolder(tmp_path / "file" / "run").lock()
+
+
+def test_only_what_shoal_made_is_removed(tmp_path: Path) -> None:
+    mine = {"notes.tmp-mine", "photos.tmp-1", "step-1.tmp-host-1-aa", "step-00000001.tmp-mine"}
+    killed = {"step-00000001.tmp-host-1-aa", "LATEST.tmp-a.b-c-77-0f", "step-00000002.tmp-gone"}
+    for name in mine | killed:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    run = RunFolder(tmp_path)
+    run.lock()
+    run.unlock()
+    assert set(names(run)) == mine | {"LOCK"}
+    assert all((tmp_path / name / "file").exists() for name in mine)
+
+
+def test_a_link_in_the_folder_is_removed_and_its_target_stays(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    for step in (1, 2):
+        put(run, step)
+    moved = tmp_path / "other-disk"
+    (run.folder / name_of(1)).rename(moved)
+    (run.folder / name_of(1)).symlink_to(moved)
+    put(run, 3, keep=2)
+    assert names(run) == [LATEST, name_of(2), name_of(3)]
+    assert (moved / STATE).exists()
+
+
+def test_the_last_few_are_those_of_most_steps_whatever_the_clock_says(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (10, 20, 30):
+        put(run, step)
+        os.utime(tmp_path / name_of(step) / STATE, (100 - step, 100 - step))
+    put(run, 40)
+    assert names(run) == [LATEST, *map(name_of, (20, 30, 40))]
+
+
+def test_a_run_that_went_back_drops_the_steps_that_it_has_left(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (10, 20, 30):
+        put(run, step)
+    (tmp_path / LATEST).write_text(name_of(10))
+    assert run.newest() == name_of(10)
+    put(run, 15)
+    put(run, 18)
+    assert names(run) == [LATEST, *map(name_of, (10, 15, 18))]
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_latest_with_a_changed_bit_is_as_none(tmp_path: Path, bit: int) -> None:
+    run = RunFolder(tmp_path)
+    for step in (10, 20):
+        put(run, step)
+    text = bytearray((tmp_path / LATEST).read_bytes())
+    text[3] ^= 1 << bit
+    (tmp_path / LATEST).write_bytes(text)
+    assert run.newest() == name_of(20)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    put(run, 10)
+    (tmp_path / LATEST).unlink()
+    (tmp_path / name_of(20)).mkdir()
+    for path in (tmp_path / LATEST, tmp_path / name_of(20) / STATE):
+        os.mkfifo(path)
+    assert run.newest() == name_of(10)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["link", "FIFO", "file"])
+def test_a_lock_that_shoal_did_not_make_is_left_alone(tmp_path: Path, kind: str) -> None:
+    lock, other = tmp_path / "run" / "LOCK", tmp_path / "thesis.txt"
+    lock.parent.mkdir()
+    other.write_text("mine")
+    if kind == "link":
+        lock.symlink_to(other)
+    elif kind == "FIFO":
+        os.mkfifo(lock)
+    else:
+        other.rename(lock)
+        other = lock
+    with pytest.raises(UsageError, match=r"cannot be written there|another file where"):
+        RunFolder(lock.parent).lock()
+    assert other.read_text() == "mine"
+
+
+def test_a_folder_that_was_removed_is_locked_again(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    run.lock()
+    shutil.rmtree(run.folder)
+    run.lock_again()
+    with pytest.raises(UsageError, match="another job"):
+        other.lock()
+    shutil.rmtree(run.folder)
+    other.lock()
+    for _ in range(2):  # also a second time
+        with pytest.raises(UsageError, match="another job"):
+            run.lock_again()
+    other.unlock()
+    run.unlock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.distributed import HashStore, Store
 from shoal.comm import heartbeat
 from shoal.comm.beats import Beat, Verdict
 from shoal.comm.heartbeat import Heartbeat, StoreHolder
+from shoal.comm.pulse import PulseAddress
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
 from shoal.core.facts import Topology
@@ -322,6 +324,69 @@ def test_leaving_frees_threads_that_are_inside_an_exchange(ranks: Ranks) -> None
     mine.channels[0] = Freed(partial(mine.busy.discard, 7))
     mine.leave(None)
     assert not mine.busy
+
+
+def test_a_verdict_is_heard_in_each_step_and_but_once_beside_training(ranks: Ranks) -> None:
+    own = ranks.beating[0]
+    own.hear()
+    ranks.beating[1].leave(KeyError("boom"))
+    assert own._case.closed.wait(5)
+    for again in (False, True, True):
+        with pytest.raises(PeerLost, match="KeyError: 'boom'"):
+            own.hear(again=again)
+    own.hear(again=False)
+
+
+def test_a_verdict_that_the_program_does_not_hear_is_a_line_of_the_log(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "_UNTOLD_S", 0.1)
+    ranks.beating[1].leave(KeyError("boom"))
+    assert ranks.told(2).rank == 1  # this one hears it
+    ranks.beating[0]._server.join(5)
+    assert "rank 1 (host h1) failed: KeyError: 'boom'. This rank ends" in caplog.text
+    assert len(caplog.records) == 1
+
+
+@dead_rank_1
+def test_a_process_that_has_ended_is_lost_before_silence_alone_tells(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host refuses the connection to its pulse; nothing is exchanged meanwhile."""
+    for beating in ranks.beating.values():
+        monkeypatch.setattr(beating._judge, "silent_s", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        address = PulseAddress("127.0.0.1", port.getsockname()[1])
+    values(ranks.store).write("pulse/1", address)
+    error = ranks.told(2)
+    assert error.rank == 1
+    assert "gives no sign of life: its process has ended" in str(error)
+
+
+@dataclass
+class SlowToFree:
+    """A channel whose threads take a while to free."""
+
+    done: list[str]
+
+    def free(self) -> None:
+        time.sleep(0.3)
+        self.done.append("freed")
+
+    def end(self) -> None:
+        self.done.append("ended")
+
+
+def test_a_channel_is_not_taken_away_while_the_guard_frees_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_BEAT_S", 0.1)  # leaving waits for a thread twice as long
+    done: list[str] = []
+    ranks.beating[0].channels[0] = SlowToFree(done)
+    ranks.store.answers.clear()  # the guard sees it, and the server is stuck
+    assert ranks.beating[0]._case.closed.wait(5)
+    ranks.beating[0].leave(None)
+    assert done == ["freed", "ended"]
 
 
 def test_all_that_were_stopped_together_blame_nobody(jumped: SimpleNamespace, ranks: Ranks) -> None:

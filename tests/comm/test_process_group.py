@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from shoal.comm import process_group
+from shoal.comm.inside import is_timeout
 from shoal.comm.places import Journal
 from shoal.comm.process_group import ProcessGroupComm, join
 from shoal.comm.rendezvous import seat
@@ -225,5 +226,24 @@ def test_a_limit_that_is_given_is_kept_to_whatever_is_predicted(
     lane.expects(7.0)
     lane.begins("exchange")
     journal.waits(lane._record, None, "exchange")
-    assert lane.timeout_s == (given or 300.0)
+    assert lane.timeout_s == (given or 1800.0)
     assert journal.limit_s() == (70.0 if given is None else None)
+
+
+def test_a_channel_that_has_ended_can_be_freed_still() -> None:
+    """As a thread of the heartbeat may do while its rank ends."""
+    ProcessGroupComm.__new__(ProcessGroupComm).free()
+
+
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        ("Timed out waiting 300000ms for recv operation to complete", True),
+        ("Read error [10.0.0.2]:4000: Connection timed out", False),
+        ("Application timeout caused pair closure", False),
+    ],
+)
+def test_a_limit_that_has_passed_is_told_from_a_network_that_gave_up(
+    words: str, passed: bool
+) -> None:
+    assert is_timeout(RuntimeError(f"[gloo/transport/tcp/unbound_buffer.cc:81] {words}")) is passed

@@ -81,6 +81,7 @@ def test_it_ends_with_the_rank_however_that_ends(
 ) -> None:
     rank, pulses = sleeper
     (child,) = children(rank.pid)
+    assert not pulses.has_ended(1)
     rank.kill()
     rank.wait()
     until = time.monotonic() + 5
@@ -88,6 +89,7 @@ def test_it_ends_with_the_rank_however_that_ends(
         time.sleep(0.02)
     assert not Path(f"/proc/{child}").exists()
     assert pulses.state(1) == b""
+    assert pulses.has_ended(1)
 
 
 @pytest.mark.processes
@@ -109,3 +111,18 @@ def test_strangers_get_nothing_and_keep_nobody_waiting(
 
 def test_without_a_pulse_nobody_answers() -> None:
     assert not Pulses().lives(1)
+    assert not Pulses().has_ended(1)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError, OSError(113, "no route")])
+def test_a_host_that_is_away_is_no_end_of_a_process(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise error
+
+    pulses = Pulses()
+    pulses.addresses[1] = PulseAddress("127.0.0.1", 1)
+    assert pulses.has_ended(1)  # nobody listens there
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    assert not pulses.has_ended(1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
 from shoal.data.sharded import sharded
@@ -225,3 +227,71 @@ def test_where_a_thread_draws_ahead_nobody_is_told_of_an_end() -> None:
     for _ in drawn:
         rank.step()
     assert len(ended) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("peek", PEEKS)
+@pytest.mark.parametrize("step", [None, 0, 1, 3])
+def test_a_look_changes_no_position(peek: Peek, step: int | None) -> None:
+    rank, places = Rank(0), []
+    for _ in range(2):
+        if step is None:
+            peek(rank.loader, rank.other)
+        for number, _ in enumerate(rank.loader):
+            if number == step:
+                peek(rank.loader, rank.other)
+            rank.step()
+            state = rank.loader.state_dict()
+            places.append(24 * state["epoch"] + sum(state["position"]))
+    assert places == list(range(6, 49, 6))
+
+
+@pytest.mark.quick
+def test_a_position_that_is_gone_on_from_behind_a_look() -> None:
+    rank, other, rest = Rank(0), Rank(0), []
+    for number, _ in enumerate(rank.loader):
+        if number == 1:
+            next(iter(rank.loader))
+        rank.step()
+        if number == 1:
+            other.loader.load_state_dict(rank.loader.state_dict())
+        elif number > 1:
+            rest.append(_.tolist())
+    assert [batch.tolist() for batch in other.loader] == rest
+
+
+@pytest.mark.quick
+def test_a_step_without_a_backward_is_a_sign_of_training() -> None:
+    rank, seen = Rank(0), []
+    for _ in range(3):
+        rows = []
+        for batch in rank.loader:
+            rows.append(batch.tolist())
+            rank.passes.stepped()
+        seen.append(str(rows))
+    assert len(set(seen)) == 3
+    assert rank.loader.state_dict()["epoch"] == 3
+
+
+@pytest.mark.quick
+def test_a_second_optimizer_takes_no_look_for_training() -> None:
+    rank = Rank(0)
+    for _ in rank.loader:
+        rank.step()
+        rank.passes.stepped()
+        rank.passes.stepped()
+    next(iter(rank.loader))
+    assert rank.loader.state_dict()["epoch"] == 1
+    rank.step()
+    next(iter(rank.loader))  # drawn behind the backward
+    rank.passes.stepped()
+    assert (rank.loader.state_dict()["epoch"], rank.loader.state_dict()["position"]) == (1, [6])
+
+
+@pytest.mark.parametrize("epoch", [-1, "x", 1.0, None, True, 1 << 40], ids=repr)
+def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
+    loader = sharded(DataLoader(range(8), 2), Deal(0, 2), 7, Passes())
+    loader.set_epoch(torch.tensor(3))
+    with pytest.raises(UsageError, match=r"counted from 0(.|\n)*set_epoch\("):
+        loader.set_epoch(epoch)
+    assert loader.source.epoch == 3

@@ -114,6 +114,7 @@ class Training:
     optimizer: Callable[[Iterable[nn.Parameter]], Any] = sgd
     loop: Loop = plain
     count: Callable[..., float | Tensor] | None = None
+    weigh: str = "rows"
     compute_loss: Callable[[Any, Any], Tensor] | None = None  # with loss_fn=None
     placement: str | dict[str, int] = "balanced"
     search_options: SearchOptions = DEFAULT
@@ -146,6 +147,7 @@ class Training:
                     sample=mine[0],
                     pins=pins,
                     count=self.count,
+                    weigh=self.weigh,
                     compute_loss=self.compute_loss,
                     placement=self.placement,
                     **({"search_options": self.search_options} | options),
@@ -163,15 +165,16 @@ class Training:
         if strategy in BUCKETED:
             return {"*": way}
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
-        return {"*": rest} | served_by(
-            strategy,
-            self.model,
-            self.loss_fn,
-            self.batches[0],
-            cluster_of(ranks),
-            compute_loss=self.compute_loss,
-            counted=self.count is not None,
-        )
+        with using(ThreadComm()):  # so that a loss may ask for the rank
+            return {"*": rest} | served_by(
+                strategy,
+                self.model,
+                self.loss_fn,
+                self.batches[0],
+                cluster_of(ranks),
+                compute_loss=self.compute_loss,
+                counted=self.count is not None or self.weigh == "ranks",
+            )
 
 
 def served_by(
@@ -186,7 +189,7 @@ def served_by(
     served: dict[str, str] = {}
     for layer in profile.layers:
         together = {layer.name: strategy, **kind.needs(layer)}
-        if kind.refuses(layer, cluster) is None and not together.keys() & served.keys():
+        if kind.refusal(layer, cluster) is None and not together.keys() & served.keys():
             served |= together
     assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
     return served

@@ -2,6 +2,7 @@
 
     python tests/equivalence/random_terms.py --cases 2000
     python tests/equivalence/random_terms.py --case 17
+    python tests/equivalence/random_terms.py --cases 200 --day
 
 A case is all that follows from its number. A step of it is one of the ways in which loops call
 models and backward; its loss is a loss function's, with terms beside that reach parameters by the
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
+import os
 import random
 import sys
 import time
@@ -33,6 +36,7 @@ from shoal.front.joining import using
 from shoal.servers.servers import serve
 
 WITHIN = 1e-9
+SEED = "SHOAL_FUZZ_SEED"
 TERMS = ("attribute", "list", "side", "hook", "output", "penalty", "one", "gradient", "weight")
 STEPS = ("plain", "plain", "accumulate", "backwards", "two", "unlike", "late", "again")
 OF_LINEAR = ("replicate", "sliced", "factor", "column", "row")
@@ -322,6 +326,13 @@ def judged(number: int) -> str:
     return "same"
 
 
+def day_seed(cases: int) -> int:
+    """Return the first of this day's cases, and say how to repeat them."""
+    first = int(os.environ.get(SEED) or int(time.time() // 86_400) * cases)
+    print(f"cases {first} to {first + cases - 1}: {SEED}={first} repeats them", flush=True)
+    return first
+
+
 _OF_CALLS = "call backward once for each call of the model"
 
 
@@ -331,12 +342,19 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--case", type=int)
+    parser.add_argument(
+        "--day",
+        action="store_true",
+        help=f"other cases each day, all of them in turn; {SEED} repeats those of another day",
+    )
     parser.add_argument("--beside", choices=BESIDE, help="only cases with that")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("shoal").setLevel(logging.ERROR)
     for name in ("_FEWEST", "_MOST"):
         setattr(sys.modules["shoal.profiling.layers"], name, 1)
-    numbers = range(options.first, options.first + options.cases)
+    first = day_seed(options.cases) if options.day else options.first
+    numbers = range(first, first + options.cases)
     found: Counter[str] = Counter()
     begin = time.perf_counter()
     for number in [options.case] if options.case is not None else numbers:

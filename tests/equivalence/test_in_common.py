@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 import shoal
@@ -110,6 +111,111 @@ def test_settings_that_come_to_differ(
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_schedulers_that_differ_are_named_as_rates_do(way: str) -> None:
+    def script(script: Script) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(script.optimizer, 2, gamma=0.5)
+        if script.rank == 1:  # as if it alone had gone on from a checkpoint
+            scheduler.last_epoch = 1
+        says = r"\['lr'\](?s:.)*StepLR.last_epoch is \d(?s:.)*StepLR.last_epoch is \d"
+        with pytest.raises(RanksDiffer, match=says):
+            for _ in range(4):
+                script.step(ROWS[:3] + script.rank, torch.arange(3))
+                scheduler.step()
+            script.model(ROWS)
+
+    on_ranks(2, way, script)
+
+
+def unlike_scale(rank: int) -> GradScaler:
+    return GradScaler("cpu", init_scale=32.0 if rank else 64.0)
+
+
+def nearly_growing(rank: int) -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 7 * rank})
+    return scaler
+
+
+def alike(rank: int) -> GradScaler:
+    return GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+
+# elsewhere to look for infinite gradients is a call that all ranks make
+BY_THEMSELVES = pytest.mark.parametrize("way", ["replicate:ring", "factor"])
+SCALERS = {
+    unlike_scale: r"GradScaler of AdamW: scale(?s:.)*rank 1: 32.0(?s:.)*on rank 0: 64.0(?s:.)*load",
+    nearly_growing: r"GradScaler of AdamW: growth_tracker(?s:.)*rank 1: (7|8).0",
+}
+
+
+def scaled_steps(script: Script, scaler: GradScaler | None) -> None:
+    for _ in range(4):
+        script.optimizer.zero_grad()
+        loss = script.loss_fn(script.model(ROWS[:3] + script.rank), torch.arange(3))
+        if scaler is None:
+            loss.backward()
+            script.optimizer.step()
+            continue
+        scaler.scale(loss).backward()
+        scaler.unscale_(script.optimizer)
+        scaler.step(script.optimizer)
+        scaler.update()
+    script.model(ROWS)
+
+
+@pytest.mark.parametrize("made", SCALERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_scalers_that_differ(way: str, made: Callable[[int], GradScaler]) -> None:
+    def script(script: Script) -> None:
+        with pytest.raises(RanksDiffer, match=SCALERS[made]):
+            scaled_steps(script, made(script.rank))
+
+    on_ranks(2, way, script)
+
+
+@pytest.mark.parametrize("odd", [GradScaler("cpu", enabled=False), None], ids=["disabled", "none"])
+@BY_THEMSELVES
+def test_a_rank_without_a_scaler(way: str, odd: GradScaler | None) -> None:
+    def script(script: Script) -> None:
+        says = r"GradScaler of AdamW: (?s:.)*rank 1: (1.0|\(not there\))"
+        with pytest.raises(RanksDiffer, match=says):
+            scaled_steps(script, odd if script.rank else alike(0))
+
+    on_ranks(2, way, script)
+
+
+@pytest.mark.parametrize("change", [lower_rate, None])
+@pytest.mark.parametrize("way", ["replicate:direct", "sliced"])
+def test_what_no_bucket_tells_is_compared_now_and_then(
+    way: str, change: Callable[[Script], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in ("replicate", "sliced"):  # as on a GPU
+        monkeypatch.setattr(f"shoal.strategies.{room}.can_tell", lambda flat, ranks: False)
+    monkeypatch.setattr("shoal.engine.common._EVERY", 5)
+
+    def script(script: Script) -> None:
+        def steps() -> None:
+            for _ in range(5):
+                script.step(ROWS[:3] + script.rank, torch.arange(3))
+
+        with pytest.raises(RanksDiffer, match="scale" if change is None else r"\['lr'\]"):
+            if change is None:
+                scaled_steps(script, unlike_scale(script.rank))
+            steps()
+            if script.rank == 1 and change is not None:
+                change(script)
+            steps()
+            steps()
+
+    on_ranks(2, way, script)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scalers_that_are_alike_are_nothing(way: str) -> None:
+    on_ranks(2, way, lambda script: scaled_steps(script, alike(script.rank)))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_settings_that_change_alike_are_nothing(way: str) -> None:
     def script(script: Script) -> list[Tensor]:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.9)
@@ -135,6 +241,43 @@ def test_a_rank_that_sets_another_epoch(way: str) -> None:
             script.loader.sampler.set_epoch(7)  # type: ignore[attr-defined]
         with pytest.raises(RanksDiffer, match=r"epoch of the sharded loader(?s:.)*rank 1: 7"):
             script.epoch()
+
+    on_ranks(2, way, script)
+
+
+def one_batch_more(script: Script) -> None:
+    batches = iter(script.loader)
+    if script.rank == 1:
+        next(batches)
+    for x, y in batches:
+        script.step(x, y)
+    script.model(ROWS)  # waits for what owners send
+
+
+def another_position(script: Script) -> None:
+    script.step(*next(iter(script.loader)))
+    if script.rank == 1:
+        script.loader.load_state_dict(script.loader.state_dict())  # type: ignore[attr-defined]
+    script.epoch()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_takes_one_batch_more(way: str) -> None:
+    def script(script: Script) -> None:
+        script.epoch()
+        with pytest.raises(
+            RanksDiffer, match=r"the position in (?s:.)*rank 1: 1\d rows(?s:.)*taken"
+        ):
+            one_batch_more(script)
+
+    on_ranks(2, way, script)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_loads_a_position_alone(way: str) -> None:
+    def script(script: Script) -> None:
+        with pytest.raises(RanksDiffer, match=r"rank 1(?s:.)*(the epoch of|the position in)"):
+            another_position(script)
 
     on_ranks(2, way, script)
 
@@ -167,8 +310,10 @@ def test_peeks_of_one_rank_are_nothing(way: str) -> None:
     def script(script: Script) -> None:
         for _ in range(2):
             for number, (x, y) in enumerate(script.loader):
-                if script.rank == 1 and number % 2:
+                if script.rank == 1 and number != 1:
                     next(iter(script.loader))
+                if script.rank == 0 and number == 0:
+                    list(script.loader)
                 script.step(x, y)
             if script.rank == 0:
                 list(script.loader)

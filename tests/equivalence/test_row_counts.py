@@ -9,10 +9,12 @@ import torch
 from one_process import (
     AMONG_WORKERS,
     CUTS,
+    DEVICE,
     UNEVEN,
     Training,
     assert_same,
     built,
+    call,
     features,
     integers,
     mlp,
@@ -70,9 +72,75 @@ def test_token_loss_with_ignore_index(way, loss_fn, uneven):
     )
 
 
-def test_token_loss_without_its_count_is_another_mean():
-    with pytest.raises(AssertionError, match="1e-10"):
-        assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss))
+@pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
+def test_token_loss_counts_its_targets_itself(loss_fn):
+    assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn), uneven=True)
+
+
+WEIGHTS = torch.tensor([1.0, 10.0, 0.5, 3.0], dtype=torch.float64, device=DEVICE)
+
+
+def weighted_token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), WEIGHTS, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS, "head"])
+@pytest.mark.parametrize("uneven", [True])
+def test_class_weights_count_themselves(way, uneven):
+    training = Training(model=built(Tagger), batches=tokens(), loss_fn=weighted_token_loss)
+    assert_same(training, 3, way, uneven=uneven)
+
+
+def test_class_weights_that_change_in_training_and_probabilities():
+    """The module's weights are read anew; of probabilities torch's loss is a mean over rows."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for number, (x, y) in enumerate(batches):
+            loss_fn.weight = WEIGHTS.roll(number)
+            optimizer.zero_grad()
+            loss_fn(model(x).transpose(1, 2), y).backward()
+            optimizer.step()
+
+    loss_fn = nn.CrossEntropyLoss(WEIGHTS)
+    rows = [(x, y.clamp(min=0)) for x, y in tokens()]
+
+    class Turned(Tagger):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids).transpose(1, 2)
+
+    def turned(model, loss_fn, optimizer, batches):
+        loop(lambda x: model(x).transpose(1, 2), loss_fn, optimizer, batches)
+
+    training = Training(model=built(Turned), batches=rows, loss_fn=loss_fn, loop=turned)
+    assert_same(training, 3, uneven=True)
+    near = [(x, F.one_hot(y, 4).double().transpose(1, 2) * 0.8 + 0.05) for x, y in rows]
+    training = Training(model=built(Turned), batches=near, loss_fn=nn.CrossEntropyLoss(WEIGHTS))
+    assert_same(training, 3, uneven=True)
+
+
+class OwnTokenLoss(Tagger):
+    def __init__(self, loss_fn: Any) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_fn(super().forward(ids)[:, :-1], labels[:, 1:])
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, weighted_token_loss])
+def test_a_models_own_loss_counts_the_labels_of_its_input(loss_fn):
+    """The first label of each row, which is shifted away, counts on no rank."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, _ in batches:
+            optimizer.zero_grad()
+            call(model, x).backward()
+            optimizer.step()
+
+    batches = [(batch, None) for batch in tokens()]
+    model = built(lambda: OwnTokenLoss(loss_fn))
+    training = Training(model=model, batches=batches, loss_fn=None, loop=loop)
+    assert_same(training, 3, uneven=True)
 
 
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
@@ -92,11 +160,7 @@ def test_a_rank_all_of_whose_targets_are_ignored_by_a_head(count, loss):
 
     batches = tokens(nothing_in_rows=slice(0, 4))
     training = Training(model=built(Tagger), batches=batches, loss_fn=loss_fn, count=count)
-    if count is not None:
-        assert_same(training, 3, "head")
-    else:  # its loss is 0 ÷ 0, its gradients are zero, as torch has them
-        states = training.on_ranks(3, "head")
-        assert all(value.isfinite().all() for its in states for value in its.values())
+    assert_same(training, 3, "head")
 
 
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])

@@ -16,9 +16,12 @@ from bad_cases import RANKS, Case, batch, model, only, option, sgd, told
 from torch import Tensor, nn
 
 import shoal
+from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.sample import Sample
 from shoal.core.errors import PlanError, RanksDiffer, SampleError, UsageError, WorldError
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.front import joining
+from shoal.front.joining import using
 from shoal.profiling.identity import model_digest
 
 # TorchScript's registry of classes is the process's: ranks that are threads take turns
@@ -40,6 +43,56 @@ class Scaled(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output * self.scale, target)
+
+
+class Unset(torch.optim.Optimizer):
+    """A wrapper as many packages have it, which torch's own `__init__` never sets up."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.optimizer = inside
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Held:
+    """A wrapper that is no optimizer of torch's."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.optim = inside
+
+
+class ByMethods(nn.Module):
+    """A model whose loss is made by a method, as in reinforcement learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+class TakesAction(ByMethods):
+    """A model whose forward is for acting alone."""
+
+    def forward(self, observation: Tensor, *, action: Tensor) -> Tensor:
+        raise AssertionError("it lacks an action")
+
+
+class NeverRun(nn.Module):
+    """A model that must be refused before anybody runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hidden = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("the model was run")
 
 
 PLAN = shoal.Plan(
@@ -100,6 +153,36 @@ PLANS = {
         PlanError,
         ("no allowed strategy serves layer norm", "LayerNorm"),
         options=option(strategies=["factor"]),
+    ),
+    "no strategy that can, before measuring": Case(
+        PlanError,
+        ("no allowed strategy serves layer norm", "factor: it serves nn.Linear", "LayerNorm"),
+        model=lambda rank: NeverRun(),
+        options=option(strategies=["factor", "row"]),
+    ),
+    "strategies without their hosts, before measuring": Case(
+        PlanError,
+        ("no allowed strategy serves layer norm", "server: there are no servers", "no tail hosts"),
+        model=lambda rank: NeverRun(),
+        options=option(strategies=["server", "stage"]),
+    ),
+    "a pin to a strategy that cannot, before measuring": Case(
+        PlanError,
+        ("factor cannot serve layer norm", "LayerNorm", "pin of norm"),
+        model=lambda rank: NeverRun(),
+        options=option(pins={"norm": "factor"}),
+    ),
+    "a plan with a strategy that cannot, before measuring": Case(
+        PlanError,
+        ("row cannot serve layer norm", "LayerNorm", "replicate"),
+        model=lambda rank: NeverRun(),
+        options=option(
+            plan=replace(
+                PLAN,
+                model=model_digest(NeverRun()),
+                choices=(shoal.Choice("norm", "row"), shoal.Choice("hidden", "row")),
+            )
+        ),
     ),
     "pins as a list": Case(
         PlanError, ("not a mapping", "['0']", "pins={"), options=option(pins=["0"])
@@ -290,6 +373,16 @@ SAMPLES = {
         SampleError, ("not a pair", "float32 (4, 6)"), options=option(sample=batch(0)[0])
     ),
     "a triple": Case(SampleError, ("not a pair",), options=option(sample=(*batch(0), 1))),
+    "a model without forward": Case(
+        SampleError,
+        ('missing the required "forward"', "give compute_loss=f", "(model, batch)"),
+        model=lambda rank: ByMethods(),
+    ),
+    "a model with a forward for something else": Case(
+        SampleError,
+        ("does not take the sample", "try loss_fn", "give compute_loss=f"),
+        model=lambda rank: TakesAction(),
+    ),
     "no rows": Case(
         SampleError, ("no rows",), options=option(sample=(torch.empty(0, 6), torch.empty(0)))
     ),
@@ -334,6 +427,26 @@ SAMPLES = {
 OTHERS = {
     "no optimizer": Case(
         UsageError, ("not a torch optimizer", "str"), optimizer=lambda rank, model: "sgd"
+    ),
+    "a wrapper that torch never set up": Case(
+        UsageError,
+        ("not set up", "got: Unset", "as wrapper.optimizer"),
+        optimizer=lambda rank, model: Unset(sgd(model.parameters())),
+    ),
+    "a wrapper beside its inside": Case(
+        UsageError,
+        ("not set up", "as wrapper.optimizer"),
+        optimizer=lambda rank, model: [base := sgd(model.parameters()), Unset(base)],
+    ),
+    "a wrapper of another type": Case(
+        UsageError,
+        ("not a torch optimizer", "as wrapper.optim,"),
+        optimizer=lambda rank, model: Held(sgd(model.parameters())),
+    ),
+    "optimizers by name": Case(
+        UsageError,
+        ("not a torch optimizer", "list(optimizers.values())"),
+        optimizer=lambda rank, model: {"all": sgd(model.parameters())},
     ),
     "another model's optimizer": Case(
         UsageError, ("holds none",), optimizer=lambda rank, other: sgd(model().parameters())
@@ -521,8 +634,45 @@ def test_time_outs_that_are_none_are_refused(seconds: Any, monkeypatch: pytest.M
             shoal.init(**{name: seconds})
 
 
+def test_a_rank_is_not_lost_before_its_beats_can_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "found", lambda: None)
+    with pytest.raises(UsageError, match=r"lost_after_s is at least 3 s(.|\n)*give 3 or more"):
+        shoal.init(lost_after_s=0.1)
+
+
 def test_ranks_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `timeout_s=None` stands for a deadline from the prediction."""
     monkeypatch.setattr(joining, "found", lambda: None)
     with pytest.raises(UsageError, match="a time-out is more than 0 s"):
         shoal.init(start_timeout_s=None)  # type: ignore[arg-type]
+
+
+def test_a_wrapper_steps_the_optimizer_that_was_given() -> None:
+    """As the error for a wrapper says: the weights are those of one process."""
+
+    def work(comm: ThreadComm) -> Tensor:
+        with using(comm) as session:
+            session.cluster = Cluster(Topology(("one", "other")), Link(1e-4, 1e8))
+            torch.manual_seed(0)
+            net = nn.Linear(6, 3).double()
+            wrapper = Unset(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+            x, y = batch(comm.rank)
+            _, loss_fn, _ = shoal.parallelize(
+                net, nn.CrossEntropyLoss(), wrapper.optimizer, sample=(x.double(), y)
+            )
+            for _ in range(2):
+                wrapper.optimizer.zero_grad()
+                loss_fn(net(x.double()), y).backward()
+                wrapper.step()
+            return net.state_dict()["weight"].clone()
+
+    torch.manual_seed(0)
+    alone = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    xs, ys = zip(*map(batch, range(2)), strict=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(alone(torch.cat(xs).double()), torch.cat(ys)).backward()
+        optimizer.step()
+    for weight in run(2, work, timeout_s=20):
+        torch.testing.assert_close(weight, alone.weight.detach(), rtol=0, atol=1e-10)

@@ -222,3 +222,68 @@ def test_what_is_no_number_is_refused(
     with pytest.raises(UsageError, match=message):
         shoal.Checkpoints(tmp_path / "run", **options, model=nn.Linear(1, 1))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
+def test_hosts_without_a_common_disk_go_on_from_the_newest_of_all(
+    tmp_path: Path, order: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 may be on another host at each start, and its checkpoint is not the newest then."""
+    for host, steps in (("one", 1), ("two", 2)):
+        with using(ThreadComm()):
+            model = nn.Linear(7, 3).double()
+            nn.init.constant_(model.weight, float(steps))
+            with shoal.Checkpoints(tmp_path / host, model=model) as saved:
+                saved.steps = steps
+                saved.save()
+
+    def work(comm: ThreadComm, script: Script) -> int:
+        with shoal.Checkpoints(tmp_path / order[comm.rank], model=script.model) as saved:
+            saved.resume()
+            assert bool((script.model.weight == 2).all())
+            return saved.steps
+
+    with caplog.at_level(logging.INFO, "shoal"):
+        assert on_ranks(2, work) == [2, 2]
+    words = "step-00000002 of rank 1; rank 0 has step-00000001"
+    assert (words in caplog.text) == (order[0] == "one")
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no folder": (None, {}, "shoal.Checkpoints takes the path of a folder"),
+    "an empty name": ("", {}, "shoal.Checkpoints takes the path of a folder"),
+    "local": ("run", {"local": "x"}, "local is True or False"),
+    "signals": ("run", {"signals": 1}, "signals is True or False"),
+    "name": ("run", {"../x": 1}, "cannot be saved under that name"),
+}
+
+
+@pytest.mark.parametrize(("folder", "options", "message"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_right_is_refused_on_all_ranks(
+    tmp_path: Path,
+    folder: Any,
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def work(comm: ThreadComm, script: Script) -> None:
+        given = (folder, options) if comm.rank else ("run", {})
+        with pytest.raises(UsageError, match=message):
+            shoal.Checkpoints(given[0], **given[1], model=script.model)
+
+    on_ranks(2, work)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_removed_while_training_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with using(ThreadComm()), shoal.Checkpoints(folder, model=nn.Linear(2, 2)) as saved:
+        saved.save()
+        shutil.rmtree(folder)
+        saved.step()
+        saved.save()
+        assert sorted(os.listdir(folder)) == [LATEST, "LOCK", "step-00000001"]
+        with pytest.raises(UsageError, match="another job"):
+            shoal.Checkpoints(folder, model=nn.Linear(2, 2))

@@ -100,3 +100,21 @@ def test_ranks_save_and_others_load(tmp_path: Path) -> None:
     for name in ("load2.pt", "load1.pt"):
         for key, tensor in torch.load(tmp_path / name).items():
             assert torch.allclose(tensor, expected[key], rtol=0, atol=1e-10), (name, key)
+
+
+def test_a_state_of_another_object_changes_nothing() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with using(ThreadComm()):
+        state = shoal.Stateful(model=model, optimizer=optimizer).state_dict()
+        other = nn.Linear(6, 3)
+        before = other.weight.detach().clone()
+        for wrong, message in (
+            ({**state, "optimizer": b"x"}, "optimizer does not take"),
+            ({"model": state["model"]}, "optimizer does not take"),
+            (state, "another class"),
+        ):
+            run = shoal.Stateful(model=other, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+            with pytest.raises(UsageError, match=message):
+                run.load_state_dict(wrong)
+            assert torch.equal(other.weight, before)

@@ -381,3 +381,17 @@ def test_a_recipe_with_a_wrong_constant_is_named(
     with pytest.raises(UsageError) as caught:
         load(path)
     assert caught.match(says) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"weigh": "row"}, "'rows' or 'ranks'"),
+        ({"weigh": ["ranks"]}, "'rows' or 'ranks'"),
+        ({"weigh": "ranks", "count": len}, "both a count and weigh"),
+    ],
+)
+def test_ranks_are_weighed_by_rows_or_all_alike(asked: dict[str, Any], said: str) -> None:
+    assert Options.of({"weigh": "ranks"}).weigh == "ranks"
+    with pytest.raises(UsageError, match=said):
+        Options.of(asked)

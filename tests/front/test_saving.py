@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import shoal
 from shoal.checkpoint.folder import STATE
+from shoal.checkpoint.state import _packed
+from shoal.checkpoint.tensors import checksum
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.front.joining import using
@@ -293,3 +296,90 @@ def test_positions_of_each_rank_are_refused_as_long_as_they_differ(tmp_path: Pat
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is given"):
         alone(lambda: shoal.save(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("path", [None, "", "a\0b", 3])
+def test_a_path_that_is_none(tmp_path: Path, path: Any) -> None:
+    def work(rank: int) -> None:
+        wrong = path if rank else tmp_path / "saved"
+        with pytest.raises(UsageError, match=r"shoal.save takes the path of a folder"):
+            shoal.save(wrong, model=mlp())
+        with pytest.raises(UsageError, match=r"shoal.load takes the path of a folder"):
+            shoal.load(wrong, model=mlp())
+
+    together(2, work)
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_that_lead_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match="cannot be saved under that name"):
+        alone(lambda: shoal.save(tmp_path / "run" / "saved", **{"../../x": mlp()}))
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == []
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [STATE, "model.safetensors", "random-state.safetensors"])
+@pytest.mark.parametrize("other", ["FIFO", "device", "folder", "half", "none"])
+def test_something_else_where_a_file_was(tmp_path: Path, name: str, other: str) -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    alone(lambda: shoal.save(tmp_path / "saved", model=model, optimizer=optimizer))
+    path = tmp_path / "saved" / name
+    content = path.read_bytes()
+    path.unlink()
+    if other == "FIFO":
+        os.mkfifo(path)
+    elif other == "device":
+        path.symlink_to("/dev/zero")
+    elif other == "folder":
+        path.mkdir()
+    elif other == "half":
+        path.write_bytes(content[: len(content) // 2])
+
+    def work(rank: int) -> None:
+        got = mlp()
+        before = copy.deepcopy(got.state_dict())
+        where = tmp_path / ("saved" if rank == 0 else "none")
+        with pytest.raises(UsageError, match=r"no such checkpoint|cannot be read|corrupted"):
+            shoal.load(where, model=got, optimizer=optim.SGD(got.parameters(), 0.1))
+        assert_same(before, got.state_dict())
+
+    together(2, work)
+
+
+@pytest.mark.parametrize("value", [10**5000, [[]] * 2], ids=["digits", "itself"])
+def test_plain_data_that_could_not_be_read_again(tmp_path: Path, value: Any) -> None:
+    if isinstance(value, list):
+        value[0] = value
+    with pytest.raises(UsageError, match="cannot be saved"):
+        alone(lambda: shoal.save(tmp_path / "saved", value=value))
+
+
+def test_a_file_that_has_other_tensors_than_were_written(tmp_path: Path) -> None:
+    alone(lambda: shoal.save(tmp_path / "saved", model=mlp()))
+    path = tmp_path / "saved" / STATE
+    document = json.loads(path.read_text())
+    document["state"]["files"]["model.safetensors"].pop("0.weight")
+    document["crc32"] = checksum(_packed(document["state"]))
+    path.write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=r"corrupted: its tensors(.|\n)*other names"):
+        alone(lambda: shoal.load(tmp_path / "saved", model=mlp()))
+
+
+def test_states_that_ranks_have_unlike_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> None:
+        model = mlp()
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 10)
+        alike = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "best": float(rank)}
+        shoal.save(tmp_path / "alike", model=model, schedulers=[scheduler], **alike)
+        assert not caplog.records
+        scheduler.last_epoch += rank
+        shoal.save(tmp_path / "unlike", model=model, schedulers=[scheduler], **alike)
+
+    together(2, work)
+    (record,) = caplog.records
+    assert "schedulers.0.last_epoch is 0 on rank 0, and 1 on rank 1" in record.getMessage()

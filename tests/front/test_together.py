@@ -67,7 +67,12 @@ def test_a_rank_without_rows_gives_nothing_though_its_mean_is_nan() -> None:
     for mean, rows in on_ranks(2, work):
         assert mean == 1
         assert rows.shape == (2, 3)
-    assert all(math.isnan(value) for value in on_ranks(2, lambda rank: shoal.mean(1.0, weight=0)))
+
+
+def test_a_mean_of_no_rows_is_nan_and_a_warning() -> None:
+    with pytest.warns(UserWarning, match="no rank had a row"):
+        means = on_ranks(2, lambda rank: shoal.mean(1.0, weight=0))
+    assert all(math.isnan(value) for value in means)
 
 
 def test_what_was_gathered_has_the_bits_it_had() -> None:
@@ -92,7 +97,7 @@ def test_what_was_gathered_has_the_bits_it_had() -> None:
 def test_means_have_no_history_and_take_whole_numbers() -> None:
     def work(rank: int) -> Any:
         loss = torch.ones((), requires_grad=True) * (rank + 1)
-        return shoal.mean(loss), shoal.mean(torch.tensor([rank, 1])), shoal.gather(loss)
+        return shoal.mean(loss), shoal.mean(torch.tensor([rank, 1])), shoal.gather(loss.detach())
 
     for loss, whole, losses in on_ranks(2, work):
         assert not loss.requires_grad
@@ -102,9 +107,53 @@ def test_means_have_no_history_and_take_whole_numbers() -> None:
         assert torch.equal(losses, torch.tensor([1.0, 2.0]))
 
 
+def test_gradients_of_gathered_rows_are_summed_over_the_ranks() -> None:
+    """Uneven rows, a rank without any, and one whose rows need no gradient."""
+    counts = (2, 0, 1)
+
+    def work(rank: int) -> Any:
+        rows = torch.ones(counts[rank], 3, requires_grad=rank < 2)
+        gathered = shoal.gather(rows)
+        (gathered * torch.arange(3.0).unsqueeze(1) * (rank + 1)).sum().backward()  # type: ignore
+        return gathered, rows.grad
+
+    found = on_ranks(3, work)
+    for gathered, _ in found:
+        assert gathered.shape == (3, 3)
+        assert gathered.requires_grad
+    assert torch.equal(found[0][1], torch.tensor([[0.0] * 3, [6.0] * 3]))
+    assert found[1][1].shape == (0, 3)
+    assert found[2][1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_gradients_come_back_in_the_type_of_the_rows(dtype: torch.dtype) -> None:
+    def work(rank: int) -> Any:
+        rows = torch.full((2, 2), rank + 1, dtype=dtype, requires_grad=True)
+        shoal.gather(rows).abs().sum().backward()  # type: ignore[no-untyped-call]
+        return rows.grad
+
+    assert all(torch.equal(grad, torch.full((2, 2), 2, dtype=dtype)) for grad in on_ranks(2, work))
+
+
+def test_gathered_rows_have_no_history_where_a_rank_has_gradients_off() -> None:
+    def work(rank: int) -> bool:
+        with torch.set_grad_enabled(rank == 0):
+            return shoal.gather(torch.ones(2, requires_grad=True)).requires_grad
+
+    assert on_ranks(2, work) == [False, False]
+
+
+def test_a_lone_process_gathers_its_own_rows_with_their_history() -> None:
+    rows = torch.ones(2, requires_grad=True)
+    shoal.gather(rows).sum().backward()  # type: ignore[no-untyped-call]
+    assert rows.grad is not None and torch.equal(rows.grad, torch.ones(2))
+
+
 def test_alone_and_before_init_they_send_nothing() -> None:
     assert shoal.mean(0.25, weight=7) == 0.25
-    assert math.isnan(shoal.mean(0.25, weight=0))
+    with pytest.warns(UserWarning, match="no rank had a row"):
+        assert math.isnan(shoal.mean(0.25, weight=0))
     assert torch.equal(shoal.gather(torch.tensor([[1, 2]])), torch.tensor([[1, 2]]))
     with pytest.raises(UsageError, match="number of rows"):
         shoal.mean(0.25, weight=-1)

@@ -4,21 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shoal.checkpoint import state
-from shoal.checkpoint.folder import STATE, found, unreadable
+from shoal.checkpoint.folder import STATE, as_path, found, unreadable
+from shoal.checkpoint.run import RunFolder, step_of
 from shoal.checkpoint.snapshot import SUFFIX, Saved
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.regular_files import read_bytes
 
 _READING = "shoal.load: finding the checkpoint"
+_LOOKING = "shoal.Checkpoints: looking for the newest checkpoint"
 _SENDING = "shoal.load: sending files"
 
 
-def fetched(comm: Comm, path: Path, keywords: Collection[str]) -> Saved:
+def newest(comm: Comm, folder: Path) -> tuple[Path, str] | None:
+    """Return the newest checkpoint of a run, and words about it (a collective).
+
+    Ranks may see folders of their own. Then the checkpoint of most steps counts, whichever rank
+    sees it, because the host of rank 0 may be another one than at the start before.
+
+    Args:
+        comm: the ranks.
+        folder: the run's folder, as each rank sees it.
+    """
+    own = agreed(comm, lambda: _newest_here(folder), _LOOKING)
+    names = comm.gather_objects(own, _LOOKING)
+    seen = {name: step_of(name) or 0 for name in reversed(names) if name is not None}
+    if not seen:
+        return None
+    name = max(seen, key=seen.__getitem__)
+    if names[0] == name:
+        return folder / name, str(folder / name)
+    first = names[0] or "none"
+    return folder / name, f"{folder / name} of rank {names.index(name)}; rank 0 has {first}"
+
+
+def fetched(comm: Comm, path: Any, keywords: Collection[str]) -> Saved:
     """The checkpoint of that name (a collective).
 
     Args:
@@ -29,8 +55,7 @@ def fetched(comm: Comm, path: Path, keywords: Collection[str]) -> Saved:
     Raises:
         UsageError: no rank sees it, or ranks see different ones.
     """
-    folder = found(path)
-    own_text = agreed(comm, lambda: None if folder is None else _content(folder / STATE), _READING)
+    path, folder, own_text = agreed(comm, lambda: _seen(path), _READING)
     texts = comm.gather_objects(own_text, _READING)
     seeing = [rank for rank, text in enumerate(texts) if text is not None]
     if not seeing:
@@ -58,9 +83,26 @@ def fetched(comm: Comm, path: Path, keywords: Collection[str]) -> Saved:
     return Saved(folder or path, read, sent)
 
 
+def _newest_here(folder: Path) -> str | None:
+    try:
+        return RunFolder(folder).newest()
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _seen(given: Any) -> tuple[Path, Path | None, bytes | None]:
+    """Return the path, the folder that this rank sees there, and its state.json."""
+    path = as_path(given, "shoal.load")
+    try:
+        folder = found(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return path, folder, None if folder is None else _content(folder / STATE)
+
+
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -6,7 +6,8 @@
     4  flush     the parent, so that the name lasts
     5  LATEST    names it, and gets its place in the same way
 
-Guarded by tests/checkpoint/test_folder.py. benchmarks/checkpoints.py kills jobs while they save.
+If the name is a link, all of this happens where the link leads. Guarded by
+tests/checkpoint/test_folder.py. benchmarks/checkpoints.py kills jobs while they save.
 """
 
 from __future__ import annotations
@@ -15,24 +16,63 @@ import contextlib
 import ctypes
 import glob
 import os
+import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shoal.core.errors import UsageError
 
 STATE = "state.json"
 LATEST = "LATEST"
+RESERVED = RANDOM, FEATURES = "random-state", "feature-states"  # files that no object has
 _TMP, _OLD = ".tmp-", ".old-"
+_MADE = r"\.tmp-(.+-[0-9]+-[0-9a-f]+|gone)"  # a mark as `_marked` makes it, or a removal
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
+
+
+def as_path(path: Any, call: str) -> Path:
+    """Return the path of a folder that a script gave to `call`, or refuse it."""
+    try:
+        text = os.fspath(path)
+        is_path = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+    except (TypeError, UnicodeEncodeError):  # not a path, or not one that this system can name
+        is_path = False
+    if not is_path:
+        raise UsageError(
+            f"{call} takes the path of a folder",
+            got=repr(path)[:80],
+            expected="a text or a pathlib.Path, which is not empty",
+            do='give for instance "run"',
+        )
+    return Path(text)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of objects that cannot be the name of a file in a checkpoint."""
+    for name in names:
+        if not is_plain(name) or name in RESERVED:
+            raise UsageError(
+                "an object cannot be saved under that name, because its file gets it",
+                got=repr(name)[:80],
+                expected='a name without "/", of printable characters, and none of '
+                + ", ".join(RESERVED),
+                do="give it another name",
+            )
+
+
+def is_plain(name: str) -> bool:
+    """Whether a file of that name is in the folder where it is looked for."""
+    return bool(name) and name.isprintable() and "/" not in name
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new folder to write into, which gets that name at the end.
+    """A new folder to write into, which gets that name at the end, or that of a link's target.
 
     If the block fails the folder is removed, and what had the name before stays.
 
@@ -40,6 +80,7 @@ def replacing(path: Path) -> Iterator[Path]:
         UsageError: there is something at that name that is no checkpoint.
         OSError: the file system refuses.
     """
+    path = Path(os.path.realpath(path))
     if path.exists() and not (path / STATE).is_file():
         raise UsageError(
             "there is something else where the checkpoint is to be",
@@ -54,10 +95,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield folder
         flush(folder)  # 2
+        _rename(folder, path)  # 3  # save 15
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    _rename(folder, path)  # 3  # save 15
     flush(path.parent)  # 4
 
 
@@ -96,7 +137,11 @@ def _rename(folder: Path, path: Path) -> None:
     # the older one by its name.
     old = _marked(path, _OLD)
     path.rename(old)
-    folder.rename(path)
+    try:
+        folder.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -111,6 +156,7 @@ def _changed_places(one: Path, other: Path) -> bool:
 
 def found(path: Path) -> Path | None:
     """The checkpoint of that name; None where there is none."""
+    path = Path(os.path.realpath(path))
     if (path / STATE).is_file():
         return path
     with contextlib.suppress(OSError):
@@ -139,14 +185,32 @@ def clean(path: Path) -> None:
             remove(left)
 
 
+def clean_run(folder: Path, name: str) -> None:
+    """Remove the work of killed jobs from a run's folder, and nothing that Shoal did not make.
+
+    Args:
+        folder: the run's folder, which this process alone writes.
+        name: a pattern of the names of its checkpoints.
+    """
+    made = re.compile(f"({name}|{LATEST}){_MADE}")
+    for left in folder.glob(f"*{_TMP}*"):
+        if made.fullmatch(left.name):
+            remove(left)
+
+
+def gone(path: Path) -> Path:
+    """Return the name that a checkpoint has while it is removed."""
+    return path.with_name(f"{path.name}{_TMP}gone")
+
+
 def _beside(path: Path, mark: str) -> Iterator[Path]:
     """What has that name and a mark behind it."""
     return path.parent.glob(f"{glob.escape(path.name)}{mark}*")
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, as far as that can be done."""
-    if path.is_dir():
+    """Remove a file, a folder or a link, as far as that can be done. No link is followed."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

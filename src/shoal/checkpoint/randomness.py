@@ -51,14 +51,38 @@ def restore(states: Sequence[Any], rank: int, size: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def problem(states: Any) -> str:
+    """Say why a checkpoint's states cannot be restored; '' if they can. Nothing changes."""
+    if not isinstance(states, list) or not states:
+        return "no list with a state for each rank"
+    for rank, state in enumerate(states):
+        try:
+            torch.Generator().set_state(state["torch"])
+            random.Random().setstate(_of_python(state))
+            np.random.RandomState().set_state(_of_numpy(state))
+            if "cuda" in state and torch.cuda.is_available():
+                torch.Generator(device="cuda").set_state(state["cuda"])
+        except Exception as error:  # any error: the state may be anything
+            return f"rank {rank}: {type(error).__name__}: {error}"[:200]
+    return ""
+
+
 def _put(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    random.setstate(_of_python(state))
+    np.random.set_state(_of_numpy(state))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _of_python(state: dict[str, Any]) -> tuple[Any, ...]:
+    version, words, gauss = state["python"]
+    return version, tuple(words.tolist()), gauss
+
+
+def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
+    name, keys, position, has_gauss, cached = state["numpy"]
+    return name, keys.numpy().astype(np.uint32), position, has_gauss, cached
 
 
 def is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

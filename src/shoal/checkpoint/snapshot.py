@@ -20,9 +20,10 @@ from torch import Tensor
 from shoal.checkpoint import tensors
 from shoal.checkpoint.folder import replacing
 from shoal.checkpoint.parts import Bringing, Spread
-from shoal.checkpoint.state import State
+from shoal.checkpoint.state import State, corrupted
 from shoal.checkpoint.tree import Path as Keys
 from shoal.checkpoint.tree import decoded, encoded
+from shoal.core.errors import UsageError
 
 SUFFIX = ".safetensors"
 
@@ -155,11 +156,26 @@ class Saved:
         return self.decoded(keyword, self.state.objects[keyword])
 
     def decoded(self, file: str, form: Any) -> Any:
-        """The value of a form whose tensors are in that file."""
-        return decoded(form, lambda name: self._tensors(file + SUFFIX)[name])
+        """The value of a form whose tensors are in that file.
+
+        Raises:
+            UsageError: the file or the form is corrupted.
+        """
+        try:
+            return decoded(form, lambda name: self._tensors(file + SUFFIX)[name])
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise self.corrupted(f"{file}: {error}") from error
+
+    def corrupted(self, got: str) -> UsageError:
+        """Return the error about a state.json in which something is wrong."""
+        return corrupted(str(self.folder), got)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         if name not in self._read:
+            if name not in self.state.files:
+                raise ValueError(f"there are no checksums of {name}")
             content = self._sent.get(name)
             checksums = self.state.files[name]
             self._read[name] = tensors.read(self.folder / name, checksums, content)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.folder import STATE, write_text
+from shoal.checkpoint.state_form import as_count, check_state, unique
 from shoal.checkpoint.tensors import Checksums, checksum
 from shoal.core.errors import UsageError
 
@@ -38,6 +39,8 @@ class State:
     outer: dict[str, Any] = field(default_factory=dict)  # likewise
     step: int | None = None  # of who counts them
     files: dict[str, Checksums] = field(default_factory=dict)
+    # optimizers' and schedulers', by the way to them; earlier releases do not say it
+    classes: dict[str, str] = field(default_factory=dict)
     written_by: dict[str, str] = field(default_factory=dict)  # versions
 
     def text(self) -> str:
@@ -71,11 +74,11 @@ def parsed(text: bytes, where: str) -> State:
         UsageError: it is none, is corrupted, or of a newer format.
     """
     try:
-        document = json.loads(text)
-        name, version = document["format"], int(document["version"])
+        document = json.loads(text, object_pairs_hook=unique)
+        name, version = document["format"], as_count(document["version"], "version")
         crc, state = document["crc32"], document["state"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _corrupted(where, f"{type(error).__name__}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise corrupted(where, f"{type(error).__name__}: {error}"[:400]) from error
     if name != FORMAT or version > VERSION:
         raise UsageError(
             "the checkpoint is of a newer format than this release of Shoal reads",
@@ -85,8 +88,12 @@ def parsed(text: bytes, where: str) -> State:
             do="install the release that wrote it: "
             + str(state.get("written_by", {}) if isinstance(state, dict) else ""),
         )
-    if crc != checksum(_packed(state)):
-        raise _corrupted(where, "another checksum than that of what was written")
+    try:
+        if crc != checksum(_packed(state)):
+            raise ValueError("another checksum than that of what was written")
+        check_state(state, [known.name for known in fields(State)])
+    except (ValueError, RecursionError) as error:
+        raise corrupted(where, str(error)[:400]) from error
     known = {known_field.name for known_field in fields(State)}
     return State(**{key: value for key, value in state.items() if key in known})
 
@@ -119,7 +126,13 @@ def before_features(
     return found
 
 
-def _corrupted(where: str, got: str) -> UsageError:
+def corrupted(where: str, got: str) -> UsageError:
+    """Return the error about a state.json that Shoal has not written so.
+
+    Args:
+        where: the checkpoint.
+        got: the fault in it.
+    """
     return UsageError(
         "state.json of the checkpoint is corrupted",
         where=where,

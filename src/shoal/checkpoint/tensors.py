@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
 from shoal.checkpoint.folder import unreadable
 from shoal.core.errors import UsageError
+from shoal.core.regular_files import open_regular
 
 HEADER = ""  # the name that a header's checksum has
 CHUNK_BYTES = 4 << 20
@@ -160,10 +160,14 @@ def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict
         if checksum(header) != checksums[HEADER]:
             raise _corrupted(path, "its header", _CHANGED)
         tensors = load_file(path) if content is None else load(content)
-    except SafetensorError as error:
-        raise _corrupted(path, "its form", str(error)) from error
+    except UsageError:
+        raise
     except OSError as error:
         raise unreadable(path, error) from error
+    except Exception as error:  # any error: the bytes may be anything
+        raise _corrupted(path, "its form", f"{type(error).__name__}: {error}"[:400]) from error
+    if tensors.keys() | {HEADER} != checksums.keys():
+        raise _corrupted(path, "its tensors", "other names than those that were written")
     for name, tensor in tensors.items():
         if checksum(memory_of(tensor)) != checksums[name]:
             raise _corrupted(path, f"the tensor {name}", _CHANGED)
@@ -171,7 +175,7 @@ def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict
 
 
 def _read_header(path: Path) -> bytes:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         length = file.read(8)
         return length + file.read(min(_header_bytes(length) - 8, _MOST_HEADER_BYTES))
 

@@ -25,6 +25,8 @@ from shoal.contracts.plain import DTYPES
 from shoal.core.errors import UsageError
 
 KIND = "$"
+MOST_KEYS = 200  # the reader calls itself once for each key on the way to a value
+_MOST_BITS = 8192  # longest whole number; Python reads no text of 4,300 digits or more
 Path = tuple[str, ...]
 Take = Callable[[Path, Any], str]  # keeps a tensor that is at a place; its name
 Give = Callable[[str], Tensor]  # the tensor of a name
@@ -56,11 +58,14 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
     Raises:
         UsageError: something in it is not plain data.
     """
+    if len(path) > MOST_KEYS:
+        raise unsaved(path[:4])
     if value is None or isinstance(value, bool):  # save 7
         return value
-    for kind in (str, int):
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return _checked_int(int(value), path)
     if isinstance(value, float):
         number = float(value)
         finite = number - number == 0
@@ -76,6 +81,13 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
             return items
         return {KIND: name if name in _LISTS else "tuple", "items": items}
     return _encoded_other(value, take, path)
+
+
+def _checked_int(value: int, path: Path) -> int:
+    if value.bit_length() > _MOST_BITS:
+        got = f"a whole number of {value.bit_length()} bits"
+        raise unsaved(path, got, f"at most {_MOST_BITS} bits")
+    return value
 
 
 def _encoded_dict(value: Mapping[Any, Any], take: Take, path: Path) -> Any:
@@ -107,11 +119,27 @@ def _encoded_other(value: Any, take: Take, path: Path) -> Any:
         return encoded(value.item(), take, path)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {KIND: "array", "name": take(path, torch.tensor(value, device="cpu"))}
-    raise UsageError(
-        f"{'.'.join(path)} cannot be saved",
-        got=f"a {type(value).__module__}.{type(value).__qualname__}",
-        expected="an object with state_dict and load_state_dict, or plain data: tensors, numbers, "
+    raise unsaved(
+        path,
+        f"a {type(value).__module__}.{type(value).__qualname__}",
+        "an object with state_dict and load_state_dict, or plain data: tensors, numbers, "
         "strings, bytes, booleans, None, and lists, tuples and dicts of these",
+    )
+
+
+def unsaved(path: Path, got: str = "", expected: str = "") -> UsageError:
+    """Return the error about a value that no checkpoint can have.
+
+    Args:
+        path: the keys that lead to it.
+        got: the value in words; by default one that lies too deep.
+        expected: the values that can be saved.
+    """
+    got = got or f"more than {MOST_KEYS} values within one another, or one within itself"
+    return UsageError(
+        f"{'.'.join(path)} cannot be saved",
+        got=got,
+        expected=expected,
         do="leave it out, or give what it is made of",
     )
 
@@ -137,19 +165,28 @@ def decoded(form: Any, give: Give) -> Any:
     Raises:
         ValueError: this is no such form.
     """
+    try:
+        return _decoded(form, give)
+    except UsageError:  # `give` found a corrupted file
+        raise
+    except Exception as error:  # any error: the form may be anything
+        raise ValueError(f"{type(error).__name__}: {error}"[:400]) from error
+
+
+def _decoded(form: Any, give: Give) -> Any:
     if isinstance(form, list):
-        return [decoded(item, give) for item in form]
+        return [_decoded(item, give) for item in form]
     if not isinstance(form, dict):
         return form
     if KIND not in form:
-        return {key: decoded(part, give) for key, part in form.items()}
+        return {key: _decoded(part, give) for key, part in form.items()}
     kind = form[KIND]
     if kind == "tensor":
         return give(form["name"])
     if kind == "array":
         return give(form["name"]).numpy()
     if kind in _LISTS:
-        return _LISTS[kind](decoded(item, give) for item in form["items"])
+        return _LISTS[kind](_decoded(item, give) for item in form["items"])
     if kind in _DICTS:
         return _decoded_dict(form, give)
     makers: dict[str, Callable[[str], Any]] = {
@@ -166,7 +203,7 @@ def decoded(form: Any, give: Give) -> Any:
 
 def _decoded_dict(form: Mapping[str, Any], give: Give) -> Any:
     pairs = form["pairs"] if "pairs" in form else form["values"].items()
-    values = _DICTS[form[KIND]]({_key(key, give): decoded(part, give) for key, part in pairs})
+    values = _DICTS[form[KIND]]({_key(key, give): _decoded(part, give) for key, part in pairs})
     if "versions" in form:
         values._metadata = OrderedDict(
             (name, {"version": version}) for name, version in form["versions"].items()
@@ -175,4 +212,4 @@ def _decoded_dict(form: Mapping[str, Any], give: Give) -> Any:
 
 
 def _key(key: Any, give: Give) -> Any:
-    return key if isinstance(key, str) else decoded(key, give)
+    return key if isinstance(key, str) else _decoded(key, give)

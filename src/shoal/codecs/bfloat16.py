@@ -1,5 +1,8 @@
 """Values as bfloat16: half of the bytes, the range of float32, 8 bits of precision.
 
+Float64 has larger values. They go as the largest there is, and the rest of them with the next
+ones. Values of float32 are not looked at. They fit, but for the last 0.2 % below its largest.
+
 Reference: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019.
 """
 
@@ -9,8 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
 from shoal.codecs.cast import Cast
+
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 @final
@@ -23,3 +29,6 @@ class BFloat16(Cast):
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
+
+    def holds(self, values: Tensor) -> bool:
+        return values.dtype != torch.float64 or float(torch.dot(values, values)) <= _LARGEST**2

@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from shoal.codecs.ranges import narrowed_into
 from shoal.codecs.remembering import OWED, OWNER, Remembering
 from shoal.codecs.runs import LOST, Runs
 from shoal.contracts.codec import Codec
@@ -87,7 +88,7 @@ class CodedCarrier(Remembering, Coding):
             else:  # a + b has the bits of b + a
                 total = total.add_(values)
         if total is not None:
-            values.copy_(total)
+            narrowed_into(total, values)
         control.copy_(counted)
 
     def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
@@ -111,8 +112,7 @@ class CodedCarrier(Remembering, Coding):
         values = self.bucket.values(rank)
         wide = values.to(self._wide)
         decode(code, wide)
-        if wide is not values:
-            values.copy_(wide)
+        narrowed_into(wide, values)
 
     def _message(self, rank: int, values: Tensor, leg: str) -> Tensor:
         """The code of a slice's values, with what was lost of those before, and its control."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.codecs.ranges import within
 from shoal.contracts.codec import Codec, State
 
 
@@ -24,6 +25,10 @@ class Cast(Codec):
     def dtype(self) -> torch.dtype:
         """The type in which values travel."""
 
+    @abstractmethod
+    def holds(self, values: Tensor) -> bool:
+        """Return whether no value is beyond the type's largest. NaN may count as beyond it."""
+
     def nbytes(self, numel: int, itemsize: int) -> int:
         return self.dtype.itemsize * numel
 
@@ -32,7 +37,9 @@ class Cast(Codec):
         return self.encode_into(values, state, code)
 
     def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
-        code.view(self.dtype).copy_(values)
+        narrow = code.view(self.dtype).copy_(values)
+        if not self.holds(values):
+            narrow.copy_(within(values, torch.finfo(self.dtype).max))
         return code
 
     def decode(self, code: Tensor, into: Tensor) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.cast import Cast
-from shoal.contracts.codec import State
 
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -31,10 +30,6 @@ class Float16(Cast):
     def dtype(self) -> torch.dtype:
         return torch.float16
 
-    def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
-        half = code.view(torch.float16).copy_(values)
+    def holds(self, values: Tensor) -> bool:
         # no value is larger than the root of all squares
-        if not torch.dot(values, values) <= _LARGEST**2:
-            within = half.clamp(-_LARGEST, _LARGEST)
-            half.copy_(torch.where(values.isinf(), half, within))
-        return code
+        return float(torch.dot(values, values)) <= _LARGEST**2

@@ -13,13 +13,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.codecs.blocks import in_blocks, largest
+from shoal.codecs.blocks import check_block, in_blocks, in_steps, scales
 from shoal.codecs.int8 import Int8
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
 
 _STEPS = 7
-_LEAST = 1e-30  # of a scale: nothing is divided by zero
 
 
 @final
@@ -34,12 +32,12 @@ class Int4(Codec):
     block: int = 64
 
     def __post_init__(self) -> None:
-        if not 2 <= self.block <= 1 << 16 or self.block % 2:
-            raise UsageError(
-                "the block of int4 is an even number, from 2 to 65,536 values",
-                got=str(self.block),
-                do="leave it out: it is 64",
-            )
+        check_block(
+            "the block of int4 is an even number, from 2 to 65,536 values",
+            self.block,
+            2,
+            do="leave it out: it is 64",
+        )
 
     @property
     def there(self) -> Codec:
@@ -51,19 +49,20 @@ class Int4(Codec):
 
     def encode(self, values: Tensor, state: State) -> Tensor:
         rows = in_blocks(values, self.block)
-        scales = largest(rows).float().mul_(1 / _STEPS)
-        steps = rows * (1 / scales.clamp(min=_LEAST))
-        low, high = steps.round_().add_(_STEPS + 1).to(torch.uint8).view(2, -1)
-        return torch.cat([scales.view(-1).view(torch.uint8), high.bitwise_left_shift_(4).add_(low)])
+        scale = scales(rows, _STEPS)
+        sizes = scale.view(-1).to(torch.float32, copy=True)
+        steps = in_steps(rows, scale, _STEPS)
+        low, high = steps.add_(_STEPS + 1).to(torch.uint8).view(2, -1)
+        return torch.cat([sizes.view(torch.uint8), high.bitwise_left_shift_(4).add_(low)])
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         num_blocks = -(-len(into) // self.block)
-        scales, packed = code[: 4 * num_blocks].view(torch.float32), code[4 * num_blocks :]
+        sizes, packed = code[: 4 * num_blocks].view(torch.float32), code[4 * num_blocks :]
         whole = num_blocks * self.block
         rows = into if whole == len(into) else into.new_empty(whole)
         low, high = rows.view(2, -1)
         low.copy_(packed & 15)
         high.copy_(packed >> 4)
-        rows.sub_(_STEPS + 1).view(num_blocks, -1).mul_(scales[:, None])
+        rows.sub_(_STEPS + 1).view(num_blocks, -1).mul_(sizes[:, None])
         if rows is not into:
             into.copy_(rows[: len(into)])

@@ -14,12 +14,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.codecs.blocks import in_blocks, largest
+from shoal.codecs.blocks import check_block, in_blocks, in_steps, scales
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
 
 _STEPS = 127
-_LEAST = 1e-30  # of a scale: nothing is divided by zero
 
 
 @final
@@ -34,12 +32,12 @@ class Int8(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block <= 1 << 16:
-            raise UsageError(
-                "the block of int8 is from 1 to 65,536 values",
-                got=str(self.block),
-                do="leave it out: it is 256",
-            )
+        check_block(
+            "the block of int8 is from 1 to 65,536 values",
+            self.block,
+            1,
+            do="leave it out: it is 256",
+        )
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return numel + 4 * -(-numel // self.block)
@@ -50,35 +48,34 @@ class Int8(Codec):
 
     def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
         rows = in_blocks(values, self.block)
-        scales, steps = code.split([4 * len(rows), len(values)])
-        scale = largest(rows).mul_(1 / _STEPS)
-        scales.view(torch.float32).copy_(scale.view(-1))
-        exact = rows * scale.clamp_(min=_LEAST).reciprocal_()
-        steps.view(torch.int8).copy_(exact.round_().view(-1)[: len(values)])
+        head, tail = code.split([4 * len(rows), len(values)])
+        scale = scales(rows, _STEPS)
+        head.view(torch.float32).copy_(scale.view(-1))
+        tail.view(torch.int8).copy_(in_steps(rows, scale, _STEPS).view(-1)[: len(values)])
         return code
 
     def decode(self, code: Tensor, into: Tensor) -> None:
-        scales, steps = self._parted(code, len(into))
+        sizes, steps = self._parted(code, len(into))
         if steps.numel() == len(into) and into.dtype == torch.float32:
-            into.view(steps.shape).copy_(steps).mul_(scales[:, None])
+            into.view(steps.shape).copy_(steps).mul_(sizes[:, None])
         else:
-            into.copy_(self._values(scales, steps)[: len(into)])
+            into.copy_(self._values(sizes, steps)[: len(into)])
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
         into.add_(self._values(*self._parted(code, len(into)))[: len(into)])
 
     def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        scales, steps = self._parted(code, len(into))
+        sizes, steps = self._parted(code, len(into))
         if steps.numel() == len(into) and into.dtype == torch.float32:
             # at whoever coded alone: other processors may round it otherwise
-            into.view(steps.shape).addcmul_(steps.float(), scales[:, None], value=-1)
+            into.view(steps.shape).addcmul_(steps.float(), sizes[:, None], value=-1)
         else:
-            into.sub_(self._values(scales, steps)[: len(into)])
+            into.sub_(self._values(sizes, steps)[: len(into)])
 
-    def _values(self, scales: Tensor, steps: Tensor) -> Tensor:
-        return steps.float().mul_(scales[:, None]).view(-1)
+    def _values(self, sizes: Tensor, steps: Tensor) -> Tensor:
+        return steps.float().mul_(sizes[:, None]).view(-1)
 
     def _parted(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Scales, and steps of whole blocks, a row each."""
-        scales, steps = code.split([4 * -(-numel // self.block), numel])
-        return scales.view(torch.float32), in_blocks(steps.view(torch.int8), self.block)
+        sizes, steps = code.split([4 * -(-numel // self.block), numel])
+        return sizes.view(torch.float32), in_blocks(steps.view(torch.int8), self.block)

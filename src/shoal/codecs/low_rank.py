@@ -21,14 +21,15 @@ Gradient Compression for Distributed Deep Learning" (ACP-SGD), ICDCS 2023.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
+from math import isfinite, isqrt
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from shoal.codecs.ranges import MOST
 from shoal.contracts.codec import LinearCodec, State
-from shoal.core.errors import UsageError
+from shoal.core.numbers import check_whole
 
 _BASIS = "basis"
 
@@ -46,12 +47,10 @@ class LowRank(LinearCodec):
     columns: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= 256 or self.columns < 0:
-            raise UsageError(
-                "low_rank has a rank from 1 to 256, and columns of 0 or more",
-                got=str(self),
-                do="leave them out: rank is 4, and the matrix almost square",
-            )
+        rule = "low_rank has a rank from 1 to 256, and columns of 0 or more"
+        do = "leave them out: rank is 4, and the matrix almost square"
+        check_whole(rule, self.rank, 1, 256, do=do)
+        check_whole(rule, self.columns, 0, do=do)
 
     def _shape(self, numel: int) -> tuple[int, int, int]:
         """Rows, columns and rank of the matrix that holds so many values."""
@@ -65,18 +64,13 @@ class LowRank(LinearCodec):
 
     def encode(self, values: Tensor, state: State) -> Tensor:
         rows, columns, rank = self._shape(len(values))
-        matrix, rest = _whole_rows(values.float(), columns)
         basis = _basis(state, rank, columns, values)
-        left = matrix.new_empty(rows, rank)
-        torch.mm(matrix, basis.T, out=left[: len(matrix)])
-        if len(rest):
-            torch.mv(basis[:, : len(rest)], rest, out=left[-1])
-        left = _orthonormal(left)
-        right = left[:, : len(matrix)] @ matrix
-        if len(rest):
-            right[:, : len(rest)].addr_(left[:, -1], rest)
+        left, right = _factors(values.float(), basis, rows)
+        if not isfinite(peak := float(right.abs().amax())):
+            left, right = _factors_of_large(values, basis, rows)
+            peak = float(right.abs().amax())
         # a direction that is gone now may come again
-        state[_BASIS] = right + 1e-6 * basis
+        state[_BASIS] = right.add(basis, alpha=1e-6 * peak) if peak else basis
         return torch.cat([left.view(-1), right.view(-1)]).view(torch.uint8)
 
     def decode(self, code: Tensor, into: Tensor) -> None:
@@ -136,6 +130,31 @@ class LowRank(LinearCodec):
         return state[_BASIS]
 
 
+def _factors(values: Tensor, basis: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of the values' matrix, rank × rows and rank × columns."""
+    rank, columns = basis.shape
+    matrix, rest = _whole_rows(values, columns)
+    left = matrix.new_empty(rows, rank)
+    torch.mm(matrix, basis.T, out=left[: len(matrix)])
+    if len(rest):
+        torch.mv(basis[:, : len(rest)], rest, out=left[-1])
+    left = _orthonormal(left)
+    right = left[:, : len(matrix)] @ matrix
+    if len(rest):
+        right[:, : len(rest)].addr_(left[:, -1], rest)
+    return left, right
+
+
+def _factors_of_large(values: Tensor, basis: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the same where products are beyond float32's largest: of a part of the values, if
+    need be. NaN stays NaN.
+    """
+    peak = values.abs().amax()
+    left, right = _factors((values / peak).float(), basis, rows)
+    # no number of the product is larger than a column of the matrix is long
+    return left, right.mul_(min(float(peak), MOST / (2 * rows**0.5)))
+
+
 def _whole_rows(values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Those rows that values fill, as a matrix, and the rest."""
     whole = len(values) // columns * columns
@@ -147,7 +166,9 @@ def _basis(state: State, rank: int, length: int, like: Tensor) -> Tensor:
     random directions, the same everywhere.
     """
     basis = state.get(_BASIS)
-    if basis is None or not basis.isfinite().all():
+    if basis is not None and isfinite(peak := float(basis.abs().amax())) and peak:
+        basis = basis / peak
+    else:
         generator = torch.Generator().manual_seed(length)
         basis = torch.randn(rank, length, generator=generator, device="cpu").to(like.device)
     return basis

@@ -10,6 +10,7 @@ Distributed Training of Speech DNNs", Interspeech 2014.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import ClassVar, final
 
 import numpy as np
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shoal.codecs.blocks import in_blocks
+from shoal.codecs.blocks import check_block, in_blocks
+from shoal.codecs.ranges import MOST, within
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
 
 
 @final
@@ -34,12 +35,12 @@ class OneBit(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not 8 <= self.block <= 1 << 16 or self.block % 8:
-            raise UsageError(
-                "the block of one_bit is a multiple of 8, from 8 to 65,536 values",
-                got=str(self.block),
-                do="leave it out: it is 256",
-            )
+        check_block(
+            "the block of one_bit is a multiple of 8, from 8 to 65,536 values",
+            self.block,
+            8,
+            do="leave it out: it is 256",
+        )
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return -(-numel // 8) + 4 * -(-numel // self.block)
@@ -48,7 +49,15 @@ class OneBit(Codec):
         sums = in_blocks(values.abs(), self.block).sum(dim=1).float()
         sums[:-1].div_(self.block)
         sums[-1:].div_(len(values) - (len(sums) - 1) * self.block)
+        if not isfinite(sums.sum()):
+            sums = self._means(values.double())
         return torch.cat([sums.view(torch.uint8), _packed(values >= 0)])
+
+    def _means(self, values: Tensor) -> Tensor:
+        """Return each block's mean size, where a sum of sizes may be beyond float32's largest."""
+        means = in_blocks(values.abs() / self.block, self.block).sum(dim=1)
+        means[-1:].mul_(self.block / (len(values) - (len(means) - 1) * self.block))
+        return within(means, MOST).float()
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         num_blocks = -(-len(into) // self.block)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.ledger import WINDOW, Ledger
+from shoal.codecs.ranges import narrowed_into
 from shoal.codecs.runs import LOST
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
@@ -21,6 +22,7 @@ from shoal.contracts.exchange import UNSENT, Carrier, Exchange, LiveBucket, Stat
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError
 
+_WIDE = (torch.float64, torch.complex64, torch.complex128)
 OWNER = "owner"  # a leg: what is owed of what a rank owns
 OWED = "owed"  # by all ranks, of what this one owns: it goes with the next sum
 _log = logging.getLogger("shoal")
@@ -37,16 +39,17 @@ class Remembering(Carrier):
     """A carrier of one bucket's codes, with a memory of each leg and slice."""
 
     def __init__(self, exchange: Exchange, codec: Codec, bucket: LiveBucket) -> None:
-        if not bucket.flat.dtype.is_floating_point:
+        dtype = bucket.flat.dtype
+        if bucket.numels and not dtype.is_floating_point:
             raise UsageError(
-                f"codecs take real numbers, and a bucket is of {bucket.flat.dtype}",
+                f"codecs take real numbers, and a bucket is of {dtype}",
                 where=", ".join(list(bucket.numels)[:2]),
                 do=f'let "{exchange}" carry these layers, without a codec',
             )
         self.exact = codec.exact
         self.bucket = bucket
         self._hints = {*codec.hints, *codec.there.hints}
-        self._wide = torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32
+        self._wide = dtype if dtype in _WIDE else torch.float32
         self._feedback = codec.feedback and not codec.exact
         self.most_error = codec.most_error
         self.ledger = Ledger(bucket, self._wide)
@@ -172,7 +175,8 @@ class Remembering(Carrier):
         """Add what is owed of a slice to its values; then it is not owed any more."""
         owed = self._memory.get((leg, rank), {}).pop(label, None)
         if owed is not None:
-            self.bucket.values(rank).add_(owed)
+            values = self.bucket.values(rank)
+            narrowed_into(owed.add_(values), values)
 
     def _zeros(self, rank: int) -> Tensor:
         device = self.bucket.flat.device

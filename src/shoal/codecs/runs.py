@@ -20,6 +20,7 @@ from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
 RUN = 1 << 18  # values
+_WITHIN = torch.finfo(torch.bfloat16).max  # every codec's codes hold that
 LOST = "lost"  # what codes have lost of a slice's values
 
 
@@ -57,9 +58,8 @@ class Runs:
                 place.copy_(made)
             if lost is not None:
                 self.codec.decode_subtract(place, part)
-                # of a gradient that overflowed nothing is kept: it would never end
                 if not isfinite(part.sum()):
-                    part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    self._overflown(values[begin:stop], place, part, state)
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         """Write what a code stands for."""
@@ -70,6 +70,20 @@ class Runs:
         """Add what a code stands for."""
         for begin, stop, place in self._places(len(into), code, into, alone=False):
             self.codec.decode_add(place, into[begin:stop])
+
+    def _overflown(self, values: Tensor, code: Tensor, lost: Tensor, state: State) -> None:
+        """Forget the losses of a run if they are beyond their type's range, or not finite.
+
+        Sound values are coded again, by themselves. So all ranks get finite numbers.
+        """
+        if lost.isfinite().all():
+            return  # only their sum is beyond it
+        if values.isfinite().all():
+            lost.copy_(values)
+            code.copy_(self.codec.encode(lost.clamp(-_WITHIN, _WITHIN), state))
+            self.codec.decode_subtract(code, lost)
+        # of a gradient that overflowed nothing is kept: it would never end
+        lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _places(
         self, numel: int, code: Tensor, like: Tensor, alone: bool

@@ -22,6 +22,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Size, Tensor
 
+from shoal.codecs.ranges import narrowed_into
 from shoal.codecs.remembering import Remembering
 from shoal.codecs.runs import LOST
 from shoal.contracts.codec import LinearCodec, State
@@ -184,6 +185,7 @@ class SummedCarrier(Remembering):
         others = self._others()
         message = torch.cat([*terms, room, *(part.to(self._wide) for part in others)])
         if not message[: self._num_terms].sum().isfinite():
+            self._overflown(matrices, message, comm.size)
             # of a gradient that overflowed nothing is kept: it would never end
             lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.ledger.coded(_SUM, 0, sample, before, self.ledger.sample(0, lost))
@@ -213,6 +215,25 @@ class SummedCarrier(Remembering):
         self._states.clear()
         self._turn = 0
 
+    def _overflown(self, matrices: Sequence[_CodedMatrix], message: Tensor, num_ranks: int) -> None:
+        """Make the terms of sound gradients again if they were beyond their type's range.
+
+        They are of smaller values then, and losses of earlier rounds are forgotten.
+        """
+        most = torch.finfo(message.dtype).max / num_ranks
+        at = 0
+        for gradient, lost, state, turn in matrices:
+            rows, columns = gradient.shape
+            count = self._codec.num_terms(rows, columns, turn)
+            terms = message[at : at + count]
+            at += count
+            if terms.isfinite().all() or not gradient.isfinite().all():
+                continue
+            limit = most / max(rows, columns)  # a term is a sum over a row or a column
+            lost.copy_(gradient).clamp_(-limit, limit)
+            terms.copy_(self._codec.to_terms(lost, state, turn))
+            self._codec.subtract_terms(terms, lost, state, turn)
+
     def _add(self, flat: Tensor, comm: Comm) -> None:
         """Over ranks."""
         self._exchange.reduce(flat, comm)
@@ -240,8 +261,7 @@ def read(codec: LinearCodec, sums: Tensor, gradient: Tensor, state: State, turn:
         gradient if gradient.dtype == sums.dtype else torch.empty_like(gradient, dtype=sums.dtype)
     )
     codec.from_sums(sums, wide, state, turn)
-    if wide is not gradient:
-        gradient.copy_(wide)
+    narrowed_into(wide, gradient)
 
 
 def _places(

@@ -16,10 +16,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from shoal.codecs.ranges import within
 from shoal.contracts.codec import Codec, State
-from shoal.core.errors import UsageError
+from shoal.core.numbers import check_number
 
 _SAMPLE = 4096
+_LEAST_SHARE = 1e-6  # less would leave two values of a bucket
+_LARGEST = torch.finfo(torch.bfloat16).max
 _MORE = 1.5, 4.0  # candidates for each that is wanted; where there are too few, more
 
 
@@ -35,12 +38,8 @@ class TopK(Codec):
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 0.5:
-            raise UsageError(
-                "the share of top_k is above 0, and at most 0.5",
-                got=str(self.share),
-                do="leave it out: it is 0.01",
-            )
+        rule = "the share of top_k is above 0, and at most 0.5"
+        check_number(rule, self.share, _LEAST_SHARE, 0.5, do="leave it out: it is 0.01")
 
     def _number(self, numel: int) -> int:
         return min(numel, 2 * max(1, round(self.share * numel / 2)))  # even: runs lie by fours
@@ -50,8 +49,13 @@ class TopK(Codec):
 
     def encode(self, values: Tensor, state: State) -> Tensor:
         places = _largest(values.abs(), self._number(len(values)))
-        chosen = values.index_select(0, places).to(torch.bfloat16)
-        return torch.cat([places.to(torch.int32).view(torch.uint8), chosen.view(torch.uint8)])
+        chosen = values.index_select(0, places)
+        if (
+            not float(torch.dot(chosen, chosen)) <= _LARGEST**2
+        ):  # one may be beyond bfloat16's largest
+            chosen = within(chosen, _LARGEST)
+        code = chosen.to(torch.bfloat16)
+        return torch.cat([places.to(torch.int32).view(torch.uint8), code.view(torch.uint8)])
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         into.zero_()

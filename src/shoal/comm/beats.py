@@ -24,10 +24,16 @@ from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
+from shoal.core.open_files import MORE_FILES, ran_out
 
 BEATING = "beating"
 LEFT = "left"  # the program has ended
 QUIET = "quiet"  # it has heard what it must, and reads no more
+_DOCTOR = (
+    "run `shoal doctor` on every host: it tells a link that is slow, and one that loses large "
+    "packets (MTU), by which ranks meet and then wait for their first large message"
+)
+_FRESH_S = 3.0
 _TRIES, _PAUSE_S = 10, 0.005  # at a verdict that a stranger writes over
 
 
@@ -41,13 +47,21 @@ class Verdict:
     deadline: bool = False
     left: bool = False  # that rank's program ended by itself
     differ: bool = False  # ranks are at different places, which their programs can put right
+    broke: bool = False  # a connection broke, and no rank did
 
     def error(self, where: str) -> WorldError | RanksDiffer:
         """The verdict as the error that a rank raises, saying where that rank was."""
         if self.differ:
-            return RanksDiffer(self.what, where=where, got=self.got, do=ALIKE, rank=self.rank)
+            do = f"{ALIKE}. Then start the job again: the ranks have parted for good"
+            return RanksDiffer(self.what, where=where, got=self.got, do=do, rank=self.rank)
+        if self.broke:
+            what = f"a connection was lost: {self.what}"
+            do = MORE_FILES if ran_out(self.got) else f"{_DOCTOR}; start the job again"
+            return PeerLost(what, where=where, got=self.got, do=do)
         if self.deadline:
             do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
+            if self.rank is None:
+                do = f"{_DOCTOR}; or raise init(timeout_s=…)"
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
         if self.left:
@@ -103,6 +117,7 @@ class BeatBoard:
     ) -> None:
         self.at, self.waiting = "start", False  # what this rank's next beat says
         self.turn = 0.0  # when the store answered last, by the monotonic clock
+        self._asked_s = 0.0  # when a pulse was asked last whether it has ended
         self.beats = {r: Beat(host=host) for r, host in enumerate(hosts) if r != rank}
         self.rank, self.host = rank, hosts[rank]
         self.journal, self.pulses = journal, pulses
@@ -148,6 +163,10 @@ class BeatBoard:
         ranks = ((self.rank + step) % self.size for step in range(1, self.size))
         return list(islice((rank for rank in ranks if self.read(rank).state == BEATING), 1))
 
+    def is_fresh(self, rank: int) -> bool:
+        """Return whether a rank has beaten of late, so that it is where its beat says."""
+        return self.turn - self._sights[rank].seen < _FRESH_S
+
     def all_beat_since(self, moment_s: float) -> bool:
         """Whether every rank that has not ended was seen to beat since then."""
         return all(
@@ -180,6 +199,24 @@ class BeatBoard:
                 return Verdict(f"{who} {how}, last seen at: {beat.at}", rank)
             if beat.state == LEFT and or_left:
                 return Verdict(f"{who} has ended its program, last at: {beat.at}", rank, left=True)
+        return None
+
+    def ended(self, ranks: Iterable[int], silent_s: float) -> Verdict | None:
+        """The first of these ranks that is silent for so long because its process has ended.
+
+        Its pulse ends with it, and its host refuses the connection. A host that is away refuses
+        nothing, so that takes longer to tell (`lost`).
+        """
+        for rank in ranks:
+            beat, sight = self.read(rank), self._sights[rank]
+            last = max(sight.seen, sight.stirred, self._asked_s)
+            if beat.state != BEATING or self.turn - last <= silent_s:
+                continue
+            self._asked_s = self.turn
+            if self.pulses.has_ended(rank):
+                who = f"rank {rank} (host {beat.host})"
+                how = "gives no sign of life: its process has ended"
+                return Verdict(f"{who} {how}, last seen at: {beat.at}", rank)
         return None
 
     def meet_pulses(self) -> None:

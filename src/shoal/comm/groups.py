@@ -20,19 +20,30 @@ _OWN_FAULTS = ("Unable to find address", "Unable to find interface", "Cannot res
 
 
 def made(
-    make: Callable[[], object], heartbeat: Heartbeat, inside: Inside, ranks: Sequence[int]
+    make: Callable[[], object],
+    heartbeat: Heartbeat,
+    inside: Inside,
+    ranks: Sequence[int],
+    limit_s: float,
 ) -> dist.ProcessGroup:
     """Make a process group of these ranks, while the beats of all of them are looked at.
 
     It is returned once every rank has it: one that went on and ended its program would close
     connections that others still make.
 
+    Args:
+        make: makes it on this rank.
+        heartbeat: looks at the beats.
+        inside: makes the calls into torch.distributed.
+        ranks: its ranks, among all there are.
+        limit_s: seconds that it may take.
+
     Raises:
         UsageError: this host has no such interface or address.
         WorldError: a rank is lost that is to make it, too, or has not made it in time.
     """
     with heartbeat.awaiting(ranks):
-        group = inside.run(partial(_everywhere, make, heartbeat), in_time=True)
+        group = inside.run(partial(_everywhere, make, heartbeat), in_time=limit_s)
     if heartbeat.store is not None:
         heartbeat.store.is_made()
     return group

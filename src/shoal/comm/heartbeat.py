@@ -5,7 +5,7 @@ too. So:
 
 1  beat     each rank writes where it is twice a second, on a connection of its own
 2  watch    in the same turn it reads the verdict, and the beat of the rank after it that has
-            not ended; a rank that is silent for 20 s is lost
+            not ended; a rank that is silent for 20 s is lost, or for 3 s if its process has ended
 3  judge    where an exchange failed, it reads all beats; one that stopped for 3 s is lost,
             and if none is lost a deadline has passed
 4  leave    a rank that ends says so: that it is done, or which error ended it
@@ -19,6 +19,7 @@ second one sees that it got stuck.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import sys
@@ -31,8 +32,10 @@ from typing import Protocol, final
 
 import torch.distributed as dist
 
+from shoal.comm.aside import may_block
 from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, BeatBoard, Verdict
 from shoal.comm.lookout import Lookout
+from shoal.comm.patience import USUAL, Patience
 from shoal.comm.places import ChannelRecord, Journal
 from shoal.comm.pulse import Pulses
 from shoal.comm.signed_store import SignedStore
@@ -45,10 +48,15 @@ _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
 # the same when nothing has failed yet: a rank that is stopped, or a host without power
 _SILENT_S = 20.0
+# the least that can be asked for: six beats in a row must be missing, since threads that share a
+# processor, and the store, are late by one or two
+LEAST_LOST_S = 6 * _BEAT_S
 _ABSENT_S = 6.0  # the same for a rank that is awaited, to make connections
 _FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
 _EXPLAINED_S = 1.5  # how long who has noticed that ranks differ waits for what each is at
+_UNTOLD_S = 5.0  # how long a verdict may stay untold until a line of the log tells it
 _LONGEST = 500  # letters of another error that a verdict repeats
+_LOGGER = logging.getLogger("shoal")
 _GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
 
 
@@ -117,16 +125,16 @@ class _Judge:
 
     Args:
         board: the beats.
-        workers: how many of the ranks train.
+        lookout: sees whether ranks wait in vain.
         holder: of the store.
         silent_s: seconds without any sign of life after which a rank is lost.
     """
 
     def __init__(
-        self, board: BeatBoard, workers: int, holder: StoreHolder, silent_s: float
+        self, board: BeatBoard, lookout: Lookout, holder: StoreHolder, silent_s: float
     ) -> None:
         self._board, self.holder, self.silent_s = board, holder, silent_s
-        self._lookout = Lookout(board, workers)
+        self._lookout = lookout
         self.awaited: frozenset[int] = frozenset()  # ranks that this one makes something with
 
     def found(self, doubt: _Doubt | None) -> Verdict | None:
@@ -137,8 +145,9 @@ class _Judge:
         if doubt is None and self.awaited:
             return board.lost(sorted(self.awaited), _ABSENT_S, or_left=True)
         if doubt is None:
-            found = self._lookout.look()
-            return found or board.lost(board.next_one(), self.silent_s, or_left=False)
+            found, next_one = self._lookout.look(), board.next_one()
+            found = found or board.ended(next_one, min(_DEAD_S, self.silent_s))
+            return found or board.lost(next_one, self.silent_s, or_left=False)
         differing = self._lookout.differing()
         if differing is not None or doubt.differ:
             is_late = time.monotonic() > doubt.since + _BEAT_S
@@ -169,9 +178,8 @@ class _Judge:
         )
 
     def _broken(self, reason: str) -> Verdict:
-        return Verdict(
-            "an exchange broke, though every rank still lives", None, got=reason[:_LONGEST]
-        )
+        what = "an exchange broke, though every rank still lives"
+        return Verdict(what, None, got=reason[:_LONGEST], broke=True)
 
     def holder_left(self) -> bool:
         """Whether the store is about to end with the program of the rank that holds it."""
@@ -216,6 +224,7 @@ class Heartbeat:
         holder: of the store.
         pulses: of all ranks, and this one's own.
         lost_after_s: seconds without any sign of life after which a rank is lost.
+        patience: how long ranks that live are waited for.
     """
 
     def __init__(
@@ -226,6 +235,7 @@ class Heartbeat:
         holder: StoreHolder = StoreHolder(),
         pulses: Pulses | None = None,
         lost_after_s: float | None = None,
+        patience: Patience = USUAL,
     ) -> None:
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, OpenChannel] = {}
@@ -235,16 +245,21 @@ class Heartbeat:
         self.workers = topology.workers or topology.size
         self._board = BeatBoard(values, rank, topology.hosts, Journal(), pulses or Pulses())
         silent_s = _SILENT_S if lost_after_s is None else lost_after_s
-        self._judge = _Judge(self._board, self.workers, holder, silent_s)
+        lookout = Lookout(self._board, self.workers, patience)
+        self._judge = _Judge(self._board, lookout, holder, silent_s)
         self._case = _Case()
         self._nudge, self._stopped = threading.Event(), threading.Event()
+        self._told = threading.Event()  # the program was told of the verdict
         self._process = os.getpid()
         self._store_answers = True
         self._board.turn = time.monotonic()
         self._nudge.set()  # the first beat goes at once
         self._server = threading.Thread(target=self._serve, name="shoal-heartbeat", daemon=True)
         self._server.start()
-        threading.Thread(target=self._guard, name="shoal-heartbeat-guard", daemon=True).start()
+        self._guarding = threading.Thread(
+            target=self._guard, name="shoal-heartbeat-guard", daemon=True
+        )
+        self._guarding.start()
         atexit.register(self._leave_at_exit)
 
     @property
@@ -294,6 +309,17 @@ class Heartbeat:
         if self._case.verdict is not None:
             raise self._error(self._case.verdict)
 
+    def hear(self, *, again: bool = True) -> None:
+        """Raise the verdict if there is one; unless `again`, only if nobody was told of it yet."""
+        verdict = self._case.verdict
+        if verdict is not None and (again or not self._told.is_set()):
+            raise self._error(verdict)
+
+    def has_told(self) -> None:
+        """The program is about to be told of the verdict, or that this rank ends."""
+        if not may_block():
+            self._told.set()
+
     def judge(self, reason: str, timeout_s: float | None) -> WorldError | RanksDiffer:
         """The error on which ranks agree after an exchange broke, or did not end in `timeout_s`.
 
@@ -320,8 +346,10 @@ class Heartbeat:
         if self._stopped.is_set() or os.getpid() != self._process:
             return
         self._stopped.set()
+        self._told.set()
         self._nudge.set()
-        self._server.join(timeout=2 * _BEAT_S)
+        for thread in (self._server, self._guarding):  # they may be freeing channels
+            thread.join(timeout=2 * _BEAT_S)
         if self._store_answers and not self._server.is_alive():
             self._say_goodbye(error)
         # A thread that needs the interpreter while it ends aborts the process ("terminate called
@@ -393,6 +421,7 @@ class Heartbeat:
             found = found or self._judge.without_store("is gone")
         if found is not None:
             self._conclude(found)
+            self._tell_of(found)
 
     def _guard(self) -> None:
         """The thread that sees when the other one is stuck: the store is stopped, or away."""
@@ -408,15 +437,25 @@ class Heartbeat:
             if ticks * _BEAT_S > limit_s and holder is not None and self._server.is_alive():
                 ticks = 0 if self._board.pulses.lives(holder) else ticks
             if ticks * _BEAT_S > limit_s:
-                self._conclude(self._judge.without_store("gives no sign of life"))
+                found = self._judge.without_store("gives no sign of life")
+                self._conclude(found)
+                self._tell_of(found)
 
     def _conclude(self, verdict: Verdict) -> None:
         self._case.close(verdict)
         self._free()
+
+    def _tell_of(self, verdict: Verdict) -> None:
+        """Log a verdict that the program does not hear: it waits for nobody, and is in no step."""
+        if not self._told.wait(_UNTOLD_S):
+            _LOGGER.warning(
+                f"shoal: {self._error(verdict).what}. This rank ends at its next batch or step"
+            )
 
     def _free(self) -> None:
         for channel in list(self.channels.values()):
             channel.free()
 
     def _error(self, verdict: Verdict) -> WorldError | RanksDiffer:
+        self.has_told()
         return verdict.error(f"rank {self._board.rank} at {self.at}")

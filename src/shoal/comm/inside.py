@@ -21,6 +21,14 @@ from shoal.comm.heartbeat import Heartbeat
 from shoal.comm.places import ChannelRecord
 
 T = TypeVar("T")
+# gloo, stores and NCCL say so if a limit has passed
+_LIMIT_PASSED = (
+    "timed out waiting",
+    "timed out connecting",
+    "timed out: no rank wrote",
+    "wait timeout after",
+    "collective operation timeout",
+)
 _FOREVER = datetime.timedelta(days=1000)
 
 
@@ -42,6 +50,7 @@ class Inside:
         idle: bool = False,
     ) -> None:
         self.idle = idle  # whether a message may be waited for however long it takes
+        self.journal = heartbeat.journal
         self._heartbeat, self._aside = heartbeat, aside
         self._timeout_s, self._record = timeout_s, record
 
@@ -57,11 +66,16 @@ class Inside:
             overdue_s = self._timeout_s if is_timeout(error) else None
             raise self._heartbeat.judge(reason, overdue_s) from None
 
-    def run(self, call: Callable[[], T], *, in_time: bool = False) -> T:
-        """Make a call that waits for other ranks; `in_time` if it has no limit of its own."""
+    def run(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
+        """Make a call that waits for other ranks.
+
+        Args:
+            call: makes it.
+            in_time: its limit in seconds; None if it has one of its own.
+        """
         return self.beside(partial(self._entered, call), in_time=in_time)
 
-    def beside(self, call: Callable[[], T], *, in_time: bool = False) -> T:
+    def beside(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
         """Make such calls beside this thread, which looks at the verdict meanwhile.
 
         The library's own threads make them themselves: nobody waits for those without a limit.
@@ -74,8 +88,8 @@ class Inside:
             nonlocal looks
             looks += 1
             self._heartbeat.check("" if record is None else record.purpose, record)
-            if in_time and time.monotonic() - began > self._timeout_s:
-                raise self._heartbeat.judge("no connections", self._timeout_s)
+            if in_time is not None and time.monotonic() - began > in_time:
+                raise self._heartbeat.judge("no connections", in_time)
 
         result = self._aside.run(call, look)
         if looks:
@@ -103,6 +117,7 @@ class WorkHandle:
             self._work.wait(_FOREVER)
         else:
             self._work.wait()
+        self._inside.journal.messages += 1
 
     def land(self) -> None:
         """Do what is left to do: nothing."""
@@ -127,6 +142,10 @@ class ReceiveViaHost:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether an error of torch.distributed says that time has passed."""
+    """Whether an error of torch.distributed says that the limit of the wait itself has passed.
+
+    It does not if the kernel gave a connection up ("Connection timed out", where a network loses
+    large packets), or if another rank's limit has passed, which closed the connection.
+    """
     text = str(error).lower()
-    return "timed out" in text or "timeout" in text
+    return any(words in text for words in _LIMIT_PASSED)

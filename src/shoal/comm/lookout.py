@@ -13,12 +13,45 @@ from collections.abc import Mapping
 from typing import final
 
 from shoal.comm.beats import BEATING, Beat, BeatBoard, Verdict
-from shoal.comm.places import Apart, RankPlace, all_are_in, apart, missed, named, unlike
+from shoal.comm.patience import USUAL, Absence, Patience, Reason, absence
+from shoal.comm.places import Apart, ChannelWait, RankPlace, apart, missed, named, unlike
 
 _SELDOM = 32  # turns between two looks at most
 _TURN_S = 0.25  # between two turns of one that waits, at least
 _LONG_S = 3.0  # a rank that others wait for as long as this is named
+_MARKS_S = (20.0, 60.0)  # a line says once more which rank waits for which
+_LATER_S = 5.0  # than a limit of the user's, which gloo keeps, but by the wall clock: that may jump
 _LOGGER = logging.getLogger("shoal")
+
+
+@final
+class _Vigil:
+    """The length of one wait, in this rank's own looks.
+
+    These are counted, not seconds, since this process may have been stopped.
+    """
+
+    def __init__(self, wait: tuple[str, int] | None) -> None:
+        self.wait = wait
+        self.same = 0  # turns since the same was seen
+        self._seen: object = None
+        self._began_s, self._marks = time.monotonic(), list(_MARKS_S)
+
+    def see(self, seen: object, turns: int) -> None:
+        """Count a look that comes after so many turns."""
+        self.same = self.same + turns if seen == self._seen else turns
+        self._seen = seen
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait was seen first."""
+        return time.monotonic() - self._began_s
+
+    def is_due(self, times: float) -> bool:
+        """Return whether a line is due, once for each mark, which comes so many times later."""
+        due = [mark for mark in self._marks if self.waited_s >= times * mark]
+        self._marks = [mark for mark in self._marks if mark not in due]
+        return bool(due)
 
 
 @final
@@ -28,16 +61,16 @@ class Lookout:
     Args:
         board: where ranks say so.
         workers: how many ranks train; the others wait for these by turns that they have not made.
+        patience: how long ranks are waited for.
     """
 
-    def __init__(self, board: BeatBoard, workers: int) -> None:
+    def __init__(self, board: BeatBoard, workers: int, patience: Patience = USUAL) -> None:
         self._board, self._journal, self._workers = board, board.journal, workers
         self._turns = 0  # of this wait
         self._began_s = 0.0
         self._before: tuple[Apart | None, Mapping[int, int]] = None, {}
         self._has_warned = False
-        self._awaited: tuple[str, int] | None = None  # what all ranks are in
-        self._looks = 0  # turns since that was seen
+        self._patience, self._vigil = patience, _Vigil(None)
 
     def look(self) -> Verdict | None:
         """In a turn of the heartbeat: the verdict that ranks wait in vain, if they do."""
@@ -58,31 +91,90 @@ class Lookout:
             self._warn(places)
             return self._overdue(places)
         newer = all(counts[rank] > then.get(rank, counts[rank]) for rank in counts)
-        if found.waits and not (found == before and newer):
+        if not (found == before and newer):  # a beat may be out of date
             return None
         return Verdict(found.what, found.rank, differ=True)
 
     def _overdue(self, places: Mapping[int, RankPlace]) -> Verdict | None:
-        """The verdict that an exchange takes far longer than planned, though all are in it.
+        """Return the verdict that the wait has lasted too long for its reason.
 
-        Counted are looks, not seconds: this process may have been stopped.
+        Lines of the log come before it, and tell the reason.
         """
-        wait, limit_s = self._journal.wait, self._journal.limit_s()
-        if wait is None or limit_s is None or not all_are_in(wait, places):
-            self._awaited, self._looks = None, 0
+        own = self._board.rank
+        wait, found = places[own].wait, absence(own, places)
+        if wait is None or found is None:
             return None
-        if (wait.channel, wait.number) != self._awaited:
-            self._awaited, self._looks = (wait.channel, wait.number), 0
-        self._looks += min(self._board.rank + 1, _SELDOM)
-        if self._looks * _TURN_S < limit_s:
-            return None
+        if found.reason is Reason.ELSEWHERE and not all(map(self._board.is_fresh, found.ranks)):
+            found = Absence(Reason.COMPUTES, found.ranks)  # it may have gone on since
+        planned_s = self._journal.limit_s()
+        limit_s = self._patience.limit_s(found.reason, planned_s)
+        if (wait.channel, wait.number) != self._vigil.wait:
+            self._vigil = _Vigil((wait.channel, wait.number))
+        is_given, by_message = self._patience.given_s is not None, self._journal.messages
+        seen: object = found, limit_s, by_message if limit_s == self._patience.silent_s else 0
+        self._vigil.see(by_message if is_given else seen, min(own + 1, _SELDOM))
+        if self._vigil.same * _TURN_S >= limit_s + (_LATER_S if is_given else 0.0):
+            return self._verdict(wait, found, limit_s, places)
+        first = min((rank for rank, place in places.items() if place.wait), default=None)
+        # an exchange that is planned to take long is no news until a third of its limit has passed
+        is_planned = found.reason is Reason.TOGETHER and planned_s is not None
+        times = max(1.0, limit_s / _MARKS_S[-1]) if is_planned else 1.0
+        if first == own and self._vigil.is_due(times):
+            self._tell(wait, found, limit_s, places)
+        return None
+
+    def _verdict(
+        self, wait: ChannelWait, found: Absence, limit_s: float, places: Mapping[int, RankPlace]
+    ) -> Verdict:
+        if found.reason is Reason.TOGETHER:
+            got = "every rank has come there: a link is stuck, or far slower than it was measured"
+            is_planned = self._patience.given_s is None and self._journal.limit_s() is not None
+            what = (
+                f"an exchange that all ranks are in took over {limit_s:.0f} s, far longer than "
+                "the plan predicts of a step"
+                if is_planned
+                else f"an exchange that all ranks are in brought nothing for {limit_s:.0f} s"
+            )
+        else:
+            what = f"an exchange did not end within {_duration(limit_s)}"
+            got = f"absent: {self._absent(found, places)}"
         return Verdict(
-            f"an exchange that all ranks are in took over {limit_s:.0f} s, far longer than "
-            f"the plan predicts of a step: rank {self._board.rank} waited at: {wait.at}",
-            None,
-            got="every rank has come there: a link is stuck, or far slower than it was measured",
+            f"{what}: {self._who(self._board.rank)} waited at: {wait.at}",
+            next(iter(found.ranks), None),
+            got=got,
             deadline=True,
         )
+
+    def _tell(
+        self, wait: ChannelWait, found: Absence, limit_s: float, places: Mapping[int, RankPlace]
+    ) -> None:
+        why = (
+            "All ranks have come there, so a link is slow or stuck: run `shoal doctor`"
+            if found.reason is Reason.TOGETHER
+            else f"It waits for {self._absent(found, places)}"
+        )
+        _LOGGER.warning(
+            f"shoal: {self._who(self._board.rank)} has waited for {self._vigil.waited_s:.0f} s at: "
+            f"{wait.at}. {why}. It gives up after {_duration(limit_s)}"
+        )
+
+    def _absent(self, found: Absence, places: Mapping[int, RankPlace]) -> str:
+        """Return in words the ranks that have not come, and where they are."""
+        if not found.ranks:
+            return "hosts that do not train"
+        first, *more = found.ranks
+        who, last = self._who(first), self._board.beats[first].at
+        who += f" and {named(more)}" if more else ""
+        if found.reason is Reason.UNKNOWN:
+            return f"{who}, not one of those that train" if first >= self._workers else who
+        place = places.get(first)
+        if found.reason is Reason.ELSEWHERE or (place is not None and place.wait is not None):
+            return f"{who}, waiting at: {last}"
+        return f"{who}, which computes, or does something alone (last at: {last})"
+
+    def _who(self, rank: int) -> str:
+        host = self._board.host if rank == self._board.rank else self._board.beats[rank].host
+        return f"rank {rank} (host {host})"
 
     def differing(self) -> Verdict | None:
         """The verdict that ranks are at different things, for one that has noticed it."""
@@ -123,3 +215,7 @@ class Lookout:
                 "outside Shoal, or makes other calls: all ranks call the model, evaluate and save "
                 "together"
             )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 600 else f"{seconds:g} s"

@@ -88,6 +88,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.wait: ChannelWait | None = None
+        self.messages = 0  # that have landed: a sign that a wait brings something
         self.asked: set[str] = set()  # channels on which others wait for this rank's answer
         self._records: dict[str, ChannelRecord] = {}
         self._opened: Counter[str] = Counter()
@@ -203,14 +204,6 @@ def _is_blocked(rank: int, ring: Mapping[int, RankPlace]) -> bool:
         and wait.channel not in place.answers
         and place.begun.get(wait.channel, 0) < wait.number
         for other, place in ring.items()
-    )
-
-
-def all_are_in(wait: ChannelWait, places: Mapping[int, RankPlace]) -> bool:
-    """Whether every rank that takes part has begun what is waited for."""
-    return bool(wait.number) and all(
-        rank in places and places[rank].begun.get(wait.channel, 0) >= wait.number
-        for rank in wait.members
     )
 
 

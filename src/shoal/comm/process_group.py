@@ -28,6 +28,7 @@ from shoal.comm.groups import made
 from shoal.comm.heartbeat import Heartbeat, StoreHolder
 from shoal.comm.inside import Inside, ReceiveViaHost, WorkHandle, is_timeout
 from shoal.comm.meeting import INTERFACE, Roster, meet
+from shoal.comm.patience import Patience
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.comm import Comm, Pending, label, labelled
@@ -38,12 +39,11 @@ from shoal.core.by_host import beside, staged
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
 from shoal.core.interfaces import is_loopback
-from shoal.core.open_files import raise_limit
+from shoal.core.open_files import check_limit, raise_limit
 
 T = TypeVar("T")
 _TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
 _SHORT = 1016  # bytes of what ranks tell each other that cross at once
-_USUAL_S = 300.0  # the limit of an exchange, where nobody says otherwise
 _FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times what is planned
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
@@ -54,8 +54,7 @@ class _Membership:
 
     heartbeat: Heartbeat
     aside: Aside  # the threads that calls may block
-    timeout_s: float  # of an exchange
-    predicts: bool  # whether a prediction sets a limit too
+    patience: Patience  # how long an exchange may take
 
 
 @final
@@ -86,7 +85,7 @@ class ProcessGroupComm(Comm):
         self.topology = topology
         self._group = group
         self._membership = membership
-        self.timeout_s, self._heartbeat = membership.timeout_s, membership.heartbeat
+        self.timeout_s, self._heartbeat = membership.patience.longest_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
         self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
         # Messages of other purposes never meet: gloo ends the process where one is too long.
@@ -215,7 +214,8 @@ class ProcessGroupComm(Comm):
             group_desc=f"shoal-{name}",
             use_local_synchronization=by_themselves,
         )
-        group = made(make, self._heartbeat, self._inside, ranks)
+        limit_s = self._membership.patience.connects_s
+        group = made(make, self._heartbeat, self._inside, ranks, limit_s)
         return ProcessGroupComm(group, name, topology, self._membership, idle=idle)
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
@@ -304,7 +304,7 @@ class ProcessGroupComm(Comm):
         self._record.running = number, purpose
 
     def expects(self, seconds: float) -> None:
-        if self._membership.predicts:
+        if self._membership.patience.given_s is None:
             self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
     def may_answer(self, answer: Callable[[], None] | None) -> None:
@@ -312,6 +312,9 @@ class ProcessGroupComm(Comm):
 
     def check(self, where: str, number: int | None = None) -> None:
         self._heartbeat.check(where, self._record, number)
+
+    def hear(self, *, again: bool = True) -> None:
+        self._heartbeat.hear(again=again)
 
     def leave(self, error: BaseException | None) -> None:
         self._heartbeat.leave(error)
@@ -327,6 +330,7 @@ class ProcessGroupComm(Comm):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         if isinstance(error, RanksDiffer) and error.rank is None:
             return self._heartbeat.explained(error)
+        self._heartbeat.has_told()
         own = self._record.members[self.rank]  # of all ranks there are
         return error.struck(f"rank {own} at {where}") if isinstance(error, WorldError) else error
 
@@ -336,15 +340,19 @@ class ProcessGroupComm(Comm):
         Gloo has no abort, but a receive that times out closes all connections of its group. One
         from a rank that has left fails at once, and closes none.
         """
+        # another thread may free it as this rank ends, and `end` takes the group away
+        group = getattr(self, "_group", None)
+        if group is None:
+            return
         nobody = torch.empty(1, device="cpu")
         for rank in self.others:
             try:
-                waiting = self._group.recv([nobody], rank, _WAKE_TAG)
+                waiting = group.recv([nobody], rank, _WAKE_TAG)
                 waiting.wait(datetime.timedelta(milliseconds=1))
             except RuntimeError as error:
                 if is_timeout(error):
                     break
-        self._group.abort()  # and what NCCL carries
+        group.abort()  # and what NCCL carries
 
     def end(self) -> None:
         """Free who is blocked, and join the threads that end where nobody holds the group."""
@@ -371,8 +379,8 @@ def join(
 
     Args:
         seat: what the launcher says; without a `meeting` where there is such a process group.
-        timeout_s: seconds after which an exchange that does not end is an error. None: 300 where a
-            rank does not take part in it, and what a prediction says where all do.
+        timeout_s: seconds after which an exchange that does not end is an error. None: by the
+            reason why it does not (patience.py).
         start_timeout_s: seconds to wait for every rank.
         lost_after_s: seconds without any sign of life after which a rank is lost; by default 20.
 
@@ -381,7 +389,9 @@ def join(
         UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
     raise_limit()
-    limit_s = _USUAL_S if timeout_s is None else timeout_s
+    if seat.meeting is not None:
+        check_limit(seat.meeting.size, f"rank {seat.meeting.rank}, host {seat.host}")
+    patience = Patience(timeout_s)
     roster = meet(seat, start_timeout_s)
     if roster.interface is not None:
         os.environ[INTERFACE] = roster.interface  # which torch reads for each group
@@ -394,15 +404,16 @@ def join(
         holder,
         _pulses(seat, roster),
         lost_after_s,
+        patience,
     )
 
     def make() -> object:
-        limit = _seconds(limit_s)
+        limit = _seconds(patience.longest_s)
         if seat.meeting is None:
             return dist.new_group(timeout=limit, backend=_backend(), group_desc="shoal")
         dist.init_process_group(
             _backend(),
-            store=_store(roster.values, heartbeat, limit_s),
+            store=_store(roster.values, heartbeat, patience.connects_s),
             rank=roster.rank,
             world_size=roster.size,
             timeout=limit,
@@ -413,12 +424,12 @@ def join(
     heartbeat.reached("making the first connections")
     try:
         inside = Inside(heartbeat, start_timeout_s, aside, None)
-        group = made(make, heartbeat, inside, range(roster.size))
+        group = made(make, heartbeat, inside, range(roster.size), start_timeout_s)
     except BaseException as error:
         heartbeat.leave(error)  # whatever the program does now
         raise
     heartbeat.reached("start")
-    membership = _Membership(heartbeat, aside, limit_s, predicts=timeout_s is None)
+    membership = _Membership(heartbeat, aside, patience)
     return ProcessGroupComm(group, "world", topology, membership)
 
 

@@ -24,7 +24,7 @@ from typing import Any, final
 
 from shoal.contracts.launcher import GO, Seat
 from shoal.contracts.store_values import Values
-from shoal.contracts.versions import Versions, versions
+from shoal.contracts.versions import Versions, install_shoal, versions
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError
 
 _QUICK_S, _SLOW_S = 0.002, 0.05  # from turn to turn: behind a change, and when nothing changes
@@ -100,7 +100,10 @@ class Arrival:
             got, expected = getattr(other.versions, name), getattr(self.versions, name)
             if release(got) != release(expected):
                 what = f"{who} has another version of {name}"
-                do = f"install the same on every host: pip install {name}=={release(expected)}"
+                how = f"pip install torch=={release(expected)}"
+                if name == "shoal":
+                    how = install_shoal(version=release(expected))
+                do = f"install the same on every host: {how}"
                 return RanksDiffer(
                     what, where=self.where, got=got, expected=expected, do=do, rank=other.rank
                 )

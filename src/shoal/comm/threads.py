@@ -301,6 +301,10 @@ class ThreadComm(Comm):
         if self._journal.asked:
             self._journal.answer()
 
+    def hear(self, *, again: bool = True) -> None:
+        """Raise the error that ended the other ranks' work, if one has failed."""
+        self.hub.check(f"rank {self._seat}")
+
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
         """The error where a rank says that it does something else than this one."""
         error = self.explained(super().unlike(rank, theirs, own))

@@ -266,6 +266,20 @@ class Comm(ABC):
         """
         return
 
+    def hear(self, *, again: bool = True) -> None:
+        """Raise the verdict on this job if there is one. Costs a look at a flag: nothing is sent.
+
+        Steps that wait for nobody call it, since they would go on alone until the next exchange.
+
+        Args:
+            again: raise it also if this rank's program was told before.
+
+        Raises:
+            WorldError: a peer is known to be gone.
+            RanksDiffer: ranks wait for one another in vain.
+        """
+        return
+
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
         """The error where a rank says that it does `theirs` ("": it sent what carries no name)."""
         at = {rank: theirs or "an exchange that carries no name", self.rank: own}

@@ -7,7 +7,8 @@
     4  measuring   changes the model while it is profiled
     5  attach      takes part in one model that is parallelised: an `Attachment`, which starts once
                    the engine runs
-    6  state       adds its part to a checkpoint, from which any number of ranks can go on
+    6  state       adds its part to a checkpoint, from which any number of ranks can go on, and
+                   checks it before they do
     7  release     ends the attachment, as `unparallelize` does
     8  line        describes the feature in a report
 
@@ -79,6 +80,13 @@ class Attachment(Generic[Running]):
         The state is tensors and plain data, whole, keyed by no rank. All ranks return the same.
         """
         return None  # save 10
+
+    def problem(self, state: Any) -> str:
+        """Say why a checkpoint's state cannot be one that `state` returned; '' if it can.
+
+        Every rank is asked before any object takes anything, so nothing may change here.
+        """
+        return ""
 
     def load(self, state: Any) -> None:
         """Go on from a state that `state` returned, on any number of ranks (a collective).

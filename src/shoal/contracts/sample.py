@@ -28,7 +28,11 @@ from shoal.core.nothing import nothing
 
 _NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
-ComputeLoss = Callable[[nn.Module, Any], Any]
+ComputeLoss = Callable[..., Any]  # takes the model, a batch, and arguments of trainers
+_BY_METHODS = (
+    "where methods other than forward make the loss, give compute_loss=f, a function of "
+    "(model, batch), and None for loss_fn"
+)
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,9 @@ class Sample:
             got=self._given(),
             expected="x is a tensor, a tuple of positional or a dict of keyword arguments of the "
             "model",
-            do="try loss_fn(model(x), y) on the same batch first",
+            do=_BY_METHODS
+            if isinstance(error, NotImplementedError)  # a module without forward raises it
+            else f"try loss_fn(model(x), y) on the same batch first; or, {_BY_METHODS}",
         )
 
     def _checked(self, loss: Any, output: Any) -> Tensor:

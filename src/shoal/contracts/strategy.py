@@ -71,6 +71,8 @@ class Strategy(Contract, ABC):
     stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
     takes_sparse: ClassVar[bool] = False  # gradients that are sparse tensors, as these
     codes_rows: ClassVar[bool] = False  # the rows that it sends, where a plan gives it a codec
+    # names of the classes in torch.nn that it serves; empty if it may serve any
+    kinds: ClassVar[tuple[str, ...]] = ()
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""
@@ -81,7 +83,11 @@ class Strategy(Contract, ABC):
         """Why it cannot serve this layer, or None."""
 
     def refusal(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        """The same, also for gradients that it does not take, and owners that it does not have."""
+        """Return why it cannot serve this layer, or None. Asks `unable` and `refuses`, and looks at
+        sparse gradients and at owners.
+        """
+        if reason := self.unable(layer.kind, len(cluster.servers), len(cluster.tail)):
+            return reason
         for parameter in layer.parameters:
             if parameter.sparse and not self.takes_sparse:
                 return (
@@ -94,6 +100,27 @@ class Strategy(Contract, ABC):
                     f"to rank {parameter.owner.number}"
                 )
         return self.refuses(layer, cluster)
+
+    @classmethod
+    def unable(cls, kind: str, servers: int, tail_hosts: int) -> str:
+        """Return why it cannot serve a layer, as far as that is known before a measurement.
+
+        Args:
+            kind: the class of the layer's module.
+            servers: number of hosts that own parameters and do not train.
+            tail_hosts: number of hosts that run the end of the model.
+
+        Returns:
+            The reason; '' if it may be able.
+        """
+        if cls.kinds and kind not in cls.kinds:
+            served = " and ".join(f"nn.{name}" for name in cls.kinds)
+            return f"it serves {served}, and this is a {kind}"
+        if cls.role.takes_servers and not servers:
+            return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
+        if cls.role.is_at_tail and not tail_hosts:
+            return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
+        return ""
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
         """Other layers, each with the strategy that it must have where this one serves `layer`."""

@@ -55,6 +55,20 @@ def versions() -> Versions:
     )
 
 
+def install_shoal(extra: str = "", version: str = "") -> str:
+    """Write how to install Shoal: from a clone, because no package index has it.
+
+    A package of that name in an index is somebody else's.
+
+    Examples:
+        >>> from shoal.contracts.versions import install_shoal
+        >>> install_shoal("spark")
+        "in a clone of Shoal: pip install -e '.[spark]'"
+    """
+    named = f"Shoal {version}" if version else "Shoal"
+    return f"in a clone of {named}: pip install -e " + (f"'.[{extra}]'" if extra else ".")
+
+
 def _own_version() -> str:
     try:
         return metadata.version("shoal")

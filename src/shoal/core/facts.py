@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from shoal.core.cost import CodingPace, Pace, Price, Traffic
+from shoal.core.facts_checks import check_cluster, check_link, check_topology
 from shoal.core.placement import Owner
 from shoal.core.terms import OF_ROWS, Terms
 
@@ -33,6 +34,9 @@ class Topology:
     servers: int = 0
     tail: int = 0
     processors: tuple[str, ...] = ()  # of each rank: alike where they round alike
+
+    def __post_init__(self) -> None:
+        check_topology(self)
 
     @property
     def size(self) -> int:
@@ -93,6 +97,9 @@ class Link:
     # bytes a second of a few messages, as it was measured, by which it is known again; 0: not tried
     tried: float = field(default=0.0, repr=False)
 
+    def __post_init__(self) -> None:
+        check_link(self)
+
     @property
     def burst_s(self) -> float:
         """Seconds of pause after which a whole burst passes for free."""
@@ -135,6 +142,9 @@ class Cluster:
     # whether each rank has its part of a core all the time, as by a quota. Else ranks that share
     # cores take turns, and whoever computes has a whole one
     steady: bool = False
+
+    def __post_init__(self) -> None:
+        check_cluster(self, Topology, Link)
 
     def pack_s(self, nbytes: float, gradients: int) -> float:
         """Seconds of the main thread to bring so many gradients into a bucket of these bytes."""
@@ -200,6 +210,7 @@ class ParameterProfile:
     # who owns it whole, as a plan places it; None: owners have shares of it
     owner: Owner | None = None
     sparse: bool = False  # its gradient is a sparse tensor
+    is_real: bool = True  # its numbers are not complex; codecs take real ones
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
+from shoal.core.numbers import shown
 from shoal.core.outer import Outer
 
 T = TypeVar("T")
@@ -36,18 +38,22 @@ def record_of(kind: type[T], row: Any, source: str) -> T:
         raise PlanError(
             f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields)
         )
-    for name, value in row.items():
-        if not isinstance(value, _TYPES[fields[name].type]) or (
-            isinstance(value, bool) and "bool" not in fields[name].type
-        ):
-            raise PlanError(
-                f"{source}: {name} is of the wrong type",
-                got=repr(value)[:80],
-                expected=fields[name].type,
-            )
+    check_types(kind, row, source)
     try:
         return kind(**row)
     except TypeError as error:
         raise PlanError(
             f"{source} lacks a field", got=str(error), expected=", ".join(fields)
         ) from error
+
+
+def check_types(kind: type[Any], values: Mapping[str, Any], source: str) -> None:
+    """Raise PlanError if a value is not of the type that its field of a dataclass has."""
+    for name, value in values.items():
+        declared = kind.__dataclass_fields__[name].type
+        if not isinstance(value, _TYPES[declared]) or (
+            isinstance(value, bool) and "bool" not in declared
+        ):
+            raise PlanError(
+                f"{source}: {name} is of the wrong type", got=shown(value), expected=declared
+            )

@@ -10,11 +10,14 @@ import math
 import re
 from typing import Any
 
+from shoal.core.errors import UsageError
+
 _MOST_DIGITS = 18
 MOST_RANKS = 1 << 16  # of a job
 MOST_RANKS_IMAGINED = 1 << 12  # to plan for: the time that takes grows with their square
 MOST_RANKS_HERE = 1 << 10  # that one machine starts
 MOST_SECONDS = 1e8
+MOST_COUNTED = 1 << 50  # steps, bytes, or anything else that is counted
 
 
 def whole(text: str) -> int | None:
@@ -47,3 +50,49 @@ def is_positive(value: Any, most: float = math.inf) -> bool:
     """Whether a value is a finite number over 0, and at most `most`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 < value <= most and value != math.inf
+
+
+def check_whole(rule: str, value: Any, least: int, most: int = MOST_COUNTED, *, do: str) -> None:
+    """Raise UsageError unless a value is a whole number in a range.
+
+    Args:
+        rule: the sentence that the value breaks, such as "the lag is a number of steps".
+        value: a value as the caller gave it.
+        least: the smallest number that is right.
+        most: the largest number that is right.
+        do: the way out.
+
+    Examples:
+        >>> from shoal.core.numbers import check_whole
+        >>> check_whole("the lag is a number of steps", 1.5, 0, do="give 0 to wait")
+        Traceback (most recent call last):
+        shoal.core.errors.UsageError: the lag is a number of steps
+          got: 1.5
+          expected: a whole number from 0 to 1,125,899,906,842,624
+          do this: give 0 to wait
+    """
+    if not is_count(value) or not least <= value <= most:
+        expected = f"a whole number from {least:,} to {most:,}"
+        raise UsageError(rule, got=shown(value), expected=expected, do=do)
+
+
+def check_number(rule: str, value: Any, least: float, most: float, *, do: str) -> None:
+    """Raise UsageError unless a value is a finite number in a range; as `check_whole`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        expected = f"a number from {least:g} to {most:g}"
+        raise UsageError(rule, got=shown(value), expected=expected, do=do)
+
+
+def check_truth(rule: str, value: Any, *, do: str) -> None:
+    """Raise UsageError unless a value is True or False; as `check_whole`."""
+    if not isinstance(value, bool):
+        raise UsageError(rule, got=shown(value), expected="True or False", do=do)
+
+
+def shown(value: Any) -> str:
+    """Write a value as messages show it: short, whatever it is."""
+    try:
+        return repr(value)[:80]
+    except Exception as error:  # such as an int of more digits than Python writes
+        return f"{type(value).__name__}, which cannot be shown: {type(error).__name__}"

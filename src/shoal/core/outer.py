@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
-from shoal.core.numbers import is_count, is_positive
+from shoal.core.numbers import check_number, check_truth, check_whole
 from shoal.core.option import Flag, option, read_whole
 
 # a rule's learning rate and momentum; None: 1 − 1/N of N ranks
@@ -36,13 +36,17 @@ RULES: dict[str, tuple[float, float | None]] = {
     "slowmo": (1.0, 0.7),
 }
 
+_RATES = 1e-6, 1e3  # bounds of the outer learning rate
+_MOST_MOMENTUM = 1 - 1e-6
+
 
 @dataclass(frozen=True)
 class Outer:
     """The rule by which ranks that step by themselves come together (`local_steps`).
 
     Args:
-        lr: the outer learning rate. By default the rule's own: 0.7 of "nesterov", 1 of the others.
+        lr: the outer learning rate, from 1e-6 to 1,000. By default the rule's own: 0.7 of
+            "nesterov", 1 of the others.
         momentum: of the outer steps, from 0 to below 1. By default 0.9 of "nesterov", 0.7 of
             "slowmo", 1 − 1/N of "bmuf" on N ranks. "average" has none.
         rule: "nesterov" (DiLoCo), "average", "slowmo" or "bmuf" (block momentum).
@@ -106,39 +110,30 @@ class Outer:
         lr, momentum = RULES[self.rule]
         object.__setattr__(self, "lr", lr if self.lr is None else self.lr)
         object.__setattr__(self, "momentum", momentum if self.momentum is None else self.momentum)
-        if not is_positive(self.lr):
-            raise UsageError(
-                "the outer learning rate is a number above 0", got=repr(self.lr)[:80], do="give 0.7"
-            )
+        rule = "the outer learning rate is a number above 0"
+        check_number(rule, self.lr, *_RATES, do="give 0.7")
         self._check_momentum()
-        if self.lag is not None and (not is_count(self.lag) or self.lag < 0):
-            raise UsageError(
-                "the lag is a number of steps", got=repr(self.lag)[:80], do="give 0 to wait"
-            )
-        if self.islands is not None and not isinstance(self.islands, bool):
-            raise UsageError(
+        if self.lag is not None:
+            check_whole("the lag is a number of steps", self.lag, 0, do="give 0 to wait")
+        if self.islands is not None:
+            check_truth(
                 "islands is True or False, or None for what suits the hosts",
-                got=repr(self.islands)[:80],
+                self.islands,
                 do="give islands=True to have the ranks of a host step as one",
             )
-        if not is_count(self.warmup_steps) or self.warmup_steps < 0:
-            raise UsageError(
-                "warmup_steps is a number of steps, at least 0",
-                got=repr(self.warmup_steps)[:80],
-                do="give 100, or leave it out to begin with local steps",
-            )
+        check_whole(
+            "warmup_steps is a number of steps, at least 0",
+            self.warmup_steps,
+            0,
+            do="give 100, or leave it out to begin with local steps",
+        )
 
     def _check_momentum(self) -> None:
         momentum: Any = self.momentum
         if momentum is None:
             return
-        is_number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
-        if not (is_number and 0 <= momentum < 1):
-            raise UsageError(
-                "the outer momentum is a number from 0 to below 1",
-                got=repr(momentum)[:80],
-                do="give 0.9",
-            )
+        rule = "the outer momentum is a number from 0 to below 1"
+        check_number(rule, momentum, 0, _MOST_MOMENTUM, do="give 0.9")
         if momentum and self.rule == "average":
             raise UsageError(
                 'the outer rule "average" has no momentum',

@@ -14,11 +14,12 @@ from typing import Any, Self
 
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster
-from shoal.core.json_record import record_of
-from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
+from shoal.core.json_record import check_types, record_of
+from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, MOST_SECONDS, how_many, shown
 from shoal.core.outer import Outer
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
+from shoal.core.regular_files import read_text
 from shoal.core.role import Role
 
 FORMAT = 1
@@ -26,17 +27,16 @@ MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 _TABLES = 8  # number of layers that send their rows together
-_MOST = 1 << 50  # bytes, or anything else that is counted
 MOST_STEPS = 512  # longest period: a sum in 16 bits can count this many shares
 _BOUNDS: dict[str, tuple[float, float]] = {
     "ranks": (1, MOST_RANKS),
-    "bucket_bytes": (1, _MOST),
+    "bucket_bytes": (1, MOST_COUNTED),
     "lanes": (1, 64),  # each is a thread, and a connection to every rank
     "micro_batches": (1, MOST_RANKS),
     "chunks": (1, MOST_RANKS),
-    "least_part_bytes": (1, _MOST),
+    "least_part_bytes": (1, MOST_COUNTED),
     "late": (0, MOST_RANKS),
-    "local_steps": (0, _MOST),
+    "local_steps": (0, MOST_COUNTED),
     "predicted_s": (0, MOST_SECONDS),
 }
 
@@ -174,6 +174,10 @@ class Layout:
     chunks: int = 1
     late: int = 0
     least_part_bytes: int = LEAST_PART_BYTES
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choices, list):
+            object.__setattr__(self, "choices", tuple(self.choices))
 
     def period(self, layer: str) -> int:
         """Return the number of steps from one update of a layer to the next."""
@@ -417,28 +421,44 @@ class Plan(Layout):
         if data.get("outer") is not None:
             data["outer"] = record_of(Outer, data["outer"], f"{source}, outer")
         plan = record_of(cls, {**data, "choices": choices}, source)
-        if bool(plan.local_steps) != (plan.outer is not None):
+        plan._check_values(source, redo)
+        return plan
+
+    def check(self, source: str) -> None:
+        """Raise PlanError if a field has a wrong type or value, as one made by hand may have."""
+        check_types(type(self), vars(self), source)
+        for number, choice in enumerate(self.choices):
+            if not isinstance(choice, Choice):
+                raise PlanError(
+                    f"{source}, choice {number} is no shoal.Choice",
+                    got=shown(choice),
+                    do='give for instance shoal.Choice("head", "factor")',
+                )
+            check_types(Choice, vars(choice), f"{source}, choice {number}")
+        self._check_values(source, "make it with shoal.plan, and change that")
+
+    def _check_values(self, source: str, redo: str) -> None:
+        if bool(self.local_steps) != (self.outer is not None):
             raise PlanError(f"{source}: local_steps and outer go together", do=redo)
-        check_periods(plan.update_every, source)
-        check_form(plan.placement, f"{source}: the placement")
-        if plan.staleness is not None and not 0 <= plan.staleness <= _MOST:
+        check_periods(self.update_every, source)
+        check_form(self.placement, f"{source}: the placement")
+        if self.staleness is not None and not 0 <= self.staleness <= MOST_COUNTED:
             raise PlanError(
                 f"{source}: staleness is a number of steps, or null for no bound", do=redo
             )
-        if plan.late < 0:
-            raise PlanError(f"{source}: late is a number of sites", got=str(plan.late), do=redo)
+        if self.late < 0:
+            raise PlanError(f"{source}: late is a number of sites", got=str(self.late), do=redo)
         for name, (least, most) in _BOUNDS.items():
-            value = getattr(plan, name)
+            value = getattr(self, name)
             if not least <= value <= most:
                 bound = f"at least {least}" if value < least else f"at most {most:g}"
-                raise PlanError(f"{source}: {name} is {bound}", got=str(value)[:80], do=redo)
-        return plan
+                raise PlanError(f"{source}: {name} is {bound}", got=shown(value), do=redo)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, ValueError) as error:  # also a path with a NUL, or a text that is no UTF-8
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"

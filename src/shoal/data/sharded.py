@@ -221,11 +221,12 @@ def _of_batches(
     loader: Any, deal: Deal, seed: int, passes: Passes, next_batch: NextBatchCheck | None
 ) -> ShardedBatches[Any]:
     """Of an iterable of batches."""
-    if not isinstance(loader, Iterable):
+    if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping):
         raise UsageError(
             "shard takes a DataLoader, or anything that gives batches again and again",
             got=type(loader).__name__,
-            do="pass the torch.utils.data.DataLoader itself, or an iterable of batches",
+            do="pass the torch.utils.data.DataLoader itself, or an iterable of batches; of several "
+            "loaders shard each",
         )
     if isinstance(loader, Iterator):
         raise UsageError(

@@ -7,8 +7,7 @@ New shares begin with the first batch that no rank has cut yet, so all cut alike
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, final
 
@@ -16,11 +15,24 @@ import torch
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
+from shoal.core.numbers import how_many, shown
 from shoal.core.passes import Passes
 from shoal.data.parts import num_rows
 
 _FIRST, _EVERY = 5, 16  # steps of a pass, after which ranks tell their speeds
 _PURPOSE = "shard: comparing speeds"
+_LEAST, _MOST = 1e-6, 1e6  # smallest and largest share
+
+
+def _numbers(shares: Any) -> list[float]:
+    """Return shares as numbers; none if they are anything else."""
+    if isinstance(shares, str | bytes | Mapping):
+        return []
+    try:
+        shares = list(shares)
+        return [] if any(isinstance(s, str | bool) for s in shares) else [float(s) for s in shares]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # also of tensors
+        return []
 
 
 class Shares:
@@ -51,11 +63,12 @@ class FixedShares(Shares):
     even = False
 
     def __init__(self, shares: Sequence[float], size: int) -> None:
-        numbers = [float(share) for share in shares]
-        if len(numbers) != size or not all(math.isfinite(s) and s > 0 for s in numbers):
+        numbers = _numbers(shares)
+        if len(numbers) != size or not all(_LEAST <= share <= _MOST for share in numbers):
             raise UsageError(
                 "shares are one positive number a rank",
-                got=f"{list(shares)} for {size} ranks",
+                got=f"{shown(shares)} for {how_many(size, 'rank')}",
+                expected=f"{how_many(size, 'number')} from {_LEAST:g} to {_MOST:g}",
                 do='give as many as there are ranks, such as [1, 3], or shares="speed"',
             )
         self._shares = numbers

@@ -6,6 +6,7 @@ workers have fetched ahead are not taken yet. What an epoch is: core/passes.py.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from typing import Any, ClassVar, Generic, TypeVar, final
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.core.passes import Pass, Passes
+from shoal.core.passes import Pass, Passes, PassPosition
 from shoal.data.deal import Deal
 from shoal.data.shares import Shares
 
 T = TypeVar("T")
 Position = list[int]  # rows or batches that all ranks have taken; several where a stream has parts
 Fetch = Callable[[], Iterator[Any]]  # begins a pass over what the source prepared
+_MOST_EPOCH = 1 << 31
 _MOST_BEGUN = 64  # passes of one epoch, most of them peeks
 
 
@@ -33,6 +35,8 @@ class LoaderStep(Generic[T]):
     position: Position  # behind it
     last: bool = False  # of the epoch
     order: int = 0  # a digest of the pass's order, where it is known only now
+    end: int = 0  # rows or batches of the whole stream, where its end was read
+    digest: int = 0  # digest of one row that a stream gives in this step
 
 
 @dataclass(eq=False)
@@ -55,6 +59,7 @@ class Source(ABC, Generic[T]):
         self.epoch = 0  # of the passes that begin, until one of them counts
         self.start: Position = []  # where they begin: [] is the start of the epoch
         self._passes, self._begun = passes, list[Begun]()  # in this epoch
+        self._left: Begun | None = None  # pass of the epoch before, which may go on behind a look
         passes.loaders += 1
         self._number = passes.loaders
 
@@ -84,8 +89,12 @@ class Source(ABC, Generic[T]):
         return _TrackedPass(self.steps(fetch), begun, self._passes, self.deal.shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch, from its start."""
-        self.epoch, self.start, self._begun = epoch, [], []
+        """Make the next pass that of this epoch, from its start.
+
+        Raises:
+            UsageError: it is no whole number from 0 on.
+        """
+        self.epoch, self.start, self._begun, self._left = _epoch(epoch), [], [], None
 
     def state(self) -> dict[str, Any]:
         """Where the pass is that training belongs to, as plain data."""
@@ -128,12 +137,12 @@ class Source(ABC, Generic[T]):
                 expected=self.kind,
                 do="load what was saved of this loader",
             )
-        before = self.seed, self.epoch, self.start, self._begun
-        self.seed, self.epoch, self.start, self._begun = seed, epoch, position, []
+        before = self.seed, self.epoch, self.start, self._begun, self._left
+        self.seed, self.epoch, self.start, self._begun, self._left = seed, epoch, position, [], None
         try:
             self.check(order)
         except UsageError:
-            self.seed, self.epoch, self.start, self._begun = before
+            self.seed, self.epoch, self.start, self._begun, self._left = before
             raise
 
     @abstractmethod
@@ -146,6 +155,7 @@ class Source(ABC, Generic[T]):
 
     def _advance(self) -> None:
         if any(self._passes.counts(begun.noted) for begun in self._begun):
+            self._left = self._current()
             self.epoch, self.start, self._begun = self.epoch + 1, [], []
 
     def _current(self) -> Begun | None:
@@ -153,7 +163,8 @@ class Source(ABC, Generic[T]):
         trained = [begun for begun in self._begun if begun.noted.trained]
         if not trained and not self._passes.is_trained():
             trained = [begun for begun in self._begun if begun.drawn]
-        return trained[-1] if trained else None
+        latest = [begun for begun in trained if self._passes.is_latest(begun.noted)]
+        return (latest or trained)[-1] if trained else self._left
 
 
 def _undrawn(fetch: Fetch) -> Iterator[Any]:
@@ -190,12 +201,28 @@ class _TrackedPass(Iterator[T]):
             self._passes.ended(self._begun.noted)
             raise
         self._begun.noted.batches += 1
+        self._begun.noted.position = PassPosition(sum(step.position), step.end, step.digest)
         self._begun.position, self._begun.drawn = step.position, True
         self._begun.noted.complete = step.last
         if step.order:
             self._begun.noted.order = step.order
         self._shares.given(step.batch)
         return step.batch
+
+
+def _epoch(epoch: Any) -> int:
+    """Return an epoch as an int, also if it is one of numpy's or a tensor."""
+    try:
+        number = -1 if isinstance(epoch, bool) else operator.index(epoch)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MOST_EPOCH:
+        raise UsageError(
+            "an epoch is a whole number, counted from 0",
+            got=f"set_epoch({epoch!r})"[:80],
+            do="for epoch in range(epochs): loader.set_epoch(epoch)",
+        )
+    return number
 
 
 def other_order(got: str, expected: str) -> UsageError:

@@ -38,6 +38,7 @@ from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
 _MOST_WORKERS = 1024
+_LOOKED_AT = 256  # elements of a row that each rank has read, which ranks compare
 _SHARDS = ("id", "num_workers", "dataset")  # who asks for these shares the stream out
 
 
@@ -86,6 +87,7 @@ class WorkerBatch(NamedTuple):
     parts: int
     num: int  # units
     order: int  # a digest of the first one of the epoch
+    digest: int  # digest of the first row of this global batch
     is_last: bool  # the batch is a list of units, for the main process
     batch: Any
 
@@ -129,8 +131,9 @@ class Dealt(IterableDataset[WorkerBatch]):
         for turn, (units, is_last) in enumerate(turns):
             if parts == 1 and turn % workers != number:
                 continue  # another worker's
+            digest = digest_of(units[0], _LOOKED_AT)
             batch = units if is_last else self.units.own(units, self.deal, epoch, turn)
-            yield WorkerBatch(part, parts, len(units), order, is_last, batch)
+            yield WorkerBatch(part, parts, len(units), order, digest, is_last, batch)
 
     def _turns(
         self, first: list[Any], stream: Iterator[Any], random: OwnRandom, taken: int
@@ -238,15 +241,15 @@ class Stream(Source[T]):
                 left += [(piece.part, unit) for unit in piece.batch]
                 continue
             taken = _behind(taken, [piece.part] * piece.num)
-            yield LoaderStep(piece.batch, taken, order=order)
+            yield LoaderStep(piece.batch, taken, order=order, digest=piece.digest)
             is_start, turn = False, turn + 1
         left.sort(key=lambda unit: unit[0])  # workers end in any order
-        sizes = units.last(len(left), deal, is_start)
+        sizes, end = units.last(len(left), deal, is_start), sum(taken) + len(left)
         for number, size in enumerate(sizes):
             rows, left = left[:size], left[size:]
             taken = _behind(taken, [part for part, _ in rows])
             batch = units.own([row for _, row in rows], deal, epoch, turn + number)
-            yield LoaderStep(batch, taken, number == len(sizes) - 1, order)
+            yield LoaderStep(batch, taken, number == len(sizes) - 1, order, end)
 
     def num_steps(self) -> int:
         """Of the coming pass, where the dataset has a length and no worker a stream of its own."""
@@ -263,7 +266,15 @@ class Stream(Source[T]):
         """What there is to know of a stream."""
         units = self._dealt.units
         rows = "batches" if units.rows is None else f"{units.rows} rows for all ranks"
-        return f"a stream, {rows}, {self._num_workers} workers"
+        return f"a stream{self._length()}, {rows}, {self._num_workers} workers"
+
+    def _length(self) -> str:
+        """Say the length that the dataset names; '' if it names none."""
+        dataset = self._dealt.dataset
+        try:
+            return f" of {len(dataset)}" if isinstance(dataset, Sized) else ""
+        except (TypeError, NotImplementedError):  # a wrapper of a dataset without a length
+            return ""
 
     def order(self) -> int:
         """A digest of the first row of an epoch that is gone on with."""

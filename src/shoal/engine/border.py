@@ -64,10 +64,10 @@ class Border:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         # Autograd makes a parameter's accumulator on first use and tells by node whether a backward
         # will run it.
-        self._accumulators = [_accumulator(p) for p in self._trainable]
+        self._accumulators = [accumulator(p) for p in self._trainable]
         # every crossing hangs on it: see `_trains`
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self._anchored = _accumulator(self.anchor)
+        self._anchored = accumulator(self.anchor)
         self.awaited_loss = ""  # where one weighs itself: what a backward of another is told
 
     def check(self) -> None:
@@ -92,6 +92,11 @@ class Border:
                 )
         for noted in self._given:
             noted.check()
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is to be trained now, rather than frozen."""
+        return any(parameter.requires_grad for parameter in self._trainable)
 
     def outward(self, output: Any, weight: Weight) -> Any:
         """The same output, its tensors through the border. Unknown classes are changed in place."""
@@ -320,7 +325,8 @@ def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
     return crossed
 
 
-def _accumulator(parameter: Tensor) -> Any:
+def accumulator(parameter: Tensor) -> Any:
+    """Return the node of autograd's graph that adds to a parameter's `.grad`."""
     with torch._C.DisableTorchFunctionSubclass():  # of a parameter that is cut, the part's
         function = parameter.view_as(parameter).grad_fn
     assert function is not None

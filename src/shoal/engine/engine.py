@@ -305,8 +305,9 @@ class Engine(Rounds):
     def begin_step(self) -> None:
         """A step begins: what comes after it is of no call before it.
 
-        UsageError as `check_sent`.
+        UsageError as `check_sent`, WorldError if a rank is known to be gone.
         """
+        self.routes.hear()
         self.check_sent()
         self._round.latest = None
         self.spent.step_begun()

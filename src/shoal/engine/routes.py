@@ -215,6 +215,11 @@ class Routes:
             stacklevel=2,
         )
 
+    def hear(self, *, again: bool = True) -> None:
+        """Raise the verdict on this job if there is one: this step may wait for nobody."""
+        if self._comm is not None:
+            self._comm.hear(again=again)
+
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it."""
         for lane in self.lanes[:1]:  # they share one comm's word

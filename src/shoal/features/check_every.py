@@ -13,8 +13,7 @@ from typing import ClassVar, final
 from shoal.contracts.cadence import Event
 from shoal.contracts.feature import Attachment, Feature
 from shoal.contracts.transfer import OwnedTransfer
-from shoal.core.errors import UsageError
-from shoal.core.numbers import is_count
+from shoal.core.numbers import check_whole
 from shoal.core.option import Flag, option, read_whole
 from shoal.core.role import Role
 from shoal.engine.replicas import EVERY, Replicas
@@ -50,12 +49,8 @@ class CheckReplicas(Feature[Opening]):
     )
 
     def __post_init__(self) -> None:
-        if not is_count(self.every) or self.every < 0:
-            raise UsageError(
-                "check_every is a whole number of steps, or 0",
-                got=repr(self.every)[:80],
-                do="give 100, or 0 for no check of replicas",
-            )
+        rule = "check_every is a whole number of steps, or 0"
+        check_whole(rule, self.every, 0, do="give 100, or 0 for no check of replicas")
 
     @classmethod
     def unasked(cls) -> CheckReplicas:

@@ -26,9 +26,10 @@ from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.contracts.state_dicts import is_amount, unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import is_count, whole
+from shoal.core.numbers import check_whole, is_count, whole
 from shoal.core.option import Flag, option
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED
@@ -36,6 +37,7 @@ from shoal.core.plan import Plan
 from shoal.engine.common import Common
 from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, LocalRounds, island_of
 from shoal.features.local_weights import LocalWeights
+from shoal.optim.extend import scaler_of
 from shoal.planner.local import with_local_steps
 from shoal.rewrite.apply import PlacedSite
 from shoal.session.additions import uncompiled
@@ -111,20 +113,18 @@ class LocalSteps(Feature[Opening]):
             raise UsageError(
                 "there is an outer rule, and no local_steps", do='give local_steps="auto", or 16'
             )
-        if self.steps == _AUTO:
+        steps: Any = self.steps
+        if isinstance(steps, str) and steps == _AUTO:
             return
-        if (
-            not isinstance(self.steps, int)
-            or not is_count(self.steps)
-            or not (1 <= self.steps <= _MOST)
-        ):
-            raise UsageError(
-                'local_steps is a number of steps, at least 1, or "auto"',
-                got=repr(self.steps)[:80],
-                do="give 16, or leave it out to exchange gradients in every step",
-            )
+        check_whole(
+            'local_steps is a number of steps, at least 1, or "auto"',
+            steps,
+            1,
+            _MOST,
+            do="give 16, or leave it out to exchange gradients in every step",
+        )
         lag = outer.lag if outer is not None else None
-        if lag is not None and lag > self.steps:
+        if lag is not None and lag > steps:
             raise UsageError(
                 "the lag is longer than the local steps, so weights would be sent again before "
                 "their result is there",
@@ -278,7 +278,7 @@ class _LocalTraining(Attachment[Running]):
     def _in_common(self) -> Common:
         model = self._model()
         assert model is not None
-        return Common(model, self._optimizers, self._passes)
+        return Common(model, self._optimizers, self._passes, scaled=scaler_of)
 
     @property
     def rounds(self) -> LocalRounds:
@@ -304,6 +304,21 @@ class _LocalTraining(Attachment[Running]):
         weights = self.weights
         outer = {} if weights is None else weights.outer_state()
         return {"outer": outer, "warmup_steps": self.rounds.warmup_steps}
+
+    def problem(self, state: Any) -> str:
+        if not isinstance(state, dict):
+            return "no dict"
+        warmup = state.get("warmup_steps", -1)
+        if warmup is not None and not (is_count(warmup) and warmup >= 0):
+            return f"warmup_steps is {str(warmup)[:40]}"
+        if unlike := unlike_tensors(state.get("outer"), flat=("momentum",)):
+            return unlike
+        rates = [known["rate"] for known in state["outer"].values() if "rate" in known]
+        if not all(map(is_amount, rates)):
+            return "a rate that is no number"
+        assert self._weights is not None
+        self._weights.check(state["outer"])
+        return ""
 
     def load(self, state: Any) -> None:
         """Begin a round with the loaded weights and the outer rule's state."""

@@ -125,17 +125,26 @@ class LocalWeights:
             found |= transfer.state(self._comm)
         return found
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise UsageError if an outer rule's state is that of another model."""
-        own = {name for transfer in self._in_rounds for name in transfer.parameters}
-        own |= {name for transfer in self._at_servers for name in transfer.pieces}
-        if unknown := sorted(state.keys() - own):
-            raise UsageError(
-                "the outer rule's state is that of another model",
-                where=f"parameter {unknown[0]}",
-                got=f"{len(unknown)} parameters that this model does not train",
-                do="load a checkpoint of this model",
-            )
+        own = {name: p for transfer in self._in_rounds for name, p in transfer.parameters.items()}
+        for transfer in self._at_servers:
+            own |= {name: piece.parameter for name, piece in transfer.pieces.items()}
+        unknown = [name for name in sorted(state) if name not in own]
+        others = [
+            name for name in own if name in state and _numel(state[name]) != own[name].numel()
+        ]
+        for names, got in (
+            (unknown, "parameters that this model does not train"),
+            (others, "parameters of other sizes"),
+        ):
+            if names:
+                raise UsageError(
+                    "the outer rule's state is that of another model",
+                    where=f"parameter {names[0]}",
+                    got=f"{len(names)} {got}",
+                    do="load a checkpoint of this model",
+                )
 
     def give_servers(self) -> None:
         """Give servers the weights with which a round begins, if they have any (a collective)."""
@@ -221,3 +230,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters()),
         **{name: tensor for name, tensor in of_state.items() if tensor is not None},
     }
+
+
+def _numel(state: Mapping[str, Tensor]) -> int:
+    return state["momentum"].numel()

@@ -10,12 +10,13 @@ from typing import ClassVar, final
 
 from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.feature import Attachment, Feature
-from shoal.core.errors import UsageError
-from shoal.core.numbers import is_positive
+from shoal.core.numbers import check_number
 from shoal.core.option import option
 from shoal.remote.orders import BoundErrors
 from shoal.session.opening import Opening
 from shoal.session.running import Running
+
+_BOUNDS = 1e-9, 1e9  # a relative error of 1 is already as large as the value
 
 
 @final
@@ -38,10 +39,11 @@ class MaxError(Feature[Opening]):
     bound: float | None = option(None, keyword="max_error")
 
     def __post_init__(self) -> None:
-        if self.bound is not None and not is_positive(self.bound):
-            raise UsageError(
+        if self.bound is not None:
+            check_number(
                 "max_error is a bound of a relative error, above 0",
-                got=repr(self.bound)[:80],
+                self.bound,
+                *_BOUNDS,
                 do="give for instance 0.1, or None for each codec's own",
             )
 

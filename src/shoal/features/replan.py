@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from shoal.contracts.feature import Feature, PlanFacts
-from shoal.core.errors import PlanError, UsageError
+from shoal.core.errors import PlanError
+from shoal.core.numbers import check_truth
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
 from shoal.planner.measured import has_terms
@@ -43,12 +44,8 @@ class Replan(Feature[Opening]):
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.on, bool):
-            raise UsageError(
-                "replan is True or False",
-                got=repr(self.on)[:80],
-                do="give replan=True to make the plan anew at the end of epochs",
-            )
+        do = "give replan=True to make the plan anew at the end of epochs"
+        check_truth("replan is True or False", self.on, do=do)
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if not self.on:

@@ -19,6 +19,7 @@ from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.feature import Attachment, Feature
+from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.optim.residuals import add_residuals, sum_residuals
 from shoal.remote.orders import OfRank, SumResiduals, TakeResiduals
@@ -116,6 +117,15 @@ class Residuals(Attachment[Running]):
             owners.tell(SumResiduals())
             add_residuals(sums, sum_residuals(owners))
         return sums
+
+    def problem(self, state: Any) -> str:
+        if not isinstance(state, dict) or not isinstance(state.get("local"), bool):
+            return 'no dict with "sums" and "local"'
+        if unlike := unlike_tensors(state.get("sums")):
+            return unlike
+        kept = [tensor for of_kind in state["sums"].values() for tensor in of_kind.values()]
+        flat = all(tensor.dim() == 1 and tensor.is_floating_point() for tensor in kept)
+        return "" if flat else "sums that are not flat, or not floating point"
 
     def load(self, state: Any) -> None:
         """Have ranks owe the residuals of a checkpoint, of any plan and any number of ranks.

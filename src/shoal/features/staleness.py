@@ -24,7 +24,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import is_count, whole
+from shoal.core.numbers import check_whole, whole
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
 from shoal.core.registry import named
@@ -76,12 +76,9 @@ class Staleness(Feature[Opening]):
     )
 
     def __post_init__(self) -> None:
-        if self.steps is not None and (not is_count(self.steps) or self.steps < 0):
-            raise UsageError(
-                "staleness is a number of steps, or None",
-                got=repr(self.steps),
-                do="give 0 to keep step",
-            )
+        if self.steps is not None:
+            rule = "staleness is a number of steps, or None"
+            check_whole(rule, self.steps, 0, do="give 0 to keep step")
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Staleness | None:

@@ -15,8 +15,9 @@ from torch import nn
 
 from shoal.contracts.feature import Attachment, Feature, PlanFacts, Profiled
 from shoal.contracts.strategy import Strategy
-from shoal.core.errors import PlanError, UsageError
+from shoal.core.errors import PlanError
 from shoal.core.facts import ModelProfile
+from shoal.core.numbers import check_truth
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
 from shoal.core.registry import named
@@ -57,12 +58,8 @@ class SyncBatchNorm(Feature[Opening]):
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.convert, bool):
-            raise UsageError(
-                "sync_batchnorm is True or False",
-                got=repr(self.convert)[:80],
-                do="give sync_batchnorm=True to normalise by the rows of all ranks",
-            )
+        do = "give sync_batchnorm=True to normalise by the rows of all ranks"
+        check_truth("sync_batchnorm is True or False", self.convert, do=do)
 
     @classmethod
     def unasked(cls) -> SyncBatchNorm:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.feature import Attachment, Feature, PlanFacts, Profiled
 from shoal.contracts.period import Period
+from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import ModelProfile
@@ -196,6 +197,12 @@ class _Periods(Attachment[Running]):
                 self._comm.all_reduce(total)
                 found[name] = {_SUM: total, _ROWS: rows.clone(), _STEPS: _number(period.steps)}
         return found or None
+
+    def problem(self, state: Any) -> str:
+        if unlike := unlike_tensors(state, flat=(_SUM,), numbers=(_ROWS, _STEPS)):
+            return unlike
+        begun = all(float(kept[_STEPS]) >= 1 for kept in state.values())
+        return "" if begun else "gradients of no step"
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]] | None) -> None:
         """Have ranks keep the gradients of a checkpoint. Without any, periods begin anew.

@@ -19,9 +19,9 @@ from typing import Any, Self, final
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.clock import CheckpointClock
-from shoal.checkpoint.fetched import fetched
+from shoal.checkpoint.fetched import fetched, newest
 from shoal.checkpoint.parts import Bringing
-from shoal.checkpoint.run import RunFolder, name_of, step_of
+from shoal.checkpoint.run import RunFolder, name_of
 from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.agreement import agreed
@@ -29,12 +29,11 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
-from shoal.front.saving import restored, saving, taken, writing
+from shoal.front.saving import checked_path, restored, saving, taken, writing
 from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
 from shoal.session.session import ranks
 
-_FINDING = "shoal.Checkpoints: looking for the newest checkpoint"
 _DECIDING = "shoal.Checkpoints.step: whether a checkpoint is due"
 _OPENING = "shoal.Checkpoints: opening the folder"
 _ENDING = "shoal.Checkpoints: the last checkpoint"
@@ -86,9 +85,15 @@ class Checkpoints:
         signals: bool = False,
         **objects: Any,
     ) -> None:
-        _check(every_s, keep)
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
-        self._run, self._copies = RunFolder(Path(folder)), Copies()
+
+        def checked() -> Path:
+            _check(every_s, keep)
+            _check_flags(local=local, signals=signals)
+            return checked_path(folder, "shoal.Checkpoints", objects)
+
+        self._run = RunFolder(agreed(self._comm, checked, _OPENING))
+        self._copies = Copies()
         self._clock = CheckpointClock(
             every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s)
         )
@@ -112,7 +117,8 @@ class Checkpoints:
     def resume(self) -> dict[str, Any]:
         """Go on from the newest checkpoint that is complete (a collective).
 
-        Hosts that do not see it are sent it.
+        If hosts have folders of their own, it is the one of most steps on any of them. Hosts that
+        do not see it are sent it.
 
         Returns:
             The plain data in it, or the values at the start where there is no checkpoint yet.
@@ -121,18 +127,16 @@ class Checkpoints:
             UsageError: as for `shoal.load`.
         """
         plain = {k: v for k, v in self._objects.items() if not any(members(v))}
-        names = self._comm.gather_objects(self._run.newest(), _FINDING)
-        newest = [name for name in names if name is not None]
-        if not newest:
+        if (known := newest(self._comm, self._run.folder)) is None:
             return plain
-        name = max(newest, key=lambda name: step_of(name) or 0) if self._local else newest[0]
-        saved = fetched(self._comm, self._run.folder / name, self._objects)
+        path, words = known
+        saved = fetched(self._comm, path, self._objects)
         values = restored(saved, self._objects, self._comm)
         self._objects |= values
         self.steps = saved.state.step or 0
         self._decides = self.steps + 1
         self._clock.next_decision(self.steps)
-        Stages(speaks=self._comm.rank == 0).say(f"goes on from {saved.folder}")
+        Stages(speaks=self._comm.rank == 0).say(f"goes on from {words}")
         return values
 
     def step(self, **values: Any) -> bool:
@@ -239,6 +243,7 @@ class Checkpoints:
         name = name_of(state.step or 0)
         path = self._run.folder / name
         with writing(path):
+            self._run.lock_again()
             snapshot.write(path, state, bringing)
             if not self._writes:
                 return
@@ -264,6 +269,16 @@ def _check(every_s: float, keep: int) -> None:
         raise UsageError(
             "keep is a number of checkpoints, at least 1", got=repr(keep), do="give for instance 3"
         )
+
+
+def _check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise UsageError(
+                f"{name} is True or False",
+                got=repr(value)[:80],
+                do=f"give {name}=True, or leave it out",
+            )
 
 
 @final

@@ -8,6 +8,7 @@ each object. Guarded by tests/front/test_distributed_checkpoint.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -15,10 +16,23 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shoal.checkpoint.tree import decoded, encoded
+from shoal.comm.agreement import agreed
 from shoal.core.errors import UsageError
 from shoal.features import check_in_step
 from shoal.front.saving import saving
-from shoal.front.stateful import has_state, modules_of, put_back, state_of
+from shoal.front.state_checks import check_class, class_of, wrong_form
+from shoal.front.stateful import (
+    Loading,
+    Modules,
+    has_state,
+    load_all,
+    loadings,
+    modules_of,
+    state_of,
+)
+from shoal.session.session import ranks
+
+_STATE, _CLASS = "json", "class"  # two texts among the tensors
 
 
 @final
@@ -67,35 +81,74 @@ class Stateful:
             return {
                 keyword: state_of(value, modules)
                 if isinstance(value, nn.Module)
-                else _packed(state_of(value, modules))
+                else _packed(state_of(value, modules), class_of(value))
                 for keyword, value in self._objects.items()
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the objects take such a state (a collective)."""
+        """Let the objects take such a state (a collective).
+
+        Raises:
+            UsageError: it is the state of other objects, or corrupted. No weights have changed.
+        """
         modules = modules_of(self._objects)
         check_in_step([model for _, model in modules])
-        for keyword, value in self._objects.items():
-            own = state[keyword]
-            saved = own if isinstance(value, nn.Module) else _unpacked(own)
-            with torch.no_grad():
-                put_back(value, saved, modules, keyword)
+
+        def checked() -> list[Loading]:
+            return [
+                loading
+                for keyword, value in self._objects.items()
+                for loading in self._loadings(keyword, value, state, modules)
+            ]
+
+        wanted = agreed(ranks(), checked, "shoal.Stateful: checking what was saved")
+        with torch.no_grad():
+            load_all(ranks(), wanted)
+
+    def _loadings(
+        self, keyword: str, value: Any, state: Mapping[str, Any], modules: Modules
+    ) -> Iterator[Loading]:
+        if keyword not in state:
+            raise wrong_form(keyword, "nothing", "what was saved under that name")
+        saved = state[keyword]
+        if not isinstance(value, nn.Module):
+            saved, name = _unpacked(saved, keyword)
+            check_class(value, name, keyword)
+        return loadings(value, saved, modules, keyword)
 
 
-def _packed(state: Any) -> bytes:
-    """A state as bytes: safetensors, with its JSON as text of bytes among them."""
+def _packed(state: Any, name: str) -> bytes:
+    """Pack a state, and the name of its class, into bytes.
+
+    They are safetensors. The state's JSON and the name are texts of bytes among them.
+    """
     tensors: dict[str, Tensor] = {}
 
     def take(path: tuple[str, ...], tensor: Tensor) -> str:
-        name = str(len(tensors))
-        tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return name
+        number = str(len(tensors))
+        tensors[number] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return number
 
-    text = json.dumps(encoded(state, take)).encode()
-    return save({**tensors, "json": torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    texts = {_STATE: json.dumps(encoded(state, take))}
+    texts |= {_CLASS: name} if name else {}
+    of_texts = {
+        key: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        for key, text in texts.items()
+    }
+    return save({**tensors, **of_texts})
 
 
-def _unpacked(content: bytes) -> Any:
-    tensors = load(content)
-    form = json.loads(tensors.pop("json").numpy().tobytes())
-    return decoded(form, tensors.__getitem__)
+def _unpacked(content: Any, keyword: str) -> tuple[Any, str]:
+    """Return the state that was packed, and the name of its class or ''."""
+    try:
+        tensors = load(content)
+        texts = {
+            key: tensors.pop(key).numpy().tobytes().decode()
+            for key in (_STATE, _CLASS)
+            if key in tensors
+        }
+        state = decoded(json.loads(texts[_STATE]), tensors.__getitem__)
+    except Exception as error:  # any error: the bytes may be anything
+        got = f"{type(error).__name__}: {error}"
+        raise wrong_form(keyword, got, "the bytes that shoal.Stateful made") from error
+    return state, texts.get(_CLASS, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.core.errors import ShoalError
+from shoal.core.open_files import ran_out, too_few
 
 _PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("shoal", "shoal_tools"))
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -25,6 +26,8 @@ def foreign(error: BaseException) -> str:
         if _is_shoals(frame):
             after = frame.tb_next
     own = after is None or all(map(_is_pythons, _from(after)))
+    if own and ran_out(error):
+        return str(too_few(where=str(error)))
     what = "Shoal failed, which is a bug in it" if own else "the recipe failed"
     frames = traceback.format_exception(error.with_traceback(error.__traceback__ if own else after))
     return f"{what}\n" + "".join(frames).rstrip()

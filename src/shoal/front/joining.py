@@ -22,6 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm import rendezvous
+from shoal.comm.heartbeat import LEAST_LOST_S
+from shoal.comm.other_launchers import warn_if_one_of_many
 from shoal.comm.process_group import has_joined, join
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
@@ -65,12 +67,14 @@ def init(
     `parallelize` does so.
 
     Args:
-        timeout_s: seconds after which an exchange that does not end is an error. By default that
-            is 300 where a rank does not take part in it. Where all do, it is ten times the step
-            that the plan predicts, and at least 60. A rank that dies is noticed within seconds.
+        timeout_s: seconds after which an exchange that does not end is an error. By default a
+            rank that computes, evaluates or saves alone is waited for 30 minutes, and one that
+            waits elsewhere 90 s. Where all take part, the limit is ten times the step that the
+            plan predicts, and at least 60 s. A rank that dies is noticed within seconds.
         start_timeout_s: seconds to wait for every rank to start.
         lost_after_s: seconds after which a rank is lost that is stopped, or whose host gives no
-            sign of life, by default 20. One that computes, or keeps Python's lock, is waited for.
+            sign of life, by default 20 and at least 3. One that computes, or keeps Python's lock,
+            is waited for.
 
     Returns:
         This process's place among the workers. `rank` is `size` or more on a tail host. A second
@@ -204,7 +208,16 @@ def _joined_ranks(
             got=", ".join(f"{name}={seconds!r}" for name, seconds in given.items()),
             do="give seconds, such as 300.0",
         )
+    if lost_after_s is not None and lost_after_s < LEAST_LOST_S:
+        raise UsageError(
+            f"lost_after_s is at least {LEAST_LOST_S:g} s: ranks give a sign of life twice a "
+            "second, and several in a row may be late on a busy host",
+            got=f"lost_after_s={lost_after_s!r}",
+            do=f"give {LEAST_LOST_S:g} or more, or leave it out: a process that has ended is "
+            "noticed within seconds all the same",
+        )
     if rendezvous.is_alone() and not has_joined():
+        warn_if_one_of_many()
         return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
     seat = rendezvous.seat(has_joined=has_joined())
     try:

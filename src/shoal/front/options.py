@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from shoal.contracts.feature import Feature, Features, check_features
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import MOST_RANKS, is_count, is_positive
+from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, check_number, check_whole, shown
 from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.core.registry import of
+from shoal.core.terms import WEIGH
 from shoal.features import Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
@@ -75,7 +76,7 @@ def _read_bytes(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not is_positive(number):
+    if not 1 <= number <= MOST_COUNTED:
         raise ValueError(f"{text!r} is not a number of bytes above 0; 2e9 is 2 GB")
     return number
 
@@ -167,6 +168,16 @@ class Options:
     )
     search_options: SearchOptions = option(DEFAULT, compared=repr)
     count: Callable[..., float | Tensor] | None = option(None, compared=_is_given)
+    weigh: str = option(
+        WEIGH[0],
+        flag=Flag(
+            "How ranks count in a gradient: by their rows, or with ranks all alike. "
+            f'"{WEIGH[0]}" by default.',
+            "--weigh",
+            read=str,
+            choices=WEIGH,
+        ),
+    )
     compute_loss: Callable[..., Any] | None = option(None, compared=_is_given)
     left_alone: tuple[nn.Parameter, ...] = option((), compared=None)
     buffers: Ways = option("agree", compared=in_order_of_patterns)
@@ -174,11 +185,13 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_memory(self.memory, self.memory_limit)
-        if not is_count(self.micro_batches) or not 1 <= self.micro_batches <= MOST_RANKS:
+        rule = "micro_batches is a whole number, at least 1"
+        check_whole(rule, self.micro_batches, 1, MOST_RANKS, do="give 4, say")
+        if not isinstance(self.left_alone, tuple | str):
             raise UsageError(
-                "micro_batches is a whole number, at least 1",
-                got=repr(self.micro_batches),
-                do="give 4, say",
+                "left_alone is of parameters",
+                got=shown(self.left_alone),
+                do="give for instance left_alone=head.parameters()",
             )
         if self.count is not None and not callable(self.count):
             raise UsageError(
@@ -187,6 +200,7 @@ class Options:
                 do="give for instance count=lambda output, y: len(y), or with a compute_loss "
                 "count=lambda batch: len(batch)",
             )
+        _check_weigh(self.weigh, self.count)
         if not isinstance(self.search_options, SearchOptions):
             raise UsageError(
                 "search_options is of another type",
@@ -286,6 +300,8 @@ class Options:
                 got=type(plan).__name__,
                 do='give "auto", a Plan or a path',
             )
+        if plan is self.plan:  # a plan from a file is checked as it is read
+            plan.check("the plan")
         return plan
 
     def without_codecs(self) -> Options:
@@ -314,12 +330,20 @@ def compared(options: Options, features: Features) -> dict[str, Any]:
 def _check_memory(memory: Any, limit: Any) -> None:
     if memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
-        raise UsageError("unknown memory mode", got=repr(memory), expected=expected)
-    if limit is not None and not is_positive(limit):
+        raise UsageError("unknown memory mode", got=shown(memory), expected=expected)
+    if limit is not None:
+        do = "give for instance 2e9, or None"
+        check_number("memory_limit is a number of bytes", limit, 1, MOST_COUNTED, do=do)
+
+
+def _check_weigh(weigh: Any, count: Any) -> None:
+    if weigh not in WEIGH:
+        expected = " or ".join(map(repr, WEIGH))
+        raise UsageError("nothing weighs ranks like that", got=repr(weigh)[:80], expected=expected)
+    if weigh != WEIGH[0] and count is not None:
         raise UsageError(
-            "memory_limit is a number of bytes",
-            got=repr(limit),
-            do="give for instance 2e9, or None",
+            'there are both a count and weigh="ranks"',
+            do='leave out one of them: with weigh="ranks" every rank counts 1',
         )
 
 

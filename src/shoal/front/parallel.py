@@ -25,8 +25,10 @@ from shoal.contracts.feature import Feature
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
+from shoal.core.numbers import shown
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
+from shoal.core.terms import WEIGH
 from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
@@ -58,6 +60,7 @@ def parallelize(
     sample: Any = None,
     compute_loss: Callable[[nn.Module, Any], Any] | None = None,
     count: Callable[..., float | Tensor] | None = None,
+    weigh: str = WEIGH[0],
     left_alone: Iterable[nn.Parameter] = (),
     plan: Plan | str | Path = AUTO,
     pins: Mapping[str, str] | None = None,
@@ -92,6 +95,10 @@ def parallelize(
             that is not the number of rows (ignore_index, token losses). Without a loss_fn its
             target is the input that the model was called with. With a `compute_loss` it takes
             (batch). Each step waits for the number, so on a GPU the host should know it already.
+            Losses of torch with class weights or ignored targets count themselves.
+        weigh: "rows", or "ranks" if the loss of every rank counts alike, however many rows it has:
+            it is divided by the terms of all ranks already, or compares rows of all ranks
+            (`shoal.gather`). It is a word for a count that is always 1.
         left_alone: parameters in the optimizer that are not the model's, and that your program
             itself keeps right among ranks, such as a head cut by hand. Their gradients are not
             exchanged, weighed or clipped.
@@ -178,6 +185,7 @@ def parallelize(
     asked = dict(
         compute_loss=compute_loss,
         count=count,
+        weigh=weigh,
         left_alone=left_alone,
         plan=plan,
         pins=pins,
@@ -269,6 +277,12 @@ def plan_by_options(
     cluster: Cluster | None,
 ) -> Plan:
     """Do as `plan` does, by a record of options."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise UsageError(
+            "cluster is no shoal.Cluster",
+            got=shown(cluster),
+            do="give for instance shoal.Cluster(shoal.Topology(hosts), shoal.Link(1e-4, 125e6))",
+        )
     comm = ranks() if cluster else current().comm
     check_functions(options, loss_fn)
     check_ways(options.buffers, model, options.compute_loss or loss_fn)

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
 from shoal.contracts.sample import Objective
+from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.front.options import check_asked
 
@@ -222,7 +223,7 @@ def _require_recipe(path: Path) -> None:
     try:
         source = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError):
         return  # running it says it better
     bound = {
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
@@ -259,7 +260,7 @@ def _execute(path: Path) -> ModuleType:
             "the recipe fails while it is loaded",
             where=_line_in(path, error),
             got=f"{type(error).__name__}: {error}",
-            do=f"install {error.name}; for Shoal's examples: pip install -e '.[examples]'"
+            do=f"install {error.name}; for Shoal's examples {install_shoal('examples')}"
             if isinstance(error, ModuleNotFoundError)
             else f"see that `python {path}` runs",
         ) from error

@@ -65,11 +65,13 @@ def unparallelize(model: nn.Module) -> None:
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
     for optimizer in optimizers:
+        is_used = id(optimizer) in still_used
         if running is not None:
             release_optimizer(optimizer, running.engine)
-        elif id(optimizer) not in still_used:
+        elif not is_used:
             release_optimizer(optimizer)
-            session.ignore_steps(optimizer)
+        if not is_used:
+            session.ignore_training(optimizer)
     if running is not None:
         give_back(session, model, running)
     remove(model)

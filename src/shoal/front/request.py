@@ -38,9 +38,11 @@ from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
-from shoal.planner.options import known, resolve
+from shoal.optim.checks import check_optimizer
+from shoal.planner.options import check_able, known, resolve
 from shoal.profiling.identity import content, model_digest, trainable_layers
 from shoal.profiling.moving import check_ways
+from shoal.profiling.usage import kind_of
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
@@ -124,7 +126,12 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         check(given, model, facts.topology.size, facts.servers)
         features = of_plan(given, options.features)
         draft = planned(given, features, facts)
-    return Request(options, features, draft, facts, _usable(options, features, draft, facts))
+    usable = _usable(options, features, draft, facts)
+    if given is None:
+        kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+        pinned = {choice.layer: choice.strategy for choice in draft.choices}
+        check_able(kinds, pinned, usable, facts.servers, facts.tail_hosts)
+    return Request(options, features, draft, facts, usable)
 
 
 def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts) -> tuple[str, ...]:
@@ -312,10 +319,7 @@ def listed(optimizer: Any) -> list[Optimizer]:
     """Return one optimizer, or several, as a list."""
     listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for item in listed:
-        if not isinstance(item, Optimizer):
-            raise UsageError(
-                "the optimizer is not a torch optimizer", got=type(item).__name__, do=_ORDER
-            )
+        check_optimizer(item)
     return listed
 
 

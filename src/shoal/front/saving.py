@@ -3,9 +3,9 @@
     1  take     every rank takes part; rank 0 gets all of it
     2  write    rank 0 writes it, whole or not at all                (checkpoint/snapshot.py)
     3  read     each rank that sees the files checks and reads them; others are sent them
-    4  put      values go into the objects, then the random state is restored
+    4  put      values go into the objects, once all are checked; then the random state is restored
 
-Guarded by tests/front/test_saving.py.
+Guarded by tests/front/test_saving.py and test_corrupted_state.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,33 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import randomness
 from shoal.checkpoint.fetched import fetched
+from shoal.checkpoint.folder import FEATURES, RANDOM, as_path, check_names
 from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State, before_features
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.feature import DROPPED, Feature
+from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
 from shoal.core.registry import of
 from shoal.front.stages import LOGGER
-from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
+from shoal.front.state_checks import check_class, class_of
+from shoal.front.stateful import (
+    Loading,
+    Modules,
+    load_all,
+    loadings,
+    members,
+    modules_of,
+    state_of,
+)
+from shoal.front.unlike_states import numbers_of, warn_of_unlike
 from shoal.session.session import Attached, current, found, ranks
 
-# no keyword has such a name
-_RANDOM, _FEATURES = "random-state", "feature-states"
-_RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # names in releases before features
+_RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # files of releases before features
+_OPENING = "shoal.save: where to write"
+_READING = "shoal.load: reading the checkpoint"
 _WRITING = "shoal.save: writing the checkpoint"
 
 
@@ -69,13 +82,14 @@ def save(path: str | Path, /, **objects: Any) -> None:
         {'epoch': 3}
     """
     comm = ranks()
+    folder = agreed(comm, lambda: checked_path(path, "shoal.save", objects), _OPENING)
     snapshot = Snapshot(keeps=comm.rank == 0)  # save 1
     with saving(objects):
         state = taken(snapshot, objects, comm)
 
         def write() -> None:
-            with writing(Path(path)):
-                snapshot.write(Path(path), state)
+            with writing(folder):
+                snapshot.write(folder, state)
 
         agreed(comm, write, _WRITING)  # save 11
 
@@ -84,7 +98,8 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
     """Go on from a checkpoint. All ranks call this.
 
     Any number of ranks may have saved it, under any plan. Each rank that sees the files reads them,
-    and each tensor's checksum is compared. Ranks that do not see the files are sent them.
+    and each tensor's checksum is compared. Ranks that do not see the files are sent them. All of it
+    is checked before any object changes.
 
     Args:
         path: the path that `save` was given.
@@ -111,8 +126,18 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
         {}
     """
     comm = ranks()
-    saved = fetched(comm, Path(path), objects)
+    saved = fetched(comm, path, objects)
     return restored(saved, objects, comm)
+
+
+def checked_path(path: Any, call: str, objects: Mapping[str, Any]) -> Path:
+    """Return the path that a call was given, once it and the names of objects are checked."""
+    if not objects:
+        raise UsageError(
+            "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
+        )
+    check_names(objects)
+    return as_path(path, call)
 
 
 def taken(
@@ -124,10 +149,7 @@ def taken(
     spread: bool = False,
 ) -> State:
     """Take everything to save, within `saving` (a collective). `spread` is as for `state_of`."""
-    if not objects:
-        raise UsageError(
-            "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
-        )
+    check_names(objects)  # `Checkpoints.step` may have new ones
     modules = modules_of(objects)
     forms = {}
     for keyword, value in objects.items():  # save 3
@@ -135,9 +157,7 @@ def taken(
         forms[keyword] = snapshot.encoded(
             keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
         )
-    states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")  # save 9
-    if all(randomness.is_alike(states[0], state) for state in states):
-        states = states[:1]
+    states = _random_states(objects, forms, comm)  # save 9
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model
     for path, attached in _attached(objects):
         for name, attachment in attached.running.attachments.items():
@@ -146,10 +166,11 @@ def taken(
     software = versions()
     return State(
         objects=forms,
-        random=snapshot.encoded(_RANDOM, states),
+        random=snapshot.encoded(RANDOM, states),
         models=_parallelised(objects),
-        features=snapshot.encoded(_FEATURES, features) if features else None,
+        features=snapshot.encoded(FEATURES, features) if features else None,
         step=step,
+        classes={path: name for path, value in members(objects) if (name := class_of(value))},
         written_by={"shoal": software.shoal, "torch": software.torch},
     )
 
@@ -167,6 +188,17 @@ def saving(objects: Mapping[str, Any]) -> Iterator[None]:
             for attachment in attached.running.attachments.values():
                 stack.enter_context(attachment.saving())  # save 2
         yield
+
+
+def _random_states(objects: Mapping[str, Any], forms: Mapping[str, Any], comm: Comm) -> list[Any]:
+    """Gather the ranks' random states: one if all are alike. Warn of objects in unlike states."""
+    drawn, numbers = randomness.drawn(), numbers_of(objects, forms)
+    told = comm.gather_objects((drawn, numbers), "shoal.save: random states")
+    if comm.rank == 0 and all(attached.plan.in_step for attached in _concerned(objects)):
+        warn_of_unlike([of_rank for _, of_rank in told])
+    states = [state for state, _ in told]
+    alike = all(randomness.is_alike(states[0], state) for state in states)
+    return states[:1] if alike else states
 
 
 def _concerned(objects: Mapping[str, Any]) -> Iterator[Attached]:
@@ -237,48 +269,89 @@ def writing(path: Path) -> Iterator[None]:
 def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, Any]:
     """Put saved values into objects, and return the plain data (a collective)."""
 
-    def values() -> dict[str, Any]:
-        unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
-        if unknown:
-            raise UsageError(
-                f"the checkpoint has nothing under {', '.join(unknown)}",
-                where=str(saved.folder),
-                got="it has " + ", ".join(saved.state.objects),
-                do="give what was saved, under the same names",
-            )
-        return {keyword: saved.value(keyword) for keyword in objects}
-
-    read = agreed(comm, values, "shoal.load: reading the checkpoint")
-    modules, plain = modules_of(objects), {}
+    read = agreed(comm, lambda: _checked(saved, objects, comm), _READING)
     for _, attached in _attached(objects):
         attached.engine.settle()
-    for keyword, value in objects.items():
-        if any(members(value)):
-            put_back(value, read[keyword], modules, keyword)
-        else:
-            plain[keyword] = read[keyword]
-    if any(isinstance(member, Optimizer) for _, member in members(objects)):
-        states = saved.decoded(_RANDOM, saved.state.random)
-        randomness.restore(states, comm.rank, comm.size)
+    load_all(comm, read.loadings)
+    if read.random is not None:
+        randomness.restore(read.random, comm.rank, comm.size)
     _go_on(saved.state.models, objects)
-    features = _features(saved)
     by_path = dict(_attached(objects))
     for path, _ in _models(objects):
         attachments = by_path[path].running.attachments if path in by_path else {}
         for name, attachment in attachments.items():
-            attachment.load(features.get(name, {}).get(path))
-        _warn_of_dropped(path, [n for n in features if n not in attachments], features, comm)
-    return plain
+            attachment.load(read.features.get(name, {}).get(path))
+        dropped = [name for name in read.features if name not in attachments]
+        _warn_of_dropped(path, dropped, read.features, comm)
+    return read.plain
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Everything that a load takes from a checkpoint, checked.
+
+    Args:
+        loadings: the objects with their states.
+        plain: plain data that the caller asked for.
+        random: the ranks' random states, if an optimizer is among the objects.
+        features: states of features by their names, then by the way to a model.
+    """
+
+    loadings: Sequence[Loading]
+    plain: dict[str, Any]
+    random: Sequence[Any] | None
+    features: Mapping[str, Mapping[str, Any]]
+
+
+def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _Read:
+    """Read all that objects ask for, and check that it fits. Nothing changes yet."""
+    unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
+    if unknown:
+        raise UsageError(
+            f"the checkpoint has nothing under {', '.join(unknown)}",
+            where=str(saved.folder),
+            got="it has " + ", ".join(saved.state.objects),
+            do="give what was saved, under the same names",
+        )
+    modules, found_members = modules_of(objects), list(members(objects))
+    for path, member in found_members:
+        check_class(member, saved.state.classes.get(path, ""), path)
+    read = {keyword: saved.value(keyword) for keyword in objects}
+    have_state = [keyword for keyword, value in objects.items() if any(members(value))]
+    wanted = [
+        loading
+        for keyword in have_state
+        for loading in loadings(objects[keyword], read[keyword], modules, keyword)
+    ]
+    random = None
+    if any(isinstance(member, Optimizer) for _, member in found_members):
+        random = saved.decoded(RANDOM, saved.state.random)
+        if problem := randomness.problem(random):
+            raise saved.corrupted(f"random: {problem}")
+    features = _features(saved)
+    for path, attached in _attached(objects):
+        for name, attachment in attached.running.attachments.items():
+            state = features.get(name, {}).get(path)
+            if state is not None and (problem := attachment.problem(state)):
+                raise saved.corrupted(f"the state of {name}, {path}: {problem}")
+    plain = {keyword: value for keyword, value in read.items() if keyword not in have_state}
+    return _Read(wanted, plain, random, features)
 
 
 def _features(saved: Saved) -> dict[str, dict[str, Any]]:
     """Return the saved states of features, by their names, then by the way to a model."""
     if saved.state.features is not None:
-        kept: dict[str, dict[str, Any]] = saved.decoded(_FEATURES, saved.state.features)
+        kept: dict[str, dict[str, Any]] = saved.decoded(FEATURES, saved.state.features)
+        if not isinstance(kept, dict) or not all(isinstance(of, dict) for of in kept.values()):
+            raise saved.corrupted("features: no states by the way to a model")
         return kept
-    # version 1: earlier releases wrote states in another form, and today no feature keeps any
+    # version 1: earlier releases wrote states in another form
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
-    outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
+    outer = saved.decoded(_OUTER, saved.state.outer)
+    for name, by_path in ((_RESIDUALS, owed), (_OUTER, outer)):
+        unlike = [unlike_tensors(states) for states in by_path.values()]
+        if problem := next(filter(None, unlike), ""):
+            raise saved.corrupted(f"{name}: {problem}")
     return before_features(saved.state.models, owed, outer)
 
 

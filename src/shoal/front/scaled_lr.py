@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from shoal.core.errors import UsageError
-from shoal.core.numbers import is_count, is_positive
+from shoal.core.numbers import MOST_COUNTED, check_number, check_whole
 from shoal.front.stages import Stages
 from shoal.session.session import ranks
 
 _RULES: Mapping[str, Any] = {"linear": float, "sqrt": sqrt}
+_ROWS = 1e-3, MOST_COUNTED  # bounds of a batch, which may be a mean
 
 
 def scaled_lr(
@@ -101,20 +102,13 @@ def _check(optimizer: Any, batch: Any, base_batch: Any, rule: Any, warmup_steps:
             do="call scaled_lr(optimizer, batch=…, base_batch=…) for each optimizer",
         )
     for name, value in (("batch", batch), ("base_batch", base_batch)):
-        if not is_positive(value):
-            raise UsageError(
-                f"{name} is a number of rows above 0",
-                got=repr(value)[:80],
-                do="give the rows of all ranks in a step, as batch=512",
-            )
-    if rule not in _RULES:
+        do = "give the rows of all ranks in a step, as batch=512"
+        check_number(f"{name} is a number of rows above 0", value, *_ROWS, do=do)
+    if not isinstance(rule, str) or rule not in _RULES:
         raise UsageError(
             "there is no such rule for learning rates",
             got=repr(rule)[:80],
             expected="one of " + ", ".join(_RULES),
             do='give rule="linear"',
         )
-    if not is_count(warmup_steps) or warmup_steps < 0:
-        raise UsageError(
-            "warmup_steps is a number of steps", got=repr(warmup_steps)[:80], do="give 0 for none"
-        )
+    check_whole("warmup_steps is a number of steps", warmup_steps, 0, do="give 0 for none")

@@ -10,13 +10,16 @@ from torch.utils.data import DataLoader
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.numbers import check_truth, how_many, is_count
 from shoal.data.deal import Deal
 from shoal.data.order import proposed_seed
 from shoal.data.sharded import ShardedBatches, ShardedLoader, sharded
 from shoal.data.shares import FixedShares, Shares, Speed
 from shoal.data.streams import NextBatchCheck
+from shoal.front import text
 from shoal.front.joining import is_tail_host
 from shoal.front.listings import Listing, listings, require_same_listings
+from shoal.front.stages import Stages
 from shoal.session.session import current
 
 T = TypeVar("T")
@@ -64,8 +67,8 @@ def shard(
         batch: "rank": the loader's batches are those of one rank, as with DDP. "global": they are
             those of all ranks together, whatever their number.
         shares: how many rows each rank takes, as one number a rank; by default as many. "speed":
-            they follow the measured speed of each rank's processor. Ranks are weighed exactly by
-            their rows.
+            they follow the measured speed of each rank's processor, so not with a model on a GPU,
+            where hosts only launch kernels. Ranks are weighed exactly by their rows.
         shards_itself: an IterableDataset that gives each rank its own rows already. Then the epoch
             ends with the first of these streams that ends.
 
@@ -96,14 +99,17 @@ def shard(
     purpose = "shard: checking loaders"
     own_seed = agreed(comm, lambda: proposed_seed(loader), purpose)
     seed = comm.gather_objects(own_seed, purpose)[0]
-    word = NextBatchCheck(comm) if shards_itself else None
-    speed = Speed(comm, session.passes) if shares == "speed" else None
+    word = NextBatchCheck(comm) if shards_itself is True else None
+    by_speed = isinstance(shares, str) and shares == "speed"
+    speed = Speed(comm, session.passes) if by_speed else None
 
     def made() -> Any:
         if batch not in ("rank", "global"):
             raise UsageError(
                 "unknown kind of batch", got=repr(batch), expected='"rank" or "global"'
             )
+        do = "give shards_itself=True for a dataset that gives each rank its own rows"
+        check_truth("shards_itself is True or False", shards_itself, do=do)
         deal = Deal(comm.rank, comm.size, batch == "global", _dealt_in(shares, speed, comm.size))
         return sharded(loader, deal, seed, session.passes, word)
 
@@ -112,7 +118,18 @@ def shard(
         facts = f"{own_loader.source.facts()}, batch={batch!r}, shares={shares}"
         dataset = getattr(loader, "dataset", None)
         _require_same(comm, facts, [] if shards_itself else listings(dataset))
+        if session.passes.loaders == 1 and batch == "rank" and shares is None:
+            _say_batch(comm, getattr(loader, "batch_size", None))
     return own_loader
+
+
+def _say_batch(comm: Comm, rows: Any) -> None:
+    """Log once, on rank 0, that a loader's batch is one rank's, as it surprises many."""
+    if is_count(rows):
+        Stages(speaks=comm.rank == 0).say(
+            f'{text.batch([rows] * comm.size)}; shard(loader, batch="global") makes it '
+            f"{how_many(rows, 'row')} of all"
+        )
 
 
 def _dealt_in(shares: Shared, speed: Speed | None, size: int) -> Shares:

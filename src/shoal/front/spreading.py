@@ -5,8 +5,8 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -40,6 +40,7 @@ from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.tails import tail_of
+from shoal.profiling.trials import warn_of_unlike
 from shoal.remote.far_tail import FarTail, TailFeed
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
@@ -51,10 +52,15 @@ from shoal.session.attach import attach
 from shoal.session.job import TrainingJob
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.opening import Prepared
-from shoal.session.session import Session
+from shoal.session.session import Session, found
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
 from shoal.tensors.crossing import RowCrossing
+
+_OWN = (  # said once, as it surprises many
+    "each rank's loss is of its own rows, and shoal.mean(loss, weight=rows) is that of all; every "
+    "rank runs the whole script, so write files under shoal.world().is_main"
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def job_of(
         options.count,
         options.left_alone,
         options.memory,
+        alike=options.weigh == "ranks",
     )
 
 
@@ -89,7 +96,7 @@ def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
         Sample.of(job.model, job.loss_fn, sample, job.compute_loss)
     for optimizer in job.optimizers:
         extend(optimizer, job.left_alone)
-        session.notice_steps(optimizer)
+        session.notice_training(optimizer, alone=True)
     add(job.model, None)
     return job.loss
 
@@ -119,11 +126,15 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, plan)
+        if profile.terms.unlike is not None:
+            warn_of_unlike(job.loss, profile.terms.unlike)
     again = Again(job.loss_fn, request.without_model(), alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
+    if session.models == 1:
+        stages.say(_OWN)
     return loss
 
 
@@ -157,6 +168,8 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    for optimizer in job.optimizers:
+        session.notice_training(optimizer, alone=False)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     placed = as_planned(profile, plan)
     session.attached[model] = replace(attached, profile=placed, cluster=plan.on(found.cluster))
@@ -174,7 +187,7 @@ def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
         micro_batches,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
-        counted=options.count is not None,
+        counted=options.count is not None or options.weigh == "ranks",
     )
 
 
@@ -197,11 +210,35 @@ def profiled(
         how: options for `profile_model`.
     """
     with ExitStack() as stack:
+        stack.enter_context(_others_frozen(job.model))
         changes = [stack.enter_context(feature.measuring(job.model)) for feature in features]
         profile = profile_model(job.model, job.loss_fn, job.optimizers, sample, comm, how)
         for change in changes:
             profile = change(profile)
     return profile
+
+
+@contextmanager
+def _others_frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the other parallelised models inside, because a loss may go through one of them.
+
+    Otherwise they would send gradients, and their loaders would take a measured step for training.
+    """
+    session = found()
+    own = {id(parameter) for parameter in model.parameters()}
+    frozen = [
+        parameter
+        for other in (session.attached if session is not None else ())
+        for parameter in other.parameters()
+        if parameter.requires_grad and id(parameter) not in own
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def _planned(

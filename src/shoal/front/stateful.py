@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.parts import Spread
+from shoal.checkpoint.tree import MOST_KEYS, unsaved
+from shoal.comm.agreement import agreed
+from shoal.contracts.comm import Comm
 from shoal.core.errors import ShoalError, UsageError
 from shoal.data.sharded import Positioned
+from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
 from shoal.optim.extend import kept_state_dict
 from shoal.session.additions import uncompiled
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
@@ -39,14 +44,16 @@ def has_state(value: Any) -> bool:
     )
 
 
-def members(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def members(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """The objects with a state in a value, each with the way to it."""
     if has_state(value):
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
+        if depth > MOST_KEYS:
+            raise unsaved(tuple(path.split(".")[:4]))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, part in items:
-            yield from members(part, f"{path}.{key}" if path else str(key))
+            yield from members(part, f"{path}.{key}" if path else str(key), depth + 1)
 
 
 def modules_of(objects: Mapping[str, Any]) -> Modules:
@@ -109,42 +116,97 @@ def _of_loader(loader: Positioned[Any]) -> dict[str, Any]:
     return state
 
 
-def put_back(value: Any, saved: Any, modules: Modules, path: str) -> None:
-    """Let every object in a value take what was saved of it (a collective).
+@dataclass(frozen=True)
+class Loading:
+    """An object, and the checked state that it is to take.
+
+    Args:
+        value: the object.
+        state: its state, as its `load_state_dict` takes it.
+        path: the way to it.
+        known: whether the check found that the state fits. If not, only the object itself knows.
+    """
+
+    value: Any
+    state: Any
+    path: str
+    known: bool
+
+    def run(self) -> None:
+        """Have the object take the state (a collective).
+
+        Raises:
+            UsageError: the object refuses it. It is as before, as far as that can be done.
+        """
+        can_undo = hasattr(self.value, "__dict__") and not isinstance(self.value, nn.Module)
+        before = dict(vars(self.value)) if can_undo else {}
+        try:
+            self.value.load_state_dict(self.state)
+        except Exception as error:  # any error: its own code may refuse in any way
+            if can_undo:  # torch's replace their attributes, and so do most others
+                vars(self.value).update(before)
+            if isinstance(error, ShoalError):
+                raise
+            raise UsageError(
+                f"{self.path} does not take what was saved of it",
+                got=f"{type(error).__name__}: {error}"[:400],
+                expected=f"the state of a {type(self.value).__name__} made as this one is",
+                do=f"make {self.path} as it was made when it was saved, or leave it out",
+            ) from error
+
+
+def loadings(value: Any, saved: Any, modules: Modules, path: str) -> Iterator[Loading]:
+    """Check the saved state of a value, and yield each object with its own. Nothing changes yet.
+
+    Args:
+        value: an object with a state, or such objects in lists or dicts.
+        saved: the state, as `state_of` returned it.
+        modules: modules in which parameters of optimizers have their names.
+        path: the way to the value.
 
     Raises:
-        UsageError: it is the state of another object.
+        UsageError: it is the state of another object, or of none.
     """
     if isinstance(value, nn.Module):
         module = uncompiled(value)
         check_module(module, saved, path)
-        _load(module, saved, path)
+        yield Loading(module, saved, path, known=not _has_own_state(module))
     elif isinstance(value, Optimizer):
-        _load(value, _numbered(value, saved, modules, path), path)
+        check_optimizer(value, saved, path)
+        yield Loading(value, _numbered(value, saved, modules, path), path, known=True)
     elif has_state(value):
-        _load(value, saved, path)
+        check_plain(value, saved, path)
+        yield Loading(value, saved, path, known=False)
     elif isinstance(value, Mapping):
-        _check_members(sorted(map(str, value)), sorted(map(str, saved)), path)
+        if not isinstance(saved, Mapping):
+            raise wrong_form(path, saved, "a dict")
+        of_name = {str(key): state for key, state in saved.items()}
+        _check_members(sorted(map(str, value)), sorted(of_name), path)
         for key, part in value.items():
-            put_back(part, saved[key], modules, f"{path}.{key}")
+            yield from loadings(part, of_name[str(key)], modules, f"{path}.{key}")
     elif isinstance(value, list | tuple):
-        _check_members(len(value), len(saved), path)
+        count = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
+        _check_members(len(value), count, path)
         for number, (part, state) in enumerate(zip(value, saved, strict=True)):
-            put_back(part, state, modules, f"{path}.{number}")
+            yield from loadings(part, state, modules, f"{path}.{number}")
 
 
-def _load(value: Any, saved: Any, path: str) -> None:
-    try:
-        value.load_state_dict(saved)
-    except ShoalError:
-        raise
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path} does not take what was saved of it",
-            got=f"{type(error).__name__}: {error}"[:400],
-            expected=f"the state of a {type(value).__name__} made as this one is",
-            do=f"make {path} as it was made when it was saved, or leave it out",
-        ) from error
+def load_all(comm: Comm, wanted: Sequence[Loading]) -> None:
+    """Have all objects take their states (a collective).
+
+    Objects with states that only they can check come first, and modules last. So if one refuses,
+    no weights have changed, on any rank.
+    """
+    modules = [one for one in wanted if one.known and isinstance(one.value, nn.Module)]
+    optimizers = [one for one in wanted if one.known and not isinstance(one.value, nn.Module)]
+    unknown = [one for one in wanted if not one.known]
+    for group in (unknown, optimizers, modules):
+        agreed(comm, partial(_run, group), "shoal.load: objects take their states")
+
+
+def _run(group: Sequence[Loading]) -> None:
+    for loading in group:
+        loading.run()
 
 
 def _check_members(own: Any, saved: Any, path: str) -> None:
@@ -201,7 +263,7 @@ def _numbered(
 ) -> dict[str, Any]:
     """What `_named` made, with the numbers that parameters have in this optimizer."""
     own = _Named.of(optimizer, modules)
-    saved_names = [name for group in saved["param_groups"] for name in group["params"]]
+    saved_names: list[str] = [name for group in saved["param_groups"] for name in group["params"]]
     known = own.known and not all(name.startswith("parameter ") for name in saved_names)
     if known and sorted(own.names) != sorted(saved_names):
         raise _other_names(f"the optimizer {path}", own.names, saved_names)
@@ -216,10 +278,12 @@ def _numbered(
     number_of = {name: number for number, name in enumerate(order)}
     states = {}
     for key, value in saved["state"].items():
-        number = number_of.get(key)
-        states[key if number is None else number] = (
-            value if number is None else _laid(value, own.parameters[number])
-        )
+        if (number := number_of.get(key)) is None:
+            states[key] = value
+            continue
+        parameter = own.parameters[number]
+        check_parameter(optimizer, parameter, value, f"{path}: {key}")
+        states[number] = _laid(value, parameter)
     groups, first = [], 0
     for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=False):
         count = len(current["params"])
@@ -242,10 +306,16 @@ def _laid(state: Any, parameter: Tensor) -> Any:
     return {key: laid(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
-def check_module(module: nn.Module, saved: Mapping[str, Any], path: str) -> None:
-    """Compare names and shapes, before anything changes."""
-    if type(module).state_dict is not nn.Module.state_dict:
+def _has_own_state(module: nn.Module) -> bool:
+    return type(module).state_dict is not nn.Module.state_dict
+
+
+def check_module(module: nn.Module, saved: Any, path: str) -> None:
+    """Compare names, shapes and kinds of numbers, before anything changes."""
+    if _has_own_state(module):
         return  # only the module itself knows what fits
+    if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
+        raise wrong_form(path, saved, "weights by name")
     own = module.state_dict(keep_vars=True)  # looks at no value
     if own.keys() != saved.keys():
         raise _other_names(f"the model {path}", list(own), list(saved))
@@ -259,6 +329,18 @@ def check_module(module: nn.Module, saved: Mapping[str, Any], path: str) -> None
             f"the checkpoint is of another model than {path}: shapes differ",
             got="; ".join(unlike[:_SHOWN]) + (" …" if len(unlike) > _SHOWN else ""),
             do="load it into a model that is made with the same sizes",
+        )
+
+    narrowed = [
+        f"{name}: {value.dtype}, saved {saved[name].dtype}"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and not torch.can_cast(saved[name].dtype, value.dtype)
+    ]
+    if narrowed:
+        raise UsageError(
+            f"the checkpoint is of another model than {path}: types of numbers differ",
+            got=_listed(narrowed),
+            do="load it into a model that is made with the same types",
         )
 
 

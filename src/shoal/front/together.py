@@ -1,23 +1,28 @@
-"""`mean` and `gather`: what scripts report of all ranks, where each has rows of its own.
+"""`mean` and `gather`: values of all ranks for scripts, where each has rows of its own.
 
 Collectives over the session's channel of the ranks that train, for a loss or an accuracy now and
-then: not for the hot path. Every rank's tensor crosses to every other, beside its label, so that a
-rank that is at something else is told, and so are the others. Alone, also before `init`, they send
-nothing.
+then. Every rank tells every other its value or its form beside a label, so that a rank that is at
+something else is told, and so are the others. Alone, also before `init`, they send nothing.
+A loss may be computed of gathered rows: see gathering.py.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.numbers import MOST_COUNTED, check_number
+from shoal.front.gathering import FORWARD, RowsOfRanks
 from shoal.session.session import ranks
 
+# a tensor's type, shape and device, whether it needs gradients, and whether these are on
+_Form = tuple[str, tuple[int, ...], str, bool, bool]
 _DO = "give the same kind of value on every rank"
 
 
@@ -35,7 +40,8 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
             A rank without rows gives 0, and its value is left alone, even if that is NaN.
 
     Returns:
-        A float, or a tensor of that shape, at the same device; NaN where all weights are 0.
+        A float, or a tensor of that shape, at the same device. If all weights are 0, it is NaN,
+        with a warning.
 
     Raises:
         UsageError: this is no number, the weight is none or below 0, or ranks give other shapes.
@@ -50,13 +56,8 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
 
     def checked() -> tuple[Tensor, float]:
         own_weight = _number(weight, "the weight")
-        if not 0 <= own_weight < math.inf:
-            raise UsageError(
-                "the weight of a mean is a number of rows",
-                got=repr(weight)[:80],
-                expected="a finite number, at least 0",
-                do="give for instance weight=len(x)",
-            )
+        rule, do = "the weight of a mean is a number of rows", "give for instance weight=len(x)"
+        check_number(rule, own_weight, 0, MOST_COUNTED, do=do)
         if isinstance(value, Tensor):
             return value.detach().cpu().to(_wide(value)), own_weight
         return _on_cpu(_number(value, "the value")), own_weight
@@ -64,6 +65,11 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
     told = _told(checked, "shoal.mean()")
     _check_alike([tuple(tensor.shape) for tensor, _ in told], "shoal.mean()")
     weights = [own for _, own in told]
+    if not any(weights):
+        warnings.warn(
+            "shoal.mean: the weight is 0 on every rank, so the mean is NaN: no rank had a row",
+            stacklevel=2,
+        )
     terms = [tensor * own for tensor, own in told if own]
     total = sum(terms, torch.zeros_like(told[0][0])) / (sum(weights) or math.nan)
     if not isinstance(value, Tensor):
@@ -75,12 +81,17 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
 def gather(tensor: Tensor) -> Tensor:
     """The rows of all ranks, one rank's behind another's, on every rank (a collective).
 
+    A loss may be computed of them: gradients find back to the rank that has a row, as the sum of
+    the gradients of all ranks. A loss that compares rows with one another is exact so. Train by
+    it with `weigh="ranks"`, and use the gathered rows on every rank.
+
     Args:
         tensor: rows along its first dimension, as many as this rank has; other dimensions and the
             type are the same on every rank. A tensor without a dimension is one row.
 
     Returns:
-        A tensor without history, at the same device, in the order of the ranks.
+        A tensor at the same device, in the order of the ranks. It has a history if gradients are
+        on, on every rank, and a rank's tensor needs them.
 
     Raises:
         UsageError: this is no tensor, or ranks give other shapes or types.
@@ -92,27 +103,51 @@ def gather(tensor: Tensor) -> Tensor:
         >>> shoal.gather(torch.tensor([1, 2]))
         tensor([1, 2])
     """
+    own = list[Tensor]()
 
-    def checked() -> Tensor:
-        if not isinstance(tensor, Tensor):
-            raise UsageError(
-                "shoal.gather takes a tensor",
-                got=type(tensor).__name__,
-                do="give a tensor of this rank's rows, as torch.tensor(values)",
-            )
-        own = tensor.detach().cpu()
-        return own if own.dim() else own.reshape(1)
+    def checked() -> _Form:
+        rows = _rows_of(tensor)
+        own.append(rows)
+        needs = rows.requires_grad, torch.is_grad_enabled()
+        return str(rows.dtype), tuple(rows.shape), rows.device.type, *needs
 
-    told = _told(checked, "shoal.gather()")
+    told = _told(checked, FORWARD)
+    rows, comm = own[0], ranks()
+    if len(told) == 1:
+        return torch.cat([rows])
     # a rank without rows may not know their form
-    filled = [rows for rows in told if rows.shape != (0,)] or told
-    forms = [(str(rows.dtype), *rows.shape[1:]) for rows in told]
-    own = (str(filled[0].dtype), *filled[0].shape[1:])
+    filled = [form for form in told if form[1] != (0,)] or told
+    dtype, shape, *_ = filled[0]
+    form = dtype, *shape[1:]
     _check_alike(
-        [own if rows.shape == (0,) else form for rows, form in zip(told, forms, strict=True)],
-        "shoal.gather()",
+        [form if of[1] == (0,) else (of[0], *of[1][1:]) for of in told],
+        FORWARD,
     )
-    return torch.cat(list(filled)).to(tensor.device)
+    if rows.shape == (0,):
+        rows = rows.to(getattr(torch, dtype.removeprefix("torch."))).reshape(0, *shape[1:])
+    counts, devices = tuple(of[1][0] for of in told), {of[2] for of in told}
+    gathered = RowsOfRanks(comm, counts, at_host=len(devices) > 1)
+    keeps = any(of[3] for of in told) and all(of[4] for of in told)
+    return gathered.with_history(rows) if keeps else gathered.gathered(rows)
+
+
+def _rows_of(tensor: Any) -> Tensor:
+    """Return a tensor's rows, whole; UsageError if it has none."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(
+            "shoal.gather takes a tensor",
+            got=type(tensor).__name__,
+            do="give a tensor of this rank's rows, as torch.tensor(values)",
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            "shoal.gather takes a dense tensor",
+            got=str(tensor.layout),
+            do="give tensor.to_dense()",
+        )
+    rows = tensor if tensor.dim() else tensor.reshape(1)
+    # an output that is cut over the ranks, or at other hosts, comes here
+    return rows if type(rows) in (Tensor, nn.Parameter) else torch.cat([rows])
 
 
 def _told(work: Callable[[], Any], purpose: str) -> Sequence[Any]:
@@ -162,7 +197,7 @@ def _wide(value: Tensor) -> torch.dtype:
 def _number(value: Any, what: str) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # also of a tensor with several
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # also of several
         raise UsageError(
             f"{what} of a mean is no number",
             got=repr(value)[:80],

@@ -21,7 +21,7 @@ tests/equivalence/test_owners.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.engine.engine import Engine
-from shoal.optim.checks import Arguments, check_known, checked_step
+from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
 from shoal.optim.methods import Methods
 from shoal.optim.part import Part, put, shown
 from shoal.optim.whole import WholePart
@@ -97,6 +97,12 @@ def kept_state_dict(
     return optimizer.state_dict() if extension is None else extension.kept(spread)
 
 
+def scaler_of(optimizer: Optimizer) -> Mapping[str, float]:
+    """Return the state of the GradScaler that steps an optimizer; empty if none has so far."""
+    extension: _Extension | None = optimizer.__dict__.get(_EXTENSION)
+    return {} if extension is None else extension.scaler.state
+
+
 def _extension(optimizer: Optimizer) -> _Extension:
     if _EXTENSION not in optimizer.__dict__:
         optimizer.__dict__[_EXTENSION] = _Extension(optimizer)
@@ -127,6 +133,7 @@ class _Extension:
         self._check: RemovableHandle | None = None
         self._timed: RemovableHandle | None = None
         self._spread: Callable[[Tensor, SpreadCut], Any] | None = None  # while a state is taken
+        self.scaler = SeenScaler()
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
         self._stepping = Methods(optimizer)
@@ -181,6 +188,7 @@ class _Extension:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """Before a step: all that it updates must have been exchanged."""
+        self.scaler.look(optimizer)
         # step 2
         changed = checked_step(self._declared, args, kwargs, self._check_sent)
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]

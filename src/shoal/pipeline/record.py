@@ -133,17 +133,12 @@ def returned(args: Any, kwargs: Any, output: Any) -> Returned:
                 return Alias(number)
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
-    tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
     return Returned(
         form,
         tuple(map(of, leaves)),
-        tuple(
-            leaf.device if is_one else None for leaf, is_one in zip(leaves, tensors, strict=True)
-        ),
-        tuple(
-            bool(is_one and leaf.requires_grad)
-            for leaf, is_one in zip(leaves, tensors, strict=True)
-        ),
+        tuple(None if tensor is None else tensor.device for tensor in tensors),
+        tuple(tensor is not None and tensor.requires_grad for tensor in tensors),
     )
 
 
@@ -306,7 +301,7 @@ class Recording(Walk):
 
 @contextmanager
 def unhooked(module: nn.Module) -> Iterator[None]:
-    """Run a module without its forward hooks: these are for values, and run where there are some."""
+    """Run a module without its forward hooks, which are for values."""
     hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
     try:
         yield

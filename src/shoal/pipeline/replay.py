@@ -224,8 +224,7 @@ class Replay(Walk):
                 return given[leaf.number]
             if device is None:
                 return leaf
-            made = self._forms.absent(leaf.shape, leaf.dtype, device, grad=grad)
-            return made
+            return self._forms.absent(leaf.shape, leaf.dtype, device, grad=grad)
 
         leaves = [
             absent(*each)

@@ -388,7 +388,7 @@ class Run:
             lambda leaf: _Named(leaf.number) if isinstance(leaf, EndOutput) else leaf,
             (args, kwargs),
         )
-        call = Call(*named, [self._grad])
+        call = Call(named[0], named[1], [self._grad])
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise UsageError(
                 "the loss is given something beside the output that takes a gradient, which would "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shoal.core.errors import PlanError
 from shoal.pipeline.record import Record
@@ -42,7 +43,7 @@ def stations(record: Record, holders: Mapping[str, int], parameters: Mapping[str
         return Stations((0,), ())
     order = sorted({*record.calls, *record.functions})
     ranks, cuts = [events[0][1]], []
-    for (before, left), (after, right) in zip(events, events[1:], strict=False):
+    for (before, left), (after, right) in pairwise(events):
         if left != right:
             ranks.append(right)
             cuts.append(_cut(record, order, before, after))

@@ -1,7 +1,7 @@
-"""Which rank holds which layers of a pipeline: runs of layers that take about as long as each other.
+"""Which rank holds which layers of a pipeline: runs of layers, of about the same time.
 
-A pin "pipeline" leaves it to this; "pipeline:2" names the rank. The slowest rank has as little to do
-as any division into runs allows.
+A pin "pipeline" leaves it to this; "pipeline:2" names the rank. The slowest rank has as little to
+do as any division into runs allows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def holders_of(profile: ModelProfile, ranks: int) -> dict[str, int]:
 
 
 def in_runs(seconds: Sequence[float], ranks: int) -> list[int]:
-    """Return the rank of each of some layers in a row, so that the longest run is as short as can be.
+    """Return the rank of each of some layers in a row, such that the longest run is shortest.
 
     Every rank has a layer, if there are enough of them.
 

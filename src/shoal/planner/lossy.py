@@ -79,7 +79,7 @@ def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice
     """
     if layer.kind in _TABLES:
         return []
-    coded = any(len(p.shape) >= max(codec.least_dims, 1) for p in layer.parameters)
+    coded = any(p.is_real and len(p.shape) >= max(codec.least_dims, 1) for p in layer.parameters)
     able = [strategy for strategy in of(Strategy) if not predictor.refusal(layer, strategy)]
     return [
         Choice(layer.name, strategy, f"{exchange}+{codec}")

@@ -39,17 +39,54 @@ def options_of(
         if not every_cut:
             names = _worth_trying(predictor, layer, names)
         if not names:
-            reasons = "; ".join(
-                f"{n}: {_reason(predictor, layer, n) or 'it serves pairs only'}" for n in allowed
-            )
-            raise PlanError(
-                f"no allowed strategy serves layer {layer.name}",
-                got=reasons,
-                do=f'add "{PLAIN}" to strategies, which serves everything that is not given to a '
-                "rank",
-            )
+            pairs_only = "it serves pairs only"
+            reasons = {n: _reason(predictor, layer, n) or pairs_only for n in allowed}
+            raise _unserved(layer.name, reasons)
         options[layer.name] = [(name, "") for name in names]
     return options
+
+
+def check_able(
+    kinds: Mapping[str, str],
+    pinned: Mapping[str, str],
+    allowed: Sequence[str],
+    servers: int,
+    tail_hosts: int,
+) -> None:
+    """Refuse, before anything is measured, strategies that cannot serve a layer.
+
+    Args:
+        kinds: the class of each layer's module, by the layer's name.
+        pinned: the strategies of layers that have one already.
+        allowed: names of the strategies that may serve the other layers.
+        servers: number of hosts that own parameters and do not train.
+        tail_hosts: number of hosts that run the end of the model.
+
+    Raises:
+        PlanError: no strategy that may serve a layer can. The error says why.
+    """
+    for layer, kind in kinds.items():
+        names = [pinned[layer]] if layer in pinned else allowed
+        reasons = {name: named(Strategy, name).unable(kind, servers, tail_hosts) for name in names}
+        if not all(reasons.values()):
+            continue
+        raise _unable(layer, *reasons.popitem()) if layer in pinned else _unserved(layer, reasons)
+
+
+def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
+    return PlanError(
+        f"no allowed strategy serves layer {layer}",
+        got="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+        do=f'add "{PLAIN}" to strategies, which serves everything that is not given to a rank',
+    )
+
+
+def _unable(layer: str, strategy: str, reason: str) -> PlanError:
+    return PlanError(
+        f"{strategy} cannot serve layer {layer}: {reason}",
+        where=f"pin of {layer}",
+        do="pin the layer to another strategy, or leave it to the planner",
+    )
 
 
 def _reason(predictor: Predictor, layer: LayerProfile, strategy: str) -> str | None:
@@ -162,11 +199,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
-        raise PlanError(
-            f"{strategy} cannot serve layer {layer.name}: {reason}",
-            where=f"pin of {layer.name}",
-            do="pin the layer to another strategy, or leave it to the planner",
-        )
+        raise _unable(layer.name, strategy, reason)
 
 
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:

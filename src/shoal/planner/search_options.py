@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
+from shoal.core.numbers import check_truth, check_whole, shown
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import LEAST_PART_BYTES
 
 _START_BYTES = 4 << 20
+_MOST_LAYERS = 96
+_USUAL = {"least_part_bytes": LEAST_PART_BYTES, "most_layers": _MOST_LAYERS}
+_EXAMPLES = {"bucket_bytes": "(1 << 20,)", "chunks": "(1, 2)", "joined": "(True,)"}
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class SearchOptions:
     """What a search of plans tries. The defaults suit training; narrow them to try something.
 
     Args:
-        bucket_bytes: sizes of buckets, ascending.
+        bucket_bytes: sizes of buckets.
         least_part_bytes: the least size of the parts that a layer with owners is cut into.
         chunks: numbers of chunks that rows come in to layers that are cut over ranks.
         joined: whether all micro-batches go through tail hosts at once.
@@ -26,7 +30,7 @@ class SearchOptions:
             together.
 
     Raises:
-        UsageError: one of them leaves nothing to try.
+        UsageError: one of them leaves nothing to try, or is of another type.
 
     Examples:
         >>> import shoal
@@ -38,18 +42,27 @@ class SearchOptions:
     least_part_bytes: int = LEAST_PART_BYTES
     chunks: tuple[int, ...] = (1, 2, 4, 8)
     joined: tuple[bool, ...] = (True, False)
-    most_layers: int = 96
+    most_layers: int = _MOST_LAYERS
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "chunks", "joined"):
-            if not getattr(self, name):
+        for name, example in _EXAMPLES.items():
+            values, do = getattr(self, name), f"give for instance {name}={example}"
+            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+                rule = f"{name} of a search is a tuple of values to try"
+                raise UsageError(rule, got=shown(values), do=do)
+            if not values:
                 raise UsageError(f"a search has no {name} to try", do="give at least one")
-        if min(*self.bucket_bytes, *self.chunks, self.least_part_bytes, self.most_layers) < 1:
-            raise UsageError(
-                "sizes and numbers that a search tries are at least 1",
-                got=repr(self),
-                do="raise it",
-            )
+            for value in values:
+                if name == "joined":
+                    check_truth("joined of a search has True, False or both", value, do=do)
+                else:
+                    rule = f"{name} of a search are whole numbers, at least 1"
+                    check_whole(rule, value, 1, do=do)
+            ordered = values if name == "joined" else sorted(values)
+            object.__setattr__(self, name, tuple(dict.fromkeys(ordered)))
+        for name in ("least_part_bytes", "most_layers"):
+            rule, value = f"{name} of a search is a whole number, at least 1", getattr(self, name)
+            check_whole(rule, value, 1, do=f"leave it out: it is {_USUAL[name]:,}")
 
     @property
     def least_bytes(self) -> int:

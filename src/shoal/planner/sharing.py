@@ -92,7 +92,7 @@ def with_sharing(
     for layer, way in pinned.items():
         strategy = named(Strategy, way.partition(":")[0])
         reason = "it takes hosts of its own" if strategy.name not in usable else None
-        reason = reason or strategy.refuses(end.layer(layer), hosts)
+        reason = reason or strategy.refusal(end.layer(layer), hosts)
         if reason is not None:
             raise PlanError(
                 f"tail hosts cannot share layer {layer} so: {reason}",

@@ -41,7 +41,7 @@ from shoal.core.facts import (
     first,
 )
 from shoal.core.registry import of
-from shoal.core.terms import Terms
+from shoal.core.terms import LossOfParts, Targets, Terms
 from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
 from shoal.profiling.moving import Changes, Ways, moving
 from shoal.profiling.optimizer import OptimizerCost
@@ -129,13 +129,24 @@ def profile_model(
         on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
-        here = agreed(comm, lambda: seen(checked, options.counted, outputs), _CHECKING, SampleError)
-        of_ranks = comm.gather_objects(here, "measuring the model: rows", SampleTerms, Terms)
+        terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
     profile = replace(
-        _maximum(profiles), terms=agreed_terms(of_ranks, of_batch=compute_loss is not None)
+        _maximum(profiles), terms=agreed_terms(terms, of_batch=compute_loss is not None)
     )
     return replace(_complete(_in_backward_order(profile)), moving=moves)  # 4
+
+
+def _terms(
+    sample: Sample, options: ProfileOptions, outputs: Outputs, comm: Comm
+) -> list[SampleTerms]:
+    """Return the terms of the loss that each rank's sample shows."""
+    here = agreed(
+        comm, lambda: seen(sample, options.counted, outputs, comm.rank), _CHECKING, SampleError
+    )
+    return comm.gather_objects(
+        here, "measuring the model: rows", SampleTerms, Terms, Targets, LossOfParts
+    )
 
 
 def _profile_here(
@@ -320,6 +331,7 @@ def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfi
                 used=name in used,
                 ready_s=step.ready_s.get(name, step.backward_s),
                 sparse=is_sparse(layer, name, step),
+                is_real=not parameter.is_complex(),
             )
             for name, parameter in layer.parameters.items()
         ),

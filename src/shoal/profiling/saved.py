@@ -23,6 +23,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Facts, Link, ModelProfile, Topology
 from shoal.core.registry import of
+from shoal.core.regular_files import read_text
 
 FORMAT = 1
 _REDO = "make it anew: shoal plan RECIPE --save-profile FILE"
@@ -97,7 +98,7 @@ class Measured:
     def load(cls, path: str | Path) -> Measured:
         """Read what `save` wrote (UsageError if the file is missing or no profile)."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"the profile {path} cannot be read", got=str(error), do="check the path"

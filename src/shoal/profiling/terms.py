@@ -11,49 +11,73 @@
 Where one function computes the loss of the whole batch, only the batch shows terms: the rows of its
 target, where it is a pair, else what the loss is a mean or a sum over.
 
-A loss that is a sum of rows and of something else than rows is neither, and is refused. Costs a few
-calls of the loss on at most eight rows; of a model that returns its own loss, of the model.
+A loss that is a sum of rows and of something else than rows is neither, and is refused. How torch's
+own losses count targets is seen, too (targets.py), and whether parts of the rows make the loss of
+the whole (trials.py). Costs a few calls of the loss on at most eight rows; of a model that returns
+its own loss, of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import isfinite, prod
+from math import prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.batch import DEPTH, OPAQUE, mapped, tensors_of
+from shoal.contracts.batch import tensors_of
 from shoal.contracts.sample import LossFn, Sample, arguments, describe
 from shoal.core.errors import SampleError, UsageError
-from shoal.core.terms import INPUT, OUTPUT, TARGET, Terms
+from shoal.core.terms import INPUT, OUTPUT, TARGET, LossOfParts, Targets, Terms
+from shoal.profiling.batch_rows import (
+    LENGTH,
+    Path,
+    Size,
+    last_with,
+    picked,
+    picked_of_parts,
+    size_at,
+    sizes,
+    sizes_of_batch,
+    tensors_at,
+    value_at,
+)
+from shoal.profiling.targets import LossCalls, SeenTargets, count_targets, targets_of
+from shoal.profiling.trials import (
+    FEW,
+    MEAN,
+    NEITHER,
+    SUM,
+    UNKNOWN,
+    Tried,
+    Trying,
+    has_batch_statistics,
+    in_order,
+    kind_of,
+    matters,
+    near,
+    nearness,
+)
 
-_FEW = 8  # rows that a loss is tried on
 _SMALL_BYTES = 16 << 20  # an output of which a copy is kept
-_NEAR = 1e-3  # of two losses that should be the same
 _OF_MODULES = frozenset(vars(nn.Module()))
-_LENGTH = "#"  # in a path: of the list there
-_MEAN, _SUM, _NEITHER, _UNKNOWN = "mean", "sum", "neither", "unknown"
 _COUNT = (
     "say how many terms the loss of a batch is a mean over: "
     "parallelize(…, compute_loss=f, count=lambda batch: len(batch[0]))"
 )
-
-_Path = tuple[int | str, ...]
-_Size = tuple[int, ...]
-_LossOf = Callable[[Sequence[int]], float]  # of these rows
 
 
 @dataclass(frozen=True)
 class _BatchItem:
     """A tensor or list in a batch: the way to it, and its size."""
 
-    path: _Path
-    size: _Size
+    path: Path
+    size: Size
 
     @property
     def terms(self) -> tuple[Terms, ...]:
@@ -71,6 +95,9 @@ class SampleTerms:
     kind: str  # of the loss
     places: tuple[Terms, ...]  # where the terms can be counted
     kept: bool = False  # modules keep tensors with a history
+    targets: tuple[Targets, ...] = ()  # places, if one of torch's losses counts them
+    targets_matter: bool = False  # whether there are more or fewer than rows
+    unlike: LossOfParts | None = None  # parts of the rows make another loss than the whole
 
 
 @final
@@ -104,11 +131,14 @@ def _copied(output: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.detach().clone(), output)
 
 
-def seen(sample: Sample, counted: bool = False, outputs: Outputs | None = None) -> SampleTerms:
+def seen(
+    sample: Sample, counted: bool = False, outputs: Outputs | None = None, rank: int = 0
+) -> SampleTerms:
     """What this rank's sample shows, after a step. Runs the model and the loss some times more.
 
     Nothing need be seen of a `compute_loss` whose terms are `counted`.
     """
+    how = Trying(counted, rank, nearness(sample.model), once=sample.loss_fn is None)
     kept = any(
         tensor.grad_fn is not None
         for module in sample.model.modules()
@@ -117,11 +147,13 @@ def seen(sample: Sample, counted: bool = False, outputs: Outputs | None = None) 
     )
     with torch.no_grad():
         if sample.loss_fn is not None:
-            found = _of_loss(sample, sample.loss_fn, outputs and outputs.copy)
+            found = _of_loss(sample, sample.loss_fn, how, outputs and outputs.copy)
         elif counted and sample.compute_loss is not None:
-            found = SampleTerms(_UNKNOWN, (Terms(),))
+            found = SampleTerms(UNKNOWN, (Terms(),))
         else:
-            found = _of_whole_loss(sample)
+            found = _of_whole_loss(sample, how)
+    if counted and found.kind == NEITHER:  # the caller knows it
+        found = replace(found, kind=UNKNOWN)
     return replace(found, kept=kept)
 
 
@@ -156,7 +188,7 @@ def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
         SampleError: the loss is a sum over rows and of something else.
     """
     kinds = {rank.kind for rank in ranks}
-    if _NEITHER in kinds:
+    if NEITHER in kinds:
         raise SampleError(
             "the loss is a sum over rows, and of something that does not grow with rows",
             do="let the loss be the sum alone, and add the rest to what it returns; or give a mean "
@@ -166,16 +198,33 @@ def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
     first = [place for place in common if place.source == INPUT and not place.path]
     by_output = [place for place in common if place.source == OUTPUT]
     elsewhere = [place for place in common if place.source == INPUT and place.path]
-    in_order = [*first, *by_output, *elsewhere] if len(first) == 1 else []
-    chosen = next(iter([*in_order, *by_output, *elsewhere, *first]), Terms(TARGET))
+    ordered = [*first, *by_output, *elsewhere] if len(first) == 1 else []
+    chosen = next(iter([*ordered, *by_output, *elsewhere, *first]), Terms(TARGET))
     if of_batch and chosen.source == TARGET:
         raise SampleError(
             "the ranks' samples have their rows in different places of the batch",
             got="; ".join(f"rank {rank}: {each.places[0].path}" for rank, each in enumerate(ranks)),
             do=_COUNT,
         )
-    summed = _SUM in kinds and _MEAN not in kinds
-    return replace(chosen, summed=summed, kept=any(rank.kept for rank in ranks))
+    targets = _agreed_targets(ranks)
+    return replace(
+        chosen,
+        summed=SUM in kinds and MEAN not in kinds and targets is None,
+        kept=any(rank.kept for rank in ranks),
+        targets=targets,
+        unlike=next((r.unlike for r in ranks if r.unlike is not None and targets is None), None),
+    )
+
+
+def _agreed_targets(ranks: Sequence[SampleTerms]) -> Targets | None:
+    """Return the targets that all ranks' samples count alike; None if they count rows."""
+    if not any(rank.targets_matter for rank in ranks):
+        return None
+    by_size = [{replace(t, by_size=True): t.by_size for t in rank.targets} for rank in ranks]
+    for targets in by_size[0]:
+        if all(targets in of_rank for of_rank in by_size):
+            return replace(targets, by_size=all(of_rank[targets] for of_rank in by_size))
+    return None
 
 
 def count_of(terms: Terms, value: Any) -> float:
@@ -184,7 +233,7 @@ def count_of(terms: Terms, value: Any) -> float:
     Raises:
         UsageError: it is not of the sample's form.
     """
-    size = _size_at(value, terms.path) if terms.path else next(_sizes(value), ((), (1,)))[1]
+    size = size_at(value, terms.path) if terms.path else next(sizes(value), ((), (1,)))[1]
     if size is None or (terms.path and len(size) <= max(terms.dims)):
         raise UsageError(
             f"the {terms.source} is not of the form that it had in the sample, so this rank's rows "
@@ -197,73 +246,129 @@ def count_of(terms: Terms, value: Any) -> float:
     return float(prod(size[dim] for dim in terms.dims if dim < len(size)))
 
 
-def _of_loss(sample: Sample, loss_fn: LossFn, output: Any = None) -> SampleTerms:
+def count_seen(targets: Targets, batch: Any, holder: Any = None) -> float:
+    """Return the weights of a batch's targets that count (UsageError if it has no targets)."""
+    return float(count_targets(targets, value_at(batch, targets.path), holder))
+
+
+def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -> SampleTerms:
     if output is None:
         with torch.enable_grad():  # as in training: some models look (checkpointing)
             output = pytree.tree_map(_detached, sample.output())
     else:
         sample.renew()
     y = sample.y
-    target = next(_sizes(y), None)
+    target = next(sizes(y), None)
     if target is None or not target[1][0]:
-        return SampleTerms(_UNKNOWN, (Terms(),))
+        return SampleTerms(UNKNOWN, (Terms(),))
     number = target[1][0]
 
     def loss_of(rows: Sequence[int]) -> float:
-        return float(loss_fn(_picked(output, number, rows), _picked(y, number, rows)))
+        return float(loss_fn(picked(output, number, rows), picked(y, number, rows)))
 
-    kind = _kind(loss_of, min(number, _FEW))
-    dims = [0]
-    if kind == _MEAN and isinstance(output, Tensor) and isinstance(y, Tensor):
+    with LossCalls() as watched:
+        loss = loss_fn(output, y)
+    targets = targets_of(watched.calls, loss, tensors_at(y), loss_fn)
+    rows = in_order(number, last_with(y, number))
+    tried = kind_of(loss_of, rows)
+    how = replace(how, near=nearness(sample.model, output))
+    unlike = how.parts(loss_of, rows, tried)
+    kind, dims = tried.kind, [0]
+    if kind == MEAN and isinstance(output, Tensor) and isinstance(y, Tensor):
         dims += _mean_along(loss_fn, output, y)
     counted = [dims]
     if len(dims) > 1 and len(dims) == len(target[1]) and y.is_floating_point():
         counted.append(dims[:-1])  # the last are features, of any number
     sources = {
-        INPUT: list(_sizes(arguments(sample.model, sample.x))),
-        OUTPUT: list(_sizes(output))[:1],
+        INPUT: list(sizes(arguments(sample.model, sample.x))),
+        OUTPUT: list(sizes(output))[:1],
     }
-    return SampleTerms(
-        kind, tuple(_places(sources, [[target[1][d] for d in each] for each in counted]))
+    return _shown(
+        kind,
+        tuple(_places(sources, [[target[1][d] for d in each] for each in counted])),
+        targets,
+        unlike,
     )
+
+
+def _shown(
+    kind: str, places: tuple[Terms, ...], seen: SeenTargets | None, unlike: LossOfParts | None
+) -> SampleTerms:
+    targets, matter = ((), False) if seen is None else (seen.fitting, seen.matters)
+    return SampleTerms(kind, places, targets=targets, targets_matter=matter, unlike=unlike)
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _of_whole_loss(sample: Sample) -> SampleTerms:
-    """Of a function of the whole batch, which alone tells the terms."""
+@final
+class _WholeLoss:
+    """The loss of some rows of a batch, by a function of all of it or by the model itself.
+
+    It looks at the first call, which shows how one of torch's losses counts its targets.
+    """
+
+    def __init__(self, sample: Sample, place: _BatchItem) -> None:
+        self.number = place.size[0]
+        self.targets: SeenTargets | None = None
+        self._sample, self._looks = sample, True
+        of_parts = sample.compute_loss is not None and place.path[:1] != (LENGTH,)
+        self._picked = picked_of_parts if of_parts else picked
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that it is tried on."""
+        return in_order(self.number, last_with(self._given(self._sample.x), self.number))
+
+    def __call__(self, rows: Sequence[int]) -> float:
+        sample = self._sample
+        sample.renew()
+        batch = self._picked(sample.x, self.number, rows)
+        tensors = tensors_at(self._given(batch)) if self._looks else []
+        watched = LossCalls()
+        # switch gradients on: they show the loss in a tuple
+        with torch.enable_grad(), watched if self._looks else nullcontext():
+            loss = sample.loss_of(batch)
+        if self._looks:
+            self.targets = targets_of(watched.calls, loss, tensors, None, rows=len(rows))
+        self._looks = False
+        return float(loss.detach())
+
+    def _given(self, batch: Any) -> Any:
+        """Return the batch as training counts it."""
+        by_function = self._sample.compute_loss is not None
+        return batch if by_function else arguments(self._sample.model, batch)
+
+    def seen(self, tried: Tried, places: tuple[Terms, ...], how: Trying) -> SampleTerms:
+        """Return the terms that the trial has shown, with a trial of parts."""
+        unlike = None
+        if not has_batch_statistics(self._sample.model):
+            unlike = how.parts(self, self.rows, tried)
+        return _shown(tried.kind, places, self.targets, unlike)
+
+
+def _of_whole_loss(sample: Sample, how: Trying) -> SampleTerms:
+    """Try a function of the whole batch, which alone tells the terms."""
     model = sample.model
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # no dropout, and no statistics
-
-    def loss_by(place: _BatchItem) -> _LossOf:
-        number = place.size[0]
-
-        def loss_of(rows: Sequence[int]) -> float:
-            sample.renew()
-            by_parts = sample.compute_loss is not None and place.path[:1] != (_LENGTH,)
-            picked = _picked_of_parts if by_parts else _picked
-            with torch.enable_grad():  # by which the loss in a tuple is known
-                return float(sample.loss_of(picked(sample.x, number, rows)).detach())
-
-        return loss_of
-
     try:
         if sample.compute_loss is not None:
-            return _of_batch(sample.x, loss_by)
-        place = _BatchItem((), next(_sizes(arguments(model, sample.x)), ((), (0,)))[1])
-        return SampleTerms(_kind(loss_by(place), min(place.size[0], _FEW)), place.terms)
+            return _of_batch(sample, how)
+        place = _BatchItem((), next(sizes(arguments(model, sample.x)), ((), (0,)))[1])
+        loss_of = _WholeLoss(sample, place)
+        return loss_of.seen(kind_of(loss_of, loss_of.rows), place.terms, how)
     finally:
         sample.renew()
         for module, mode in modes:
             module.training = mode
 
 
-def _of_batch(batch: Any, loss_by: Callable[[_BatchItem], _LossOf]) -> SampleTerms:
+def _of_batch(sample: Sample, how: Trying) -> SampleTerms:
     """Where a batch has its rows, and what the loss is of them."""
-    places = [_BatchItem(path, size) for path, size in _sizes_of_batch(batch)]
+    batch = sample.x
+    places = [_BatchItem(path, size) for path, size in sizes_of_batch(batch)]
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
     targets = [place for place in places if is_pair and place.path[:1] == (1,)][:1]
     by_number: dict[int, _BatchItem] = {}
@@ -271,8 +376,9 @@ def _of_batch(batch: Any, loss_by: Callable[[_BatchItem], _LossOf]) -> SampleTer
         by_number.setdefault(place.size[0], place)
     if is_pair and _has_objects(batch[1]):
         by_number.clear()  # what is inside one of them is no row
-    kinds = {n: _kind(loss_by(place), min(n, _FEW)) for n, place in by_number.items()}
-    shown = [number for number, kind in kinds.items() if kind != _UNKNOWN]
+    losses = {number: _WholeLoss(sample, place) for number, place in by_number.items()}
+    tries = {number: kind_of(loss_of, loss_of.rows) for number, loss_of in losses.items()}
+    shown = [number for number, tried in tries.items() if tried.kind != UNKNOWN]
     if not shown and not _is_plain(batch, by_number, places[:1] if targets else []):
         raise SampleError(
             "nobody can tell how many rows the batch has",
@@ -283,19 +389,14 @@ def _of_batch(batch: Any, loss_by: Callable[[_BatchItem], _LossOf]) -> SampleTer
 
     def likely(number: int) -> tuple[bool, bool, bool, int]:
         """Its rows matter; there are several; it is a list of them; many tensors have as many."""
-        place = by_number[number]
-        matters = len(shown) > 1 and _matters(loss_by(place), min(number, _FEW))
-        of_list = place.path == (_LENGTH,)
-        return matters, number > 1, of_list, sum(each.size[0] == number for each in places)
+        by_rows = len(shown) > 1 and matters(losses[number], min(number, FEW))
+        of_list = by_number[number].path == (LENGTH,)
+        return by_rows, number > 1, of_list, sum(each.size[0] == number for each in places)
 
-    number = max(shown or kinds, key=likely)
+    number = max(shown or tries, key=likely)
     same = [place for place in (*places[:1], by_number[number]) if place.size[0] == number]
-    return SampleTerms(kinds[number], tuple(terms for place in same for terms in place.terms))
-
-
-def _matters(loss_of: _LossOf, number: int) -> bool:
-    """Whether the loss of some rows is another than that of all: they are no mere settings."""
-    return number > 1 and not _near(loss_of(range(number // 2)), loss_of(range(number)))
+    found = tuple(terms for place in same for terms in place.terms)
+    return losses[number].seen(tries[number], found, how)
 
 
 def _has_objects(value: Any) -> bool:
@@ -303,44 +404,18 @@ def _has_objects(value: Any) -> bool:
     return isinstance(value, tuple) and not all(isinstance(item, Tensor) for item in value)
 
 
-def _kind(loss_of: _LossOf, number: int) -> str:
-    """What a loss is of rows, by those of the first ones once, twice and three times.
-
-    It is asked there and back, so that what grows from call to call (an annealed term) cancels out.
-    """
-    rows = list(range(number))
-    try:
-        first, second, thrice, fourth, last = (loss_of(rows * times) for times in (1, 2, 3, 2, 1))
-    except Exception:  # it takes no rows but its own, or none that come twice
-        return _UNKNOWN
-    once, twice = (first + last) / 2, (second + fourth) / 2
-    if not (isfinite(once) and once):
-        return _UNKNOWN
-    if _near(twice, once) and _near(thrice, once):
-        return _MEAN
-    if _near(twice, 2 * once) and _near(thrice, 3 * once):
-        return _SUM
-    more, still_more = twice - once, thrice - twice
-    grows = abs(more) > _NEAR * abs(once) and abs(more - still_more) <= _NEAR * abs(more)
-    return _NEITHER if grows and first == last else _UNKNOWN
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= _NEAR * max(abs(a), abs(b))
-
-
 def _mean_along(loss_fn: LossFn, output: Tensor, y: Tensor) -> list[int]:
     """The target's further dimensions along which the loss is a mean."""
     along = _matching(output.shape, y.shape)
     if along is None:
         return []
-    output, y = output[:_FEW], y[:_FEW]
+    output, y = output[:FEW], y[:FEW]
     try:
         whole = float(loss_fn(output, y))
         return [
             dim
             for dim in range(1, y.dim())
-            if _near(
+            if near(
                 float(loss_fn(torch.cat([output] * 2, along[dim]), torch.cat([y] * 2, dim))), whole
             )
         ]
@@ -348,7 +423,7 @@ def _mean_along(loss_fn: LossFn, output: Tensor, y: Tensor) -> list[int]:
         return []
 
 
-def _matching(output: _Size, target: _Size) -> list[int] | None:
+def _matching(output: Size, target: Size) -> list[int] | None:
     """Which of an output's dimensions are those of the target: beside one of classes, or all."""
     if output == target or output[:-1] == target:
         return list(range(len(target)))
@@ -358,11 +433,11 @@ def _matching(output: _Size, target: _Size) -> list[int] | None:
 
 
 def _places(
-    sources: Mapping[str, Sequence[tuple[_Path, _Size]]], wanted: Sequence[Sequence[int]]
+    sources: Mapping[str, Sequence[tuple[Path, Size]]], wanted: Sequence[Sequence[int]]
 ) -> Iterator[Terms]:
     """Where as many terms can be counted, by dimensions of these sizes or of their product."""
-    for source, sizes in sources.items():
-        for index, (path, size) in enumerate(sizes):
+    for source, there in sources.items():
+        for index, (path, size) in enumerate(there):
             for parts in wanted:
                 found = _dims_of(size, parts)
                 yield from (Terms(source, path if index else (), dims) for dims in found)
@@ -370,7 +445,7 @@ def _places(
                     break
 
 
-def _dims_of(size: _Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
+def _dims_of(size: Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
     """The dimensions of these sizes in this order, else those of the same product."""
     numbers = range(len(size))
     same = [
@@ -388,64 +463,6 @@ def _dims_of(size: _Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
     ]
 
 
-def _picked(value: Any, number: int, rows: Sequence[int]) -> Any:
-    """The same with these rows of everything that has so many."""
-
-    def pick(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return [leaf[row] for row in rows] if len(leaf) == number else leaf
-        if leaf.dim() and len(leaf) == number:
-            return leaf[torch.tensor(rows, device=leaf.device)]
-        return leaf
-
-    return mapped(value, pick, (list, Tensor))
-
-
-def _picked_of_parts(batch: Any, number: int, rows: Sequence[int]) -> Any:
-    """The same of a whole batch, which may be a list of its parts: [x, y]."""
-    if isinstance(batch, list):
-        return [_picked(part, number, rows) for part in batch]
-    return _picked(batch, number, rows)
-
-
-def _sizes(value: Any, path: _Path = (), depth: int = DEPTH) -> Iterator[tuple[_Path, _Size]]:
-    """The size of every tensor that has one, and the length of every list, in order."""
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield path, tuple(value.shape)
-    elif isinstance(value, list):
-        if value and not isinstance(value[0], int | float | str):
-            yield (*path, _LENGTH), (len(value),)
-            yield from _sizes(value[0], (*path, 0), depth)
-    elif isinstance(value, tuple):
-        for index, part in enumerate(value):
-            yield from _sizes(part, (*path, index), depth)
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            if isinstance(key, str | int):
-                yield from _sizes(part, (*path, key), depth)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, OPAQUE):
-        for name, part in vars(value).items():
-            yield from _sizes(part, (*path, f".{name}"), depth - 1)
-
-
-def _sizes_of_batch(batch: Any) -> Iterator[tuple[_Path, _Size]]:
-    """The same of a whole batch. A list is of its parts, as torch's loader makes it, or of rows."""
-    if isinstance(batch, list):
-        if _may_be_rows(batch):
-            yield (_LENGTH,), (len(batch),)
-        batch = tuple(batch)
-    yield from _sizes(batch)
-
-
-def _may_be_rows(values: list[Any]) -> bool:
-    """Whether the items of a list are all alike: words, dicts, pictures, more than a pair of."""
-    kinds = set(map(type, values))
-    if len(kinds) != 1 or not isinstance(values[0], Tensor):
-        return len(kinds) == 1
-    return len(values) > 2 and len({value.shape for value in values}) == 1
-
-
 def _is_plain(batch: Any, by_number: Mapping[int, _BatchItem], first: Sequence[_BatchItem]) -> bool:
     """Whether rows are known although the loss shows none.
 
@@ -456,19 +473,4 @@ def _is_plain(batch: Any, by_number: Mapping[int, _BatchItem], first: Sequence[_
     ((number, place),) = by_number.items()
     if first:
         return isinstance(batch[1], Tensor) or first[0].size[0] == number
-    return _LENGTH not in place.path
-
-
-def _size_at(value: Any, path: _Path) -> _Size | None:
-    """The size of what is at the end of a path, or None."""
-    for step in path:
-        if step == _LENGTH:
-            return (len(value),) if isinstance(value, list) else None
-        try:
-            if isinstance(step, str) and step.startswith("."):
-                value = getattr(value, step[1:])
-            else:
-                value = value[step]
-        except (AttributeError, IndexError, KeyError, TypeError):
-            return None
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+    return LENGTH not in place.path

@@ -29,9 +29,10 @@ from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
-from shoal.core.plan import Plan, Site
+from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
+from shoal.profiling.usage import kind_of
 from shoal.strategies.carried import check_carried, row_codec
 
 
@@ -237,9 +238,12 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             got=f"{len(ranked)} of {len(plan.choices)} layers",
             do=_REPLAN,
         )
+    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
     for choice in plan.choices:
+        strategy = named(Strategy, choice.strategy)
+        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
         check_carried(choice.layer, choice.strategy, choice.exchange)
-        if named(Strategy, choice.strategy).role.names_ranks and int(choice.exchange) >= ranks:
+        if strategy.role.names_ranks and int(choice.exchange) >= ranks:
             raise PlanError(
                 "the plan gives a layer to a rank that there is not",
                 where=f"layer {choice.layer}",
@@ -256,13 +260,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
         check_carried(choice.layer, choice.strategy, choice.exchange)
-        reason = strategy.refusal(placed.layer(choice.layer), cluster)
-        if reason is not None:
-            raise PlanError(
-                f"{choice.strategy} cannot serve layer {choice.layer}: {reason}",
-                do='give the layer "replicate", which serves everything that is not given to a '
-                "rank",
-            )
+        _check_serves(choice, strategy.refusal(placed.layer(choice.layer), cluster))
         for other, needed in strategy.needs(placed.layer(choice.layer)).items():
             if plan.choice(other).strategy != needed:
                 raise PlanError(
@@ -271,6 +269,15 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                     got=f"{plan.choice(other).strategy} for layer {other}",
                     do="give both layers those two, or neither",
                 )
+
+
+def _check_serves(choice: Choice, reason: str | None) -> None:
+    """Raise PlanError if there is a reason why a choice cannot serve its layer."""
+    if reason:
+        raise PlanError(
+            f"{choice.strategy} cannot serve layer {choice.layer}: {reason}",
+            do='give the layer "replicate", which serves everything that is not given to a rank',
+        )
 
 
 def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:

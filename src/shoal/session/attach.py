@@ -29,12 +29,12 @@ from shoal.core.buckets import Buckets
 from shoal.core.eager import keep_eager
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
 from shoal.engine.border import Border
-from shoal.engine.common import Common
+from shoal.engine.common import Common, NowAndThen
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher, Weight
 from shoal.optim.cut import CutPart
-from shoal.optim.extend import add_parts
+from shoal.optim.extend import add_parts, scaler_of
 from shoal.optim.owned import OwnedPart
 from shoal.optim.owners import Owners
 from shoal.optim.part import Part
@@ -234,11 +234,15 @@ def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners
 
 
 def _compare(session: Session, job: TrainingJob, running: Running) -> None:
-    """Have ranks compare in every backward the values that they must have in common."""
+    """Have ranks compare the values that they must have in common, as often as they can."""
     changes = running.owners.changes if running.owners else list
-    common = Common(job.model, job.optimizers, session.passes, changes)
-    if not running.engine.compare(common):
-        running.weigher.compare(common)
+    common = Common(job.model, job.optimizers, session.passes, changes, scaler_of)
+    engine, lane = running.engine, running.engine.routes.among_workers
+    if engine.compare(common):
+        return
+    running.weigher.compare(common)
+    if lane is not None:
+        engine.listen(Event.BACKWARD_ENDED, NowAndThen(common, lane).backward_ended)
 
 
 def _listen(session: Session, running: Running, stage: FarTail | None) -> None:

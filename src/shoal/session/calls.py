@@ -97,10 +97,17 @@ class Counting:
         self._count = count
         self.by_loss = by_loss
 
-    def begun(self, inputs: Any) -> tuple[Weight, Any]:
-        """A call begins: its weight, and what is to be called with."""
+    def begun(self, inputs: Any) -> tuple[Weight, Any] | None:
+        """A call begins: its weight, and what is to be called with.
+
+        None while all of the model is frozen, as a critic is in its generator's step: no gradient
+        comes of the call that would be weighed or sent.
+        """
         border = self._border
+        border.engine.routes.hear()
         border.check()
+        if not border.trains:
+            return None
         border.engine.happened(Event.FORWARD_ENTERED)
         weight = self._weigher.begin()
         if self._count is not None:
@@ -108,6 +115,10 @@ class Counting:
         elif self._terms.source == INPUT:
             self._counted(weight, count_of(self._terms, inputs), inputs)
         return weight, border.inward(inputs, weight)
+
+    def hear(self) -> None:
+        """Raise the verdict on this job, once, in a call that is not weighed, as in evaluation."""
+        self._border.engine.routes.hear(again=False)
 
     def ended(self, weight: Weight, inputs: Any, output: Any) -> Any:
         """It ends: the output to return, or None for the same."""

@@ -66,22 +66,26 @@ class Computed:
         given: Any = self._compute_loss
 
         @functools.wraps(given.forward if isinstance(given, nn.Module) else given)
-        def wrapped(model: nn.Module, batch: Any) -> Any:
-            return self(model, batch)
+        def wrapped(model: nn.Module, batch: Any, *more: Any, **named: Any) -> Any:
+            return self(model, batch, *more, **named)
 
         return wrapped
 
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
+    def __call__(self, model: nn.Module, batch: Any, *more: Any, **named: Any) -> Any:
+        """Compute the loss. Trainers hand it more than a batch, such as a number of tokens."""
         counting, calls = self._counting, self._calls
         if counting is None:
-            return self._compute_loss(model, batch)
+            return self._compute_loss(model, batch, *more, **named)
         weighs = calls.enter(sys._getframe())
         try:
             if not weighs:
-                return self._compute_loss(model, batch)
+                return self._compute_loss(model, batch, *more, **named)
             self._check(model)
-            weight, computed_with = counting.begun(batch)  # 1
-            loss = self._compute_loss(model, computed_with)  # 2
+            begun = counting.begun(batch)  # 1
+            if begun is None:
+                return self._compute_loss(model, batch, *more, **named)
+            weight, computed_with = begun
+            loss = self._compute_loss(model, computed_with, *more, **named)  # 2
             check_computed(loss)
             loss = counting.ended(weight, batch, loss)  # 3
             return counting.summed(weight, loss) if self._summed else loss

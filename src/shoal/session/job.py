@@ -27,6 +27,7 @@ class TrainingJob:
         left_alone: parameters of optimizers that the program itself keeps right.
         memory: "fast" or "low".
         weighs: whether uneven rows are weighed.
+        alike: whether every rank counts alike, however many rows it has.
     """
 
     model: nn.Module
@@ -37,6 +38,7 @@ class TrainingJob:
     left_alone: Sequence[nn.Parameter] = ()
     memory: str = MEMORY[0]
     weighs: bool = True
+    alike: bool = False
 
     @property
     def loss(self) -> Callable[..., Any] | None:

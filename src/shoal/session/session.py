@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +29,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.passes import Passes
 from shoal.core.plan import Plan
+from shoal.engine.border import accumulator
 from shoal.engine.engine import Engine
 from shoal.optim.part import Part
 from shoal.session.running import Running
@@ -160,8 +163,8 @@ class Session:
     usual_rows: WeakKeyDictionary[nn.Module, dict[int, float]] = field(
         default_factory=WeakKeyDictionary
     )
-    # of a lone process, by which it knows what it trains on
-    step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = field(
+    # hooks by which a session knows that it trains, with the autograd nodes that have them
+    signs: WeakKeyDictionary[Optimizer, list[tuple[RemovableHandle, Any]]] = field(
         default_factory=WeakKeyDictionary
     )
     models: int = 0  # that were parallelised, whether they are gone or not
@@ -171,23 +174,32 @@ class Session:
     def __post_init__(self) -> None:
         optimizers = self.optimizers
         self.passes = Passes(lambda: bool(optimizers))
+        self.passes.hear = partial(self.comm.hear, again=False)
 
     def other(self, kind: type[AnyPart]) -> AnyPart | None:
         """The way to hosts of that kind, if there are any."""
         return next((part for part in self.others if isinstance(part, kind)), None)
 
-    def notice_steps(self, optimizer: Optimizer) -> None:
-        """Alone, where no engine sees backwards: take a step for a sign that one ran."""
+    def notice_training(self, optimizer: Optimizer, *, alone: bool) -> None:
+        """Take its steps for a sign of training, and alone, where no engine is, its backwards."""
+        if optimizer in self.signs:
+            return
         passes = self.passes
-        if optimizer not in self.step_hooks:
-            self.step_hooks[optimizer] = optimizer.register_step_post_hook(
-                lambda *_: passes.backward()
-            )
+        step = optimizer.register_step_post_hook(lambda *_: passes.stepped())
+        signs: list[tuple[RemovableHandle, Any]] = [(step, None)]
+        if alone:
+            groups = optimizer.param_groups
+            trained = [p for group in groups for p in group["params"] if p.requires_grad]
+            for parameter in [*trained[:1], *trained[1:][-1:]]:  # one of them tells, as a rule
+                with torch.enable_grad():
+                    node = accumulator(parameter)
+                signs.append((node.register_hook(lambda *_: passes.backward()), node))
+        self.signs[optimizer] = signs
 
-    def ignore_steps(self, optimizer: Optimizer) -> None:
-        """Undo it."""
-        if optimizer in self.step_hooks:
-            self.step_hooks.pop(optimizer).remove()
+    def ignore_training(self, optimizer: Optimizer) -> None:
+        """Undo `notice_training`."""
+        for hook, _ in self.signs.pop(optimizer, ()):
+            hook.remove()
 
     def end_gone(self) -> None:
         """End the threads of models that are gone on every rank (a collective)."""

@@ -18,7 +18,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, final
@@ -29,11 +29,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.core.eager import eager
-from shoal.core.terms import OF_ROWS, TARGET, Terms
+from shoal.core.terms import OF_ROWS, TARGET, Targets, Terms
 from shoal.engine.border import Border
 from shoal.engine.weights import Weigher
 from shoal.optim.owners import Owners
-from shoal.profiling.terms import count_of
+from shoal.profiling.terms import count_of, count_seen
 from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Count, Counting, number_of
 from shoal.session.computed import Computed
@@ -85,7 +85,8 @@ def watch(
         before: the hooks under an earlier plan, which have been released. The loss that was
             returned then is as good as this one.
     """
-    model, engine, weigher, count = job.model, running.engine, running.weigher, job.count
+    model, engine, weigher = job.model, running.engine, running.weigher
+    count, terms = _counts(job, terms)
     border, calls = Border(model, engine), Calls()
     kept = before.counted() if before is not None and before.counted is not None else None
     leaves_behind(type(model))
@@ -108,7 +109,7 @@ def watch(
     if count is None and terms.source == TARGET and not terms.summed:
         count = partial(_rows_of_target, terms)
     rows = OF_ROWS if terms.source == TARGET else terms
-    counting = Counting(border, weigher, rows, by_loss=count is not None or terms.summed)
+    counting = _counting(job, count, partial(Counting, border, weigher, rows), terms.summed)
     hooks += _weighed(model, calls, counting)
     if not counting.by_loss:
         return job.loss_fn, Watched(hooks, ref(border))
@@ -120,6 +121,35 @@ def watch(
     loss_fn, hook = _counting_loss(model, job.loss_fn, counted)
     hooks += [] if hook is None else [hook]
     return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _counts(job: TrainingJob, terms: Terms) -> tuple[Count | None, Terms]:
+    """Return a count of the terms of a loss or batch, if there is one, and the sample's terms."""
+    if job.alike:
+        return _one, replace(OF_ROWS, kept=terms.kept)
+    if job.count is not None or terms.targets is None:
+        return job.count, terms
+    if job.loss_fn is None:
+        return partial(count_seen, terms.targets), terms
+    return partial(_weights_of_target, terms.targets, job.loss_fn), terms
+
+
+def _counting(
+    job: TrainingJob, count: Count | None, make: Callable[..., Counting], summed: bool
+) -> Counting:
+    """Count the inputs of calls, if that needs no look at the loss; else have the loss counted."""
+    if job.alike or (job.loss_fn is None and job.count is None):
+        return make(by_loss=summed, count=count)
+    return make(by_loss=summed or count is not None)
+
+
+def _one(*batch: Any) -> float:
+    """Count every call alike."""
+    return 1.0
+
+
+def _weights_of_target(targets: Targets, loss_fn: Any, output: Any, target: Any) -> float:
+    return count_seen(targets, target, loss_fn)
 
 
 def _counting_loss(
@@ -192,9 +222,13 @@ class _Before(StaysBehind):
     @eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._calls.enter(_past(type(self).__call__, sys._getframe(1))):
+            self._counting.hear()
             return None
         check_bare(module)
-        weight, called_with = self._counting.begun((args, kwargs))
+        begun = self._counting.begun((args, kwargs))
+        if begun is None:
+            return None
+        weight, called_with = begun
         self._calls.weigh(weight)
         return called_with
 
@@ -263,6 +297,8 @@ class _Counted:
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
         assert self._border is not None
         self._border.check()
+        if not self._border.trains:
+            return loss
         rows = self._border.engine.latest
         if self._count is None:
             return self._counting.summed(rows, loss)

@@ -1,7 +1,8 @@
 """What an exchange asks of the strategy it carries.
 
 Whether the strategy takes it is said before anything runs. In a bucket what a codec codes comes
-first, and what travels exactly is behind it, beside control: small parameters, by their dimensions.
+first, and what travels exactly is behind it, beside control: small parameters, by their dimensions,
+and complex ones.
 """
 
 from __future__ import annotations
@@ -107,7 +108,11 @@ def coded_first(
     parameters: Mapping[str, nn.Parameter], exchange: Exchange
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """A bucket's parameters in its order, and the first of them, which the exchange may code."""
-    coded = {name: p for name, p in parameters.items() if p.dim() >= exchange.least_dims}
+    coded = {
+        name: p
+        for name, p in parameters.items()
+        if _may_be_coded(p.dim(), not p.is_complex(), exchange)
+    }
     return coded | dict(parameters), coded
 
 
@@ -116,5 +121,10 @@ def profiles_coded_first(
 ) -> tuple[list[ParameterProfile], int]:
     """The same of the profiles of layers, with how many may be coded."""
     parameters = [p for layer in layers for p in layer.parameters]
-    parameters.sort(key=lambda p: len(p.shape) < exchange.least_dims)
-    return parameters, sum(len(p.shape) >= exchange.least_dims for p in parameters)
+    coded = [p for p in parameters if _may_be_coded(len(p.shape), p.is_real, exchange)]
+    others = [p for p in parameters if not _may_be_coded(len(p.shape), p.is_real, exchange)]
+    return coded + others, len(coded)
+
+
+def _may_be_coded(num_dims: int, is_real: bool, exchange: Exchange) -> bool:
+    return num_dims >= exchange.least_dims and (is_real or exchange.exact)

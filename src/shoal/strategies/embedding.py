@@ -85,13 +85,12 @@ class EmbeddingRows(Strategy):
     """Cuts an nn.Embedding or nn.EmbeddingBag by its rows."""
 
     name = "embedding"
+    kinds = ("Embedding", "EmbeddingBag")
     role = Role.CUT
     takes_sparse = True
     probes = (ProductProbe, IdProbe, UpdateProbe, SparseProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if layer.kind not in ("Embedding", "EmbeddingBag"):
-            return f"it serves nn.Embedding and nn.EmbeddingBag, and this is a {layer.kind}"
         return uncut(layer, layer.inputs, "rows", cluster)
 
     def estimate(

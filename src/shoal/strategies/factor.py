@@ -54,12 +54,11 @@ class Factor(Strategy):
     """
 
     name = "factor"
+    kinds = ("Linear", "Embedding")
     role = Role.LAYER
     probes = (ProductProbe,)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if layer.kind not in ("Linear", "Embedding"):
-            return f"it serves nn.Linear and nn.Embedding, and this is a {layer.kind}"
         if layer.outside_use:
             return layer.outside_use
         if not any(p.name.rpartition(".")[2] == "weight" for p in layer.parameters):

@@ -115,7 +115,8 @@ class Pipeline(Strategy):
             holder = place.holders[layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
         for module in place.model.modules():
-            here = any(is_cut(p) and cut_of(p).is_here for p in module.parameters(recurse=False))
+            own = [cut_of(p) for p in module.parameters(recurse=False) if is_cut(p)]
+            here = any(isinstance(each, OnRank) and each.is_here for each in own)
             if here and module is not place.model:
                 run_by(module, _Held(module))
         run_by(place.model, running)

@@ -27,12 +27,11 @@ class Row(CutStrategy):
     """Cuts a linear layer by its inputs."""
 
     name = "row"
+    kinds = ("Linear",)
     codes_rows = True
     dim = 1
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if layer.kind != "Linear":
-            return f"it serves nn.Linear, and this is a {layer.kind}"
         return uncut(layer, layer.inputs, "inputs", cluster)
 
     def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:

@@ -46,14 +46,11 @@ class ServerRows(Strategy):
     """Gives the rows of an nn.Embedding to servers, who update them."""
 
     name = "server_rows"
+    kinds = ("Embedding",)
     role = Role.TABLE
     probes = (ProductProbe, IdProbe, UpdateProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if layer.kind != "Embedding":
-            return f"it serves nn.Embedding, and this is a {layer.kind}"
-        if not cluster.servers:
-            return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
         return refused(
             layer, layer.inputs, "rows", replace(cluster, topology=Topology(cluster.servers))
         )

@@ -65,8 +65,6 @@ class Stage(Strategy):
     stays = "the end of a model does not come back from tail hosts"
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if not cluster.tail:
-            return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
         facts = layer.measured(TailFacts)
         if facts.tail is None:
             return (

@@ -373,7 +373,7 @@ def part_of(parameter: Tensor) -> Tensor:
 @contextmanager
 def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, those that are cut are ordinary parameters: the parts."""
-    parts = [parameter for parameter in parameters if type(parameter) is CutParameter]
+    parts: list[nn.Parameter] = [p for p in parameters if isinstance(p, CutParameter)]
     for parameter in parts:
         parameter.__class__ = nn.Parameter
     try:

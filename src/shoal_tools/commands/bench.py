@@ -23,6 +23,7 @@ import click
 import torch
 
 from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_COUNTED
 from shoal.core.outcome import Outcome
 from shoal.core.record import Track
 from shoal.core.trace import MAIN, STEPS, Recorder
@@ -40,7 +41,15 @@ from shoal.profiling.interfaces import carried, watching
 from shoal.profiling.processor import ProcessorTime
 from shoal.session.memory import Memory, memory, of_one_process
 from shoal.session.session import Attached, current
-from shoal_tools.commands.options import NEW_FILE, PLAN, RANKS, REPORT, in_a_folder, recipe_command
+from shoal_tools.commands.options import (
+    COUNT,
+    NEW_FILE,
+    PLAN,
+    RANKS,
+    REPORT,
+    in_a_folder,
+    recipe_command,
+)
 from shoal_tools.commands.recording import gathered, machine, predicted, report_benchmark
 from shoal_tools.commands.worker import at_own_device
 from shoal_tools.contenders.peers import (
@@ -89,12 +98,10 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
     "--rounds",
     default=5,
     show_default=True,
-    type=click.IntRange(2),
+    type=click.IntRange(2, MOST_COUNTED),
     help="Turns that each contender takes.",
 )
-@click.option(
-    "--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn."
-)
+@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps in a turn.")
 @click.option(
     "--json", "json_path", type=NEW_FILE, callback=in_a_folder, help="Write all figures there."
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import click
 
 from shoal.comm import rendezvous
+from shoal.core.errors import UsageError
 from shoal.front import text
 from shoal_tools.commands.options import Finite, bytes_per_s
 from shoal_tools.doctor import meet
@@ -99,7 +100,12 @@ def doctor(
 
 def _met(peers: tuple[str, ...], port: int, wait_s: float) -> Met:
     name, asked, secret = rendezvous.host_name(), rendezvous.interface(), rendezvous.token()
-    peers = tuple(each for peer in peers for each in peer.split(",") if each)
+    for peer in peers:
+        if not any(name.strip() for name in peer.split(",")):
+            raise UsageError(
+                "a peer is a host's name or address", got=repr(peer), do="write --peer HOST"
+            )
+    peers = tuple(each.strip() for peer in peers for each in peer.split(",") if each.strip())
     if peers:
         return meet.among_peers(name, peers, asked, secret, wait_s, port)
     if rendezvous.is_alone():

@@ -16,24 +16,20 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shoal.checkpoint.folder import STATE
-from shoal.checkpoint.run import RunFolder
 from shoal.contracts.sample import called
+from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.front import text
 from shoal.front.joining import init
 from shoal.front.recipe import Recipe
-from shoal.front.saving import load
 from shoal.front.sharding import shard
-from shoal.front.stateful import check_module
 from shoal.front.together import gather, mean
 from shoal.session.session import world
 from shoal_tools.commands.run import num_rows
+from shoal_tools.commands.weights import load_weights
 from shoal_tools.commands.worker import at_own_device
 
 
@@ -119,31 +115,6 @@ def _prepared(
     if weights is not None:
         load_weights(model, weights)
     return recipe, model.eval(), loader
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load weights from wherever they are (a collective).
-
-    Args:
-        model: takes them.
-        path: a run's folder, a checkpoint, a file of safetensors, or of torch.save.
-
-    Raises:
-        UsageError: there are none, or they are another model's.
-    """
-    newest = RunFolder(path).newest() if path.is_dir() else None
-    if newest is not None:
-        path = path / newest
-    if (path / STATE).exists() or not path.is_file():
-        load(path, model=model)
-        return
-    try:
-        saved = load_file(path)
-    except SafetensorError:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        saved = saved["model"] if isinstance(saved.get("model"), Mapping) else saved
-    check_module(model, saved, str(path))
-    model.load_state_dict(saved)
 
 
 def _watched(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
@@ -236,7 +207,7 @@ class _Parquet:
             except ImportError as error:
                 raise UsageError(
                     "Parquet files are written by pyarrow, which is not installed",
-                    do="pip install 'shoal[features]'",
+                    do=install_shoal("features"),
                 ) from error
 
     def __enter__(self) -> _Parquet:

@@ -9,7 +9,7 @@ import click
 from shoal.front.recipe import load
 from shoal_tools.commands import evaluation
 from shoal_tools.commands.launching import distributed
-from shoal_tools.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, in_a_folder
+from shoal_tools.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, ending_in
 
 
 @click.command()
@@ -22,7 +22,7 @@ from shoal_tools.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, in_a_
     "--out",
     required=True,
     type=NEW_FILE,
-    callback=in_a_folder,
+    callback=ending_in(".parquet", ".pq"),
     help="A Parquet file: a row's number as id, and what each layer gives for it.",
 )
 @click.option(

@@ -9,7 +9,7 @@ import click
 
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
-from shoal.core.numbers import MOST_RANKS_HERE
+from shoal.core.numbers import MOST_RANKS, MOST_RANKS_HERE, MOST_SECONDS
 from shoal_tools.commands.options import Finite
 from shoal_tools.launch.lab import MAX_HOSTS, QUEUE, Lab
 from shoal_tools.launch.quota import LEAST_CORES
@@ -60,7 +60,7 @@ from shoal_tools.launch.quota import LEAST_CORES
 )
 @click.option(
     "--cores",
-    type=Finite(LEAST_CORES),
+    type=Finite(LEAST_CORES, MOST_RANKS),
     help="Of each rank, as by a quota (0.25); by default ranks share what there is.",
 )
 @click.option(
@@ -68,7 +68,7 @@ from shoal_tools.launch.quota import LEAST_CORES
     "grace_s",
     default=15.0,
     show_default=True,
-    type=Finite(0),
+    type=Finite(0, MOST_SECONDS),
     help="Seconds for ranks to save and end, after Ctrl-C or once one has failed.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)

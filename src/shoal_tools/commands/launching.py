@@ -21,6 +21,20 @@ from shoal.core.registry import named
 # options whose paths ranks write to
 _WRITTEN = ("--checkpoint", "--save-plan", "--report", "--json")
 _PATHS = (*_WRITTEN, "--plan", "--file")
+
+
+def _there(
+    context: click.Context, option: click.Parameter, paths: tuple[Path, ...]
+) -> tuple[Path, ...]:
+    """Refuse a file to send that is not there. Ranks, which are sent it, do not look."""
+    for path in paths if not rendezvous.is_rank() else ():
+        if not path.is_file():
+            raise UsageError(
+                f"{option.opts[0]} names no file that is here", got=str(path), do="check the path"
+            )
+    return paths
+
+
 _OPTIONS = [
     click.option(
         "--launcher",
@@ -58,6 +72,7 @@ _OPTIONS = [
         multiple=True,
         metavar="PATH",
         type=click.Path(path_type=Path),
+        callback=_there,
         help="Send this to hosts with other disks, into the recipe's folder there: what the recipe "
         "imports, say.",
     ),
@@ -109,7 +124,7 @@ def distributed(workers: int | None, by: Launching | None = None) -> None:
     by = by or Launching()
     if rendezvous.is_rank() or not (by.is_asked or (workers is not None and workers > 1)):
         return
-    name = by.launcher or "local"
+    name = "local" if by.launcher is None else by.launcher
     launcher = named(Launcher, name)
     if (lacks := launcher.missing()) is not None:
         do = "install that, or name another one"

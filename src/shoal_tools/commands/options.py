@@ -18,7 +18,13 @@ import click
 from shoal.comm import rendezvous
 from shoal.contracts.feature import Feature
 from shoal.core.errors import UsageError
-from shoal.core.numbers import MOST_RANKS_HERE, decimal
+from shoal.core.numbers import (
+    MOST_COUNTED,
+    MOST_RANKS,
+    MOST_RANKS_HERE,
+    MOST_SECONDS,
+    decimal,
+)
 from shoal.core.option import Flag, Option, options_of
 from shoal.core.registry import of
 from shoal.front.options import AUTO, Options
@@ -32,13 +38,32 @@ class Finite(click.FloatRange):
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> Any:
-        number = super().convert(value, parameter, context)
+        number = click.FLOAT.convert(value, parameter, context)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", parameter, context)
-        return number
+        return super().convert(value, parameter, context)
 
 
-NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+class NamedPath(click.Path):
+    """A path, and no empty text: that would be the folder in which the command runs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        if value == "":
+            self.fail("the path is empty", parameter, context)
+        if "\0" in str(value):
+            self.fail("no path has a NUL in it", parameter, context)
+        return super().convert(value, parameter, context)
+
+
+COUNT = click.IntRange(1, MOST_COUNTED)
+LATENCY_US = Finite(0, 1e8)
+CORES = Finite(0.001, MOST_RANKS)
+NEW_FILE = NamedPath(dir_okay=False, writable=True)
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 PLAN = click.option("--plan", default=AUTO, help='A saved plan\'s path, or "auto".')
 RANKS = click.option(
@@ -57,13 +82,15 @@ EXPLAIN = click.option(
 )
 WEIGHTS = click.option(
     "--weights",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     help="Weights of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a "
     "file of safetensors, or of torch.save(model.state_dict()).",
 )
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LEAST_RATE, _MOST_RATE = 1.0, 1e15  # bits a second
 _Key = tuple[str, str]  # an option's keyword, and a field of the record that it holds or ""
+_FILES = "shoal.files"  # key in click's context: flags by the file that they write
 _GIVEN = "shoal.given"  # key in click's context: values of the flags that are given, by _Key
 
 
@@ -71,15 +98,25 @@ def seconds(context: click.Context, option: click.Parameter, text: str) -> float
     """Read a time as people write it, in seconds."""
     for unit, unit_s in _TIME_UNITS.items():
         number = decimal(text.removesuffix(unit).strip()) if text.endswith(unit) else None
-        if number:
+        if number and number * unit_s <= MOST_SECONDS:
             return number * unit_s
     raise click.BadParameter(f"{text!r} is no time; write for instance 30s, 10min or 2h")
 
 
 def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse, before any work, a file that cannot be written when the work is done."""
+    if path is None:
+        return None
+    flag = option.opts[0]
+    if not path.name:
+        raise UsageError(f"{flag} has no file's name", got=str(path), do=f"write {flag} FILE")
+    other = context.meta.setdefault(_FILES, {}).setdefault(path.absolute(), flag)
+    if other != flag:
+        raise UsageError(
+            f"{other} and {flag} would write over each other", got=str(path), do="write two names"
+        )
     # the first rank alone writes files
-    if path is not None and rendezvous.is_first() and not path.parent.is_dir():
+    if rendezvous.is_first() and not path.parent.is_dir():
         raise UsageError(
             f"there is no folder {path.parent}",
             got=f"{option.opts[0]} {path}",
@@ -88,10 +125,26 @@ def in_a_folder(context: click.Context, option: click.Parameter, path: Path | No
     return path
 
 
+def ending_in(*endings: str) -> Callable[..., Path | None]:
+    """Make the callback of a flag that takes a file with one of these endings, as ".html"."""
+
+    def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+        path = in_a_folder(context, option, path)
+        if path is not None and path.suffix.lower() not in endings:
+            raise UsageError(
+                f"{option.opts[0]} ends in {' or '.join(endings)}, which says the format",
+                got=str(path),
+                do=f"write {option.opts[0]} {path.with_suffix(endings[0])}",
+            )
+        return path
+
+    return checked
+
+
 REPORT = click.option(
     "--report",
     type=NEW_FILE,
-    callback=in_a_folder,
+    callback=ending_in(".html", ".htm", ".json"),
     help="Write a page of HTML there; where it ends in .json, what `shoal report` draws one of.",
 )
 
@@ -199,10 +252,10 @@ def bytes_per_s(rate: str) -> float:
     """Read a rate as it is written for `tc`, in bytes per second (UsageError if it is none)."""
     for unit, bits in _RATE_UNITS.items():
         number = decimal(rate.removesuffix(unit)) if rate.endswith(unit) else None
-        if number:
+        if number and _LEAST_RATE <= number * bits <= _MOST_RATE:
             return number * bits / 8
     raise UsageError(
-        "a rate is a number and kbit, mbit or gbit",
+        "a rate is a number and kbit, mbit or gbit, up to a million gbit",
         got=rate,
         do="write for instance --rate 200mbit",
     )

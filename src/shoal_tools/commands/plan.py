@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.numbers import MOST_RANKS_HERE, MOST_RANKS_IMAGINED
 from shoal.front.options import Options
 from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
 from shoal_tools.commands.options import (
+    CORES,
     EXPLAIN,
+    LATENCY_US,
     NEW_FILE,
-    Finite,
     bytes_per_s,
     in_a_folder,
     recipe_command,
@@ -88,14 +92,14 @@ class ImaginedHosts:
     "--latency-us",
     default=100.0,
     show_default=True,
-    type=Finite(0),
+    type=LATENCY_US,
     help="With --ranks: a message's latency.",
 )
 @click.option(
     "--cores-per-rank",
     default=2.0,
     show_default=True,
-    type=Finite(0, min_open=True),
+    type=CORES,
     help="With --ranks: below 2, lanes take compute time.",
 )
 @click.option(
@@ -121,5 +125,19 @@ def plan(
     **imagined: Any,
 ) -> None:
     """Plan RECIPE, for these ranks or imagined ones; --explain says why."""
+    _check_ranks(imagined)
     cluster = ImaginedHosts(**imagined).cluster()
     worker.plan(recipe, options, cluster, save=save, save_profile=save_profile, reasons=reasons)
+
+
+def _check_ranks(imagined: Mapping[str, Any]) -> None:
+    """Refuse flags of imagined ranks if none are imagined."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in imagined if source(name) is ParameterSource.COMMANDLINE]
+    if imagined["ranks"] is None and given:
+        flag = "--" + given[0].replace("_", "-")
+        raise UsageError(
+            f"{flag} is for imagined ranks, and none are imagined",
+            got=flag,
+            do=f"add --ranks with their number, or leave {flag} out",
+        )

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from shoal.core.errors import UsageError
 from shoal.front import text
-from shoal_tools.commands.options import NEW_FILE, in_a_folder
+from shoal_tools.commands.options import NEW_FILE, ending_in
 from shoal_tools.report.run_file import load, write
 
 
@@ -18,7 +17,7 @@ from shoal_tools.report.run_file import load, write
     "--output",
     "-o",
     type=NEW_FILE,
-    callback=in_a_folder,
+    callback=ending_in(".html", ".htm"),
     help="The page; by default RUN's name with .html at its end.",
 )
 def report(run: Path, output: Path | None) -> None:
@@ -27,9 +26,5 @@ def report(run: Path, output: Path | None) -> None:
     For instance: shoal report run.json -o report.html
     """
     path = output or run.with_suffix(".html")
-    if path.suffix == ".json":
-        raise UsageError(
-            "a page is no JSON", got=f"--output {path}", do="give a path that ends in .html"
-        )
     write(load(run), path)
     text.console().print(f"wrote {path}", soft_wrap=True, highlight=False)

@@ -19,10 +19,20 @@ from shoal.front.options import Options
 from shoal.front.recipe import load
 from shoal.profiling.saved import Measured
 from shoal_tools.commands import worker
-from shoal_tools.commands.options import NEW_FILE, REPORT, Finite, bytes_per_s, in_a_folder
+from shoal_tools.commands.options import (
+    CORES,
+    LATENCY_US,
+    NEW_FILE,
+    REPORT,
+    Finite,
+    bytes_per_s,
+    in_a_folder,
+)
 from shoal_tools.commands.recording import report_simulation
 from shoal_tools.report.foresight import foresight
 from shoal_tools.simulate import simulate as foreseen
+
+_MOST_OVERSUBSCRIBED = 10_000
 
 
 def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
@@ -40,6 +50,8 @@ def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tupl
             numbers.append(number)
             number *= 2
         numbers.append(most)
+        if len(ends) == 1 and numbers.count(most) > 1:
+            raise click.BadParameter(f"{text!r} names {most} twice; write each number once")
     return tuple(sorted(set(numbers)))
 
 
@@ -95,17 +107,17 @@ class SimulatedHosts:
     help="How many: a list, or 1..1024 for 1, 2, 4 and so on.",
 )
 @click.option("--rate", help="Each host's link, as 10gbit; by default as measured, or 1gbit.")
-@click.option("--latency-us", type=Finite(0), help="A message's; by default as measured, or 100.")
+@click.option("--latency-us", type=LATENCY_US, help="A message's; by default as measured, or 100.")
 @click.option(
     "--cores-per-rank",
-    type=Finite(0, min_open=True),
+    type=CORES,
     help="By default as measured; below 2, lanes take compute time.",
 )
 @click.option(
     "--oversubscription",
     default=1.0,
     show_default=True,
-    type=Finite(1),
+    type=Finite(1, _MOST_OVERSUBSCRIBED),
     help="Hosts' links together, over what is between their switches.",
 )
 @click.option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,11 +11,13 @@ from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
 from shoal_tools.commands.launching import launching
 from shoal_tools.commands.options import (
+    COUNT,
     EXPLAIN,
     NEW_FILE,
     PLAN,
     RANKS,
     REPORT,
+    NamedPath,
     feature_options,
     in_a_folder,
     recipe_command,
@@ -33,19 +34,17 @@ from shoal_tools.commands.worker import TrainingRun
 @PLAN
 @feature_options
 @click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
-@click.option(
-    "--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default."
-)
+@click.option("--epochs", type=COUNT, help="Passes over the data; the recipe's EPOCHS by default.")
 @click.option(
     "--steps",
     "--max-steps",
     "max_steps",
-    type=click.IntRange(1),
+    type=COUNT,
     help="End after this many steps, however many passes they take.",
 )
 @click.option(
     "--checkpoint",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=NamedPath(file_okay=False),
     metavar="FOLDER",
     help="Save the run there now and then, at its end, and on SIGTERM or Ctrl-C; go on from the "
     "newest checkpoint in it.",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -227,9 +227,24 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
     return sum(right for right, _ in counts) / sum(total for _, total in counts)
 
 
-def check(
-    recipe: Recipe, options: Options, *, steps: int = 5, dtype: torch.dtype = torch.float64
-) -> float:
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison with one process, as the command line asks for it.
+
+    Args:
+        steps: number of steps that are trained.
+        dtype: type of weights and numbers.
+        within: the largest relative difference that counts as the same.
+        json_path: file for the difference of each parameter. Rank 0 writes it.
+    """
+
+    steps: int = 5
+    dtype: torch.dtype = torch.float64
+    within: float = CRITERION
+    json_path: Path | None = None
+
+
+def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -> float:
     """Return the largest relative difference after a few steps on all ranks and on one process.
 
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
@@ -237,72 +252,101 @@ def check(
     evaluation in both.
     """
     init(timeout_s=_CHECK_S)
-    console, comm = text.console(), current().comm
+    comm = current().comm
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
     model, objective = recipe.model(), recipe.objective()
     # before the optimizer sees its parameters
-    options = replace(options, plan=_retyped(options.plan, model, dtype))
-    is_shared = any(isinstance(feature, SyncBatchNorm) for feature in options.features)
-    kinds = _DROPOUT if is_shared else _DROPOUT | _BATCHNORM
-    local = [module for module in model.modules() if isinstance(module, kinds)]
+    options = replace(options, plan=_retyped(options.plan, model, wanted.dtype))
     optimizer = recipe.optimizer(model.parameters())
-    batches = [_as_type(batch, dtype) for batch in _take(recipe, loader, steps)]
-    for module in local:
-        module.eval()
+    batches = [_as_type(batch, wanted.dtype) for batch in _take(recipe, loader, wanted.steps)]
+    local = _evaluated(model, options)
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     _, loss, _ = by_options(lambda: asked, model, objective.loss_fn, optimizer, batches[0])
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
-        console.print(
+        text.console().print(
             text.explained(
                 explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
             )
         )
     for batch in batches:
         timed_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
-    trained = [parameter.detach() for parameter in model.parameters()]
+    with global_weights(model):
+        trained = [parameter.detach() for parameter in model.parameters()]
     everyone = comm.gather_objects(
         pytree.tree_map_only(Tensor, Tensor.cpu, batches), "comparing with one process: batches"
     )
     worst = 0.0
     if comm.rank == 0:
         rows = _differences(recipe, single, everyone, trained)
-        worst = max(difference for _, difference in rows)
-        console.print(text.differences(rows))
-        if local:
-            names = sorted({type(module).__name__ for module in local})
-            console.print(
-                f"{', '.join(names)}: local to a rank in training, so set to evaluation for this "
-                "check"
-            )
-        console.print(
-            f"{comm.size} ranks against one process, {steps} steps in "
-            f"{str(dtype).removeprefix('torch.')}: "
-            f"largest relative difference {worst:.1e}"
-            + (
-                f" ({'the same' if worst <= CRITERION else 'not the same'})"
-                if dtype == torch.float64
-                else ""
-            )
-        )
+        worst = max(row.difference for row in rows)
+        _show_comparison(rows, local, wanted)
     differences: list[float] = comm.gather_objects(worst, "comparing with one process: differences")
     return max(differences)
 
 
+def _evaluated(model: nn.Module, options: Options) -> list[str]:
+    """Set layers that are local on purpose to evaluation, and return their kinds."""
+    is_shared = any(isinstance(feature, SyncBatchNorm) for feature in options.features)
+    kinds = _DROPOUT if is_shared else _DROPOUT | _BATCHNORM
+    local = [module for module in model.modules() if isinstance(module, kinds)]
+    for module in local:
+        module.eval()
+    return sorted({type(module).__name__ for module in local})
+
+
+def _show_comparison(rows: list[_Compared], local: list[str], wanted: Comparison) -> None:
+    """Print the difference of each parameter and the largest, and write them to the file."""
+    console, worst = text.console(), max(row.difference for row in rows)
+    console.print(text.differences([(row.name, row.difference) for row in rows]))
+    if local:
+        console.print(
+            f"{', '.join(local)}: local to a rank in training, so set to evaluation for this check"
+        )
+    is_judged = wanted.dtype == torch.float64 or wanted.within != CRITERION
+    verdict = "the same" if worst <= wanted.within else "not the same"
+    console.print(
+        f"{current().comm.size} ranks against one process, {wanted.steps} steps in "
+        f"{str(wanted.dtype).removeprefix('torch.')}: "
+        f"largest relative difference {worst:.1e}" + (f" ({verdict})" if is_judged else "")
+    )
+    if wanted.json_path is not None:
+        told = {"ranks": current().comm.size, "parameters": [row._asdict() for row in rows]}
+        wanted.json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+class _Compared(NamedTuple):
+    """A parameter after training: how far ranks are from one process, and how far that has moved.
+
+    Both are relative, of the number that is furthest.
+    """
+
+    name: str
+    difference: float
+    moved: float
+
+
 def _differences(
     recipe: Recipe, single: nn.Module, everyone: list[Any], trained: list[Tensor]
-) -> list[tuple[str, float]]:
-    """Train one process on all ranks' batches; return each parameter's relative difference."""
+) -> list[_Compared]:
+    """Train one process on all ranks' batches, and compare each parameter."""
     optimizer = recipe.optimizer(single.parameters())
+    before = [parameter.detach().clone() for parameter in single.parameters()]
     for parts in zip(*everyone, strict=True):
         timed_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
+
+    def relative(a: Tensor, b: Tensor) -> float:
+        return float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate)
+
     return [
-        (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
-        for (name, a), b in zip(single.named_parameters(), trained, strict=True)
+        _Compared(name, relative(after, on_ranks), relative(after, at_first))
+        for (name, after), on_ranks, at_first in zip(
+            single.named_parameters(), trained, before, strict=True
+        )
     ]
 
 

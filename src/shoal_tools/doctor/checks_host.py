@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from shoal.contracts.versions import install_shoal
 from shoal.core.interfaces import is_loopback
 from shoal_tools.doctor.facts import Host
 from shoal_tools.doctor.finding import Finding
@@ -84,7 +85,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
     """Hosts run unlike versions."""
     install = {
         "torch": "pip install torch=={}",
-        "shoal": "pip install shoal=={}",
+        "shoal": install_shoal(version="{}"),
         "python": "uv venv --python {}",
     }
     for what, command in install.items():

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError, WorldError
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ _LOOK_S = 1.0
 def missing_spark() -> str | None:
     """What this machine lacks of Spark, or None."""
     if importlib.util.find_spec("pyspark") is None:
-        return "pyspark is not installed: pip install 'shoal[spark]'"
+        return f"pyspark is not installed: {install_shoal('spark')}"
     home = os.environ.get("JAVA_HOME")
     if shutil.which("java") is None and not (home and shutil.which(f"{home}/bin/java")):
         return (
@@ -237,7 +238,7 @@ class BarrierStage:
             where=f"executor at {', '.join(self.left)}, which has left" if self.left else "",
             got=_first_line(error),
             do="look at the executors' stderr; Spark's own words are above. Where a module is "
-            "missing there: install shoal[spark] on every executor, and let PYSPARK_PYTHON name "
+            f"missing there: on every executor, {install_shoal('spark')}. Let PYSPARK_PYTHON name "
             "that Python before the session starts",
         )
 

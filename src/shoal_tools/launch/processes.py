@@ -36,6 +36,7 @@ from typing import IO, Any, TextIO
 from shoal.contracts.launcher import MARK, Job, Result
 from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
+from shoal.core.numbers import how_many
 from shoal.core.open_files import raise_limit
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
@@ -73,6 +74,12 @@ def check(job: Job) -> None:
         )
     if job.ranks_per_host is not None and job.ranks_per_host < 1:
         raise UsageError("a host has at least one rank", got=f"ranks_per_host={job.ranks_per_host}")
+    if job.ranks_per_host is not None and job.ranks_per_host > job.ranks:
+        raise UsageError(
+            "there are fewer ranks than each host is to have",
+            got=f"{how_many(job.ranks, 'rank')}, --ranks-per-host {job.ranks_per_host}",
+            do=f"start --ranks {job.ranks_per_host}, or leave --ranks-per-host out",
+        )
     if not job.command:
         raise UsageError("there is no command to run", do="give one, e.g. python script.py")
     if shutil.which(job.command[0], path=job.environment.get("PATH")) is None:

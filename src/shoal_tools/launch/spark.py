@@ -23,6 +23,7 @@ from typing import Any, ClassVar, final
 from shoal.comm.rendezvous import token_of
 from shoal.contracts.launcher import Job, Launcher, Result
 from shoal.core.errors import UsageError
+from shoal.core.regular_files import read_bytes
 from shoal_tools.launch.cluster import (
     BarrierStage,
     check_slots,
@@ -230,7 +231,7 @@ def _read(paths: tuple[Path, ...]) -> Mapping[str, bytes]:
                 do="give one of them another name",
             )
     try:
-        return {str(path): path.read_bytes() for path in paths}
+        return {str(path): read_bytes(path) for path in paths}
     except OSError as error:
         raise UsageError("a file that ranks need cannot be read", got=str(error)) from error
 

@@ -20,6 +20,7 @@ from shoal.core.errors import UsageError
 from shoal.core.explanation import PredictedStep
 from shoal.core.foresight import Foresight
 from shoal.core.record import Record
+from shoal.core.regular_files import read_text
 from shoal_tools.report.page import page
 
 FORMAT = 1
@@ -74,7 +75,7 @@ def load(path: Path) -> Record:
         UsageError: the file cannot be read, is none of a run, or is one of another version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"the run {path} cannot be read", got=str(error), do="check the path"

@@ -10,7 +10,7 @@
     trained         what a fitted model does with rows
     estimator       stages of Spark ML's pipelines
 
-It needs `pip install 'shoal[spark]'`, and Java 17 or newer.
+It needs the extra `spark` of this package, and Java 17 or newer.
 """
 
 import importlib
@@ -21,12 +21,13 @@ try:
     from shoal_tools.spark.parts import Parts
     from shoal_tools.spark.run import run
 except ImportError as missing:
+    from shoal.contracts.versions import install_shoal
     from shoal.core.errors import UsageError
 
     raise UsageError(
         "shoal.integrations.spark needs packages that are not installed",
         got=str(missing),
-        do="pip install 'shoal[spark]', on the driver and on every executor",
+        do=f"on the driver and on every executor, {install_shoal('spark')}",
     ) from missing
 
 __all__ = ["Parts", "ShoalEstimator", "ShoalModel", "run", "session"]

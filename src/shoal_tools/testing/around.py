@@ -56,6 +56,9 @@ class Around(Comm):
     def check(self, where: str, number: int | None = None) -> None:
         self.inner.check(where, number)
 
+    def hear(self, *, again: bool = True) -> None:
+        self.inner.hear(again=again)
+
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
         return self.inner.unlike(rank, theirs, own)
 

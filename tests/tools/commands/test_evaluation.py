@@ -84,6 +84,10 @@ def test_features_of_each_row_come_once_with_its_number(tmp_path: Path, ranks: i
 WRONG = {
     "layer": (("features", RECIPE, "--layers", "3", "-o", "x.parquet"), "has no layer 3"),
     "weights": (("test", RECIPE, "--weights", "none"), "no such checkpoint"),
+    "no weights": (("test", RECIPE, "--weights", RECIPE), "the file holds no weights"),
+    "no name": (("test", RECIPE, "--weights", ""), "the path is empty"),
+    "no folder": (("train", RECIPE, "--checkpoint", "", "--every", "1s"), "the path is empty"),
+    "no file": (("train", RECIPE, "--report", ""), "the path is empty"),
     "time": (("train", RECIPE, "--checkpoint", "run", "--every", "10"), "is no time"),
 }
 

@@ -31,6 +31,7 @@ FLAGS: dict[str, tuple[list[str], Callable[[Options], Any], Any]] = {
     "--strategy": (["--strategy", "sliced"], lambda o: o.strategies, ("sliced",)),
     "--placement": (["--placement", "hash"], lambda o: o.placement, "hash"),
     "--memory": (["--memory", "low"], lambda o: o.memory, "low"),
+    "--weigh": (["--weigh", "ranks"], lambda o: o.weigh, "ranks"),
     "--memory-limit": (["--memory-limit", "2e9"], lambda o: o.memory_limit, 2e9),
     "--micro-batches": (["--micro-batches", "2"], lambda o: o.micro_batches, 2),
     "--codec": (["--codec", "int8"], lambda o: o.codecs, ("int8",)),

@@ -54,7 +54,8 @@ def test_a_launcher_by_name_is_given_roles_files_and_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--ranks", "2", "--servers", "1", "--file", "./beside.py", "--checkpoint", "run"]
-    (tmp_path / "saved.json").touch()
+    for name in ("saved.json", "beside.py"):
+        (tmp_path / name).touch()
     job = started(monkeypatch, *words, "--save-plan=plan.json", "--plan=./saved.json")
     assert (job.ranks, job.servers, job.tail, job.master) == (3, 1, 0, "")
     assert job.files == (Path(RECIPE), Path("beside.py"), Path("saved.json"))
@@ -88,7 +89,7 @@ def test_what_a_launcher_lacks_is_told_before_anything_starts(
     prepare(monkeypatch)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     ended = CliRunner().invoke(train, [RECIPE, "--launcher", "spark"])
-    assert "pip install 'shoal[spark]'" in str(ended.exception)
+    assert "in a clone of Shoal: pip install -e '.[spark]'" in str(ended.exception)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")

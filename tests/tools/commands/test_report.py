@@ -44,7 +44,7 @@ def test_what_cannot_be_drawn_is_an_error_that_says_what_to_do(tmp_path: Path) -
     for words, said in (
         ((str(tmp_path / "none.json"),), "do this: check the path"),
         ((str(tmp_path / "run.json"),), "got: format 0, of an older version of Shoal"),
-        ((RECIPE, "-o", str(tmp_path / "page.json")), "a page is no JSON"),
+        ((RECIPE, "-o", str(tmp_path / "page.json")), "ends in .html"),
         ((RECIPE,), "is no run's record"),
         ((RECIPE, "-o", str(tmp_path / "no" / "page.html")), "there is no folder"),
     ):

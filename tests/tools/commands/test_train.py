@@ -24,7 +24,7 @@ from shoal.front.options import Options
 from shoal.front.recipe import load
 from shoal_tools.commands import worker
 from shoal_tools.commands.train import train as train_command
-from shoal_tools.commands.worker import CRITERION, TrainingRun, check, plan, train
+from shoal_tools.commands.worker import CRITERION, Comparison, TrainingRun, check, plan, train
 
 HOSTS = Cluster(Topology(("one", "other")), Link(1e-4, 1e8))
 SLOW = Cluster(Topology(("one", "other")), Link(0.1, 1e8))
@@ -90,7 +90,7 @@ def test_a_recipe_that_computes_the_loss_of_a_batch_checks(
 
     def work(comm: ThreadComm) -> float:
         with using(comm, HOSTS):
-            return check(load(path), Options(), steps=3)
+            return check(load(path), Options(), Comparison(steps=3))
 
     assert max(run(2, work, timeout_s=30)) <= CRITERION
 
@@ -116,7 +116,7 @@ def test_a_batch_norm_over_all_ranks_is_checked_in_training(
 
     def work(comm: ThreadComm) -> float:
         with using(comm, HOSTS):
-            return check(load(path), Options.of({"sync_batchnorm": True}), steps=3)
+            return check(load(path), Options.of({"sync_batchnorm": True}), Comparison(steps=3))
 
     assert max(run(2, work, timeout_s=30)) <= CRITERION
     assert "set to evaluation" not in capsys.readouterr().out

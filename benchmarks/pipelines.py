@@ -1,0 +1,67 @@
+"""Pipelines beside DDP, Shoal's other plans, and no network, on hosts of a lab.
+
+    shoal lab --hosts 4 --rate 100mbit -- python benchmarks/pipelines.py --model gpt21m
+
+A GPT of 21 M parameters (8 blocks of width 384, 8,192 words) on 2 × 128 tokens a rank, plain or
+with tied ends. Each way trains in turn in the same processes. Rank 0 prints a line for each: the
+median step in seconds, and the seconds of set-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import gpu_ethernet
+import torch
+from gpt import GPT
+from gpu_ethernet import DEVICE, RANK, WAYS, Task, be_apart, by_shoal, letters_loss, measure
+from torch import nn
+
+import shoal
+
+SIZES = {  # words, width, blocks, rows of a rank, tokens of a row
+    "gpt21m": (8192, 384, 8, 2, 128),
+    "gpt25m": (4096, 512, 7, 2, 128),
+    "small": (512, 96, 4, 2, 32),
+}
+
+
+def gpt(size: str, *, tied: bool) -> Task:
+    """A GPT of one of these sizes."""
+    words, width, blocks, rows, tokens = SIZES[size]
+
+    def model() -> nn.Module:
+        made = GPT(words, tokens, width=width, num_blocks=blocks, num_heads=6).to(DEVICE)
+        if tied:
+            made.head.weight = made.letter.weight
+        return made
+
+    x, y = torch.randint(words, (2, rows, tokens), device=DEVICE)
+    return Task(model, letters_loss, (x, y))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(SIZES), default="gpt21m")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--ways", nargs="+", default=["plain", "ddp", "pipeline"])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=300, help="then stacks are printed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    be_apart()
+    gpu_ethernet.AUTOCAST = DEVICE == "cuda"
+    WAYS["pipeline"] = partial(by_shoal, pins={"*": "pipeline"})
+    shoal.init(timeout_s=120)
+    task = gpt(options.model, tied=options.tied)
+    if RANK == 0:
+        print(f"{options.model}{' tied' if options.tied else ''}, torch {torch.__version__}")
+    for _ in range(options.rounds):
+        for way in options.ways:
+            measure(way, task, options.steps, options.limit_s)
+
+
+if __name__ == "__main__":
+    main()

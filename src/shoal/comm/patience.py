@@ -1,0 +1,126 @@
+"""Patience: how long a rank is waited for, by the reason why an exchange does not go on.
+
+    COMPUTES    a rank has not come. It lives, and waits for nobody: it may evaluate, save or load
+                data alone. So does one that waits for such a rank                            30 min
+    ELSEWHERE   a rank has not come, and waits for something else                             90 s
+    TOGETHER    all have come: a link is slow or stuck. Ten times the predicted step, at
+                least 60 s; if nothing is predicted, since the last message                   300 s
+    UNKNOWN     it is up to hosts that do not train, which keep no journal: since the last
+                message                                                                       300 s
+
+If the user has given a `timeout_s`, that is kept to in place of all these. A rank that is dead or
+stopped is another matter (heartbeat.py), and so are ranks that wait for one another (places.py).
+Guarded by tests/comm/test_lookout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from shoal.comm.places import ChannelWait, RankPlace
+
+
+class Reason(IntEnum):
+    """Why a wait goes on; the greater ones are waited for longer."""
+
+    ELSEWHERE = 0
+    UNKNOWN = 1
+    TOGETHER = 2
+    COMPUTES = 3
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Ranks that have not come to an exchange, and why."""
+
+    reason: Reason
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds to wait, by the reason.
+
+    Args:
+        given_s: the user's own limit, which is kept to whatever the reason.
+        computes_s: for a rank that lives, and waits for nobody.
+        elsewhere_s: for one that waits for something else.
+        silent_s: without any message, in an exchange of which nothing is predicted.
+    """
+
+    given_s: float | None = None
+    computes_s: float = 1800.0
+    elsewhere_s: float = 90.0
+    silent_s: float = 300.0
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that an exchange may take at most."""
+        return self.computes_s if self.given_s is None else self.given_s
+
+    @property
+    def connects_s(self) -> float:
+        """Seconds that connections may take to be made."""
+        return self.silent_s if self.given_s is None else self.given_s
+
+    def limit_s(self, reason: Reason, planned_s: float | None) -> float:
+        """Return the seconds that a wait may last for one reason.
+
+        Args:
+            reason: why the wait goes on.
+            planned_s: the limit that the plan sets once all ranks have come, if it sets any.
+        """
+        if self.given_s is not None:
+            return self.given_s
+        if reason is Reason.COMPUTES:
+            return self.computes_s
+        if reason is Reason.ELSEWHERE:
+            return self.elsewhere_s
+        is_planned = reason is Reason.TOGETHER and planned_s is not None
+        return planned_s if is_planned and planned_s is not None else self.silent_s
+
+
+USUAL = Patience()
+
+
+def absence(own: int, places: Mapping[int, RankPlace]) -> Absence | None:
+    """Return why the wait of rank `own` goes on, as all ranks' places tell; None if it has none."""
+    wait = places[own].wait
+    if wait is None:
+        return None
+    if not wait.number:
+        return Absence(Reason.UNKNOWN)
+    absent = _absent(wait, places)
+    if not absent:
+        return Absence(Reason.TOGETHER)
+    seen = frozenset((own, *absent))
+    reasons = {rank: _reason(rank, places, seen) for rank in absent}
+    worst = max(reasons.values())
+    return Absence(worst, tuple(rank for rank in absent if reasons[rank] is worst))
+
+
+def _absent(wait: ChannelWait, places: Mapping[int, RankPlace]) -> list[int]:
+    return [
+        rank
+        for rank in wait.members
+        if rank not in places or places[rank].begun.get(wait.channel, 0) < wait.number
+    ]
+
+
+def _reason(rank: int, places: Mapping[int, RankPlace], seen: frozenset[int]) -> Reason:
+    """Return why a rank has not come: it computes also if it waits for a rank that does."""
+    place = places.get(rank)
+    if place is None:
+        return Reason.UNKNOWN
+    if place.wait is None:
+        return Reason.COMPUTES
+    if not place.wait.number:
+        return Reason.UNKNOWN
+    absent = _absent(place.wait, places)
+    if not absent:  # an exchange goes on there, which has a limit of its own
+        return Reason.COMPUTES
+    more = [other for other in absent if other not in seen]
+    seen = seen.union(more)
+    return max((_reason(other, places, seen) for other in more), default=Reason.ELSEWHERE)
