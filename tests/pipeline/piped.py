@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from one_process import (
     Batch,
     State,
@@ -21,7 +22,6 @@ from one_process import (
     state,
 )
 from small_models import KINDS
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import StepLR

@@ -369,7 +369,7 @@ class Recording(Walk):
 
 @contextmanager
 def unhooked(module: nn.Module) -> Iterator[None]:
-    """Run a module without its forward hooks: these are for values, and run where there are some."""
+    """Run a module without its forward hooks, which are for values."""
     hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
     try:
         yield

@@ -1,9 +1,9 @@
 """A walk through a model's forward: which module calls and functions run, in which order.
 
-An event is a call of a module, or of a torch function that returns tensors. Its position is a tuple:
-its number in the frame that calls it, behind the position of that frame. Calls of modules have whole
-numbers, and functions have the fractions between. So a mask that is made by one function more for
-some inputs changes no position of a layer.
+An event is a call of a module, or of a torch function that returns tensors. Its position is a
+tuple: its number in the frame that calls it, behind the position of that frame. Calls of modules
+have whole numbers, and functions have the fractions between. So a mask that is made by one function
+more for some inputs changes no position of a layer.
 
     model                      frame ()
       embed(ids)               (1,)
