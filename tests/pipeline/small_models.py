@@ -40,7 +40,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Words and positions, blocks, a head; with targets it returns its loss, too."""
 
-    def __init__(self, *, tied: bool = False, blocks: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, *, tied: bool = False, blocks: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from one_process import Batch, adamw, built, difference, features, sgd, state
 from piped import LOOPS, PIPELINE, Script, assert_same, loss_of, script
-from small_models import Gpt, ResNet18, of_words, pictures, words
+from small_models import Gpt, ResNet18, pictures, words
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,28 +18,38 @@ from shoal.core.errors import UsageError
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
+QUICK = [
+    ("mlp", "adamw", "clipped", 2),
+    ("tied", "sgd", "with evaluation", 3),
+    ("vit", "adamw", "scheduled", 3),
+    ("own loss", "adamw", "accumulated", 2),
+    ("unet", "sgd", "plain", 4),
+]
+MORE = [
+    ("mlp", "sgd", "plain", 1),
+    ("gpt", "adamw", "plain", 3),
+    ("gpt", "sgd", "clipped", 4),
+    ("tied", "adamw", "accumulated", 2),
+    ("own loss", "sgd", "with evaluation", 3),
+    ("own loss, tied", "adamw", "clipped", 4),
+    ("vit", "sgd", "accumulated", 4),
+    ("vit", "sgd", "clipped", 2),
+    ("unet", "adamw", "with evaluation", 4),
+    ("unet", "sgd", "clipped", 3),
+    ("lstm", "sgd", "scheduled", 2),
+    ("lstm", "adamw", "plain", 4),
+    ("adapted", "adamw", "scheduled", 4),
+    ("adapted", "sgd", "plain", 2),
+    ("frozen first", "sgd", "clipped", 2),
+    ("frozen first", "adamw", "accumulated", 3),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "optimizer", "loop", "ranks"),
     [
-        ("mlp", "sgd", "plain", 1),
-        ("mlp", "adamw", "clipped", 2),
-        ("gpt", "adamw", "plain", 3),
-        ("gpt", "sgd", "clipped", 4),
-        ("tied", "sgd", "with evaluation", 3),
-        ("tied", "adamw", "accumulated", 2),
-        ("own loss", "sgd", "accumulated", 3),
-        ("own loss", "adamw", "with evaluation", 2),
-        ("own loss, tied", "adamw", "clipped", 4),
-        ("vit", "sgd", "accumulated", 4),
-        ("vit", "adamw", "scheduled", 3),
-        ("unet", "adamw", "with evaluation", 4),
-        ("unet", "sgd", "clipped", 3),
-        ("lstm", "sgd", "scheduled", 2),
-        ("lstm", "adamw", "plain", 4),
-        ("adapted", "adamw", "scheduled", 4),
-        ("adapted", "sgd", "plain", 2),
-        ("frozen first", "sgd", "clipped", 2),
-        ("frozen first", "adamw", "accumulated", 3),
+        *(pytest.param(*cell, marks=pytest.mark.quick) for cell in QUICK),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE),
     ],
 )
 def test_ranks_get_what_one_process_gets(kind: str, optimizer: str, loop: str, ranks: int) -> None:
@@ -47,7 +57,7 @@ def test_ranks_get_what_one_process_gets(kind: str, optimizer: str, loop: str, r
 
 
 def test_losses_are_those_of_own_rows() -> None:
-    tried = script("gpt")
+    tried = script("mlp")
     got = assert_same(tried, 3)
     alone, _ = tried.alone()
     rows = torch.tensor([len(b) for b in (range(2), range(4), range(6))], dtype=torch.float64)
@@ -56,8 +66,13 @@ def test_losses_are_those_of_own_rows() -> None:
     torch.testing.assert_close(together, torch.tensor(alone, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "optimizer"),
+    [
+        (2, "sgd"),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((3, "adamw"), (4, "sgd"))),
+    ],
+)
 def test_batch_norm_is_what_replicas_have(ranks: int, optimizer: str) -> None:
     tried = Script(
         model=built(ResNet18),
@@ -86,17 +101,17 @@ def summed(output: Tensor, y: Tensor) -> Tensor:
     ("loss_fn", "options"),
     [
         (weighted, {"count": lambda output, y: (y != 0).sum()}),
-        (summed, {}),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), {}),
+        pytest.param(summed, {}, marks=pytest.mark.slow),
     ],
-    ids=["counted", "summed", "a module"],
+    ids=["counted", "summed"],
 )
-def test_losses_of_other_kinds(loss_fn: Any, options: dict[str, Any]) -> None:
-    given = words()
-    if isinstance(loss_fn, nn.Module):
-        assert_same(Script(model=built(Mlp), batches=features(7, 3), loss_fn=loss_fn), 3)
-        return
-    assert_same(Script(model=built(Gpt), batches=given, loss_fn=loss_fn, options=options), 3)
+def test_losses_that_are_no_mean_of_rows(loss_fn: Any, options: dict[str, Any]) -> None:
+    assert_same(Script(model=built(Gpt), batches=words(), loss_fn=loss_fn, options=options), 3)
+
+
+def test_a_loss_that_is_a_module() -> None:
+    loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
+    assert_same(Script(model=built(Mlp), batches=features(7, 3), loss_fn=loss_fn), 3)
 
 
 class Mlp(nn.Sequential):
@@ -106,35 +121,23 @@ class Mlp(nn.Sequential):
         )
 
 
-def of_batch(model: Any, batch: Batch) -> Tensor:
-    """A user's function, which computes the loss outside of the model."""
-    return of_words(model(batch[0]), batch[1])
-
-
 def own_of_batch(model: Any, batch: Batch) -> Tensor:
     """A user's function, which takes the model's own loss."""
     loss: Tensor = model(*batch)[1]
     return loss
 
 
-@pytest.mark.parametrize("compute_loss", [of_batch, own_of_batch])
-def test_a_function_that_computes_the_loss(compute_loss: Any) -> None:
+@pytest.mark.slow
+def test_a_function_that_takes_the_models_loss() -> None:
     def loop(model: Any, compute: Any, optimizer: Any, batches: list[Batch]) -> None:
         for batch in batches:
             optimizer.zero_grad()
-            (compute or compute_loss)(model, batch).backward()
+            (compute or own_of_batch)(model, batch).backward()
             optimizer.step()
 
-    assert_same(
-        Script(
-            model=built(Gpt),
-            batches=words(),
-            loss_fn=None,
-            loop=loop,
-            options={"compute_loss": compute_loss},
-        ),
-        3,
-    )
+    options = {"compute_loss": own_of_batch}
+    tried = Script(model=built(Gpt), batches=words(), loss_fn=None, loop=loop, options=options)
+    assert_same(tried, 3)
 
 
 def two_losses(model: Any, loss_fn: Any, optimizer: Any, batches: list[Batch]) -> None:
@@ -151,13 +154,13 @@ def two_losses_of_one_output(model: Any, loss_fn: Any, optimizer: Any, batches: 
     for x, y in batches:
         optimizer.zero_grad()
         output = model(x)
-        (loss_fn(output, y) + 0.3 * loss_fn(output, y.flip(1))).backward()
+        (loss_fn(output, y) + 0.3 * loss_fn(output, (y + 1) % 3)).backward()
         optimizer.step()
 
 
 @pytest.mark.parametrize("loop", [two_losses, two_losses_of_one_output])
 def test_several_losses_in_one_backward(loop: Any) -> None:
-    assert_same(script("gpt", loop=loop), 3)
+    assert_same(script("mlp", loop=loop), 3)
 
 
 class Nothing(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ def of_logits(output: Any, y: Tensor) -> Tensor:
     return squares(output["logits"], y)
 
 
+@dataclass(frozen=True)
+class Output:
+    """What some models return."""
+
+    logits: Tensor
+    hidden: Any = None
+
+
 FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "fills zeros": (FillsZeros, squares),
     "changes its input": (ChangesInput, squares),
@@ -63,6 +72,7 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "within no_grad": (WithinNoGrad, squares),
     "sums terms of blocks": (SumsTerms, of_both),
     "a dict": (lambda: Returns(lambda out: {"logits": out, "rows": len(out)}), of_logits),
+    "a dataclass": (lambda: Returns(Output), lambda output, y: squares(output.logits, y)),
     "a tuple": (lambda: Returns(lambda out: (out, None, "name", out.sum(1))), of_first),
     **{
         f"{way} checkpoint, reentrant {reentrant}": (made, squares)

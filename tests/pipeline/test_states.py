@@ -49,7 +49,10 @@ def of_part(tried: Script, begin: int, end: int, before: Any, after: Any) -> Scr
 
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.parametrize("last", ["pipeline", "replicate"])
-@pytest.mark.parametrize("kind", ["tied", "vit"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mlp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "vit", "unet"))],
+)
 def test_a_checkpoint_goes_on_with_other_ranks(
     tmp_path: Path, kind: str, last: str, optimizer: Any
 ) -> None:
@@ -63,6 +66,7 @@ def test_a_checkpoint_goes_on_with_other_ranks(
     assert difference(expected, got[0][1]) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_one_plan_follows_another(optimizer: Any) -> None:
     tried = script("gpt", optimizer=optimizer)
@@ -95,7 +99,7 @@ def test_one_plan_follows_another(optimizer: Any) -> None:
     assert difference(expected, got[0][1]) <= 1e-10
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", [adamw, pytest.param(sgd, marks=pytest.mark.slow)])
 def test_states_are_those_of_one_process(optimizer: Any) -> None:
     def loop(model: Any, loss_fn: Any, steps: Any, batches: Any) -> Any:
         plain(model, loss_fn, steps, batches[:2])
@@ -133,3 +137,16 @@ def test_a_rank_keeps_its_layers_alone() -> None:
     assert sum(each.parameters for each in held) == whole
     assert all(0 < each.parameters < 0.8 * whole for each in held)
     assert all(each.optimizer_state < 2.1 * each.parameters + 200 for each in held)
+
+
+def test_copies_are_ordinary_models_with_memory_of_their_own() -> None:
+    def loop(model: Any, loss_fn: Any, steps: Any, batches: Any) -> Any:
+        copied, read = copy.deepcopy(model), [p.detach() for p in model.parameters()]
+        kept = state(copied)
+        plain(model, loss_fn, steps, batches)
+        assert type(copied) is Gpt
+        assert difference(kept, state(copied)) == 0
+        assert all(torch.equal(a, b) for a, b in zip(read, kept.values(), strict=True))
+        return of_words(copied(batches[0][0]), batches[0][1])  # by itself
+
+    script("gpt", loop=loop).on_ranks(2)

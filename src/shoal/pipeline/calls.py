@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
+from shoal.pipeline.dataclass_trees import look_into_dataclasses
 
 _PLAIN = (int, float, str, bool, type(None))
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -31,6 +32,7 @@ class Call:
     """
 
     def __init__(self, args: Any, kwargs: Any, modes: Mapping[str, Any]) -> None:
+        look_into_dataclasses((args, kwargs))
         self._leaves, self._form = pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._modes = dict(modes)

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
+from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.moving import Counting
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
@@ -299,6 +300,7 @@ class Recording(Walk):
                 self._used(tensor, position)
         with self.inside(position), unhooked(module), _without_backward_hooks(module):
             output = eager_call(module)(module, *args, **kwargs)
+        look_into_dataclasses(output)
         with self.aside():
             made = tensors_in(output)
             for tensor in made:
@@ -317,6 +319,7 @@ class Recording(Walk):
 
     def finished(self, output: Any) -> None:
         """Note what the forward has returned."""
+        look_into_dataclasses(output)
         for tensor in tensors_in(output):
             self._used(tensor, (END,))
         self.record.countings = [
@@ -369,7 +372,7 @@ class Recording(Walk):
 
 @contextmanager
 def unhooked(module: nn.Module) -> Iterator[None]:
-    """Run a module without its forward hooks: they are for values, and run where values are."""
+    """Run a module without its forward hooks, which are for values."""
     hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
     try:
         yield

@@ -553,11 +553,12 @@ class Run:
             self._pipeline.send(grad, self._route.holders[station - 1])
 
 
-@dataclass(frozen=True)
+@final
 class _Named:
     """A tensor of the output, by its number."""
 
-    number: int
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 def pipeline_mode(modules: Mapping[nn.Module, str]) -> bool | str:

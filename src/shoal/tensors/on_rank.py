@@ -44,7 +44,9 @@ class OnRank(SpreadCut):
 
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
         self.comm.numbers([self.holder] * self.comm.size, purpose)
-        whole = part.contiguous() if self.is_here else part.new_empty(self.like.shape)
+        whole = part.new_empty(self.like.shape)  # also here: nobody gets the parameter's own memory
+        if self.is_here:
+            whole.copy_(part)
         self.comm.broadcast(whole, self.holder)
         return whole
 
