@@ -13,7 +13,6 @@ from one_process import (
     cluster_of,
     on_threads,
     sgd,
-    state,
 )
 from piped import PIPELINE, Script, assert_same, loss_of, plain, script
 from small_models import WORDS, Gpt, of_words, words
