@@ -132,10 +132,12 @@ def test_a_rank_keeps_its_layers_alone() -> None:
         return shoal.memory(model)
 
     tried = script("gpt", optimizer=adamw, loop=loop)
-    held = [memory for memory, _ in tried.on_ranks(3)]
+    first = {"words": "pipeline:0", "places": "pipeline:0", "blocks.0.*": "pipeline:0"}
+    rest = {"blocks.[12].*": "pipeline:1", "norm": "pipeline:2", "head": "pipeline:2"}
+    held = [memory for memory, _ in tried.on_ranks(3, first | rest)]
     whole = sum(p.numel() * 8 for p in tried.model.parameters())
     assert sum(each.parameters for each in held) == whole
-    assert all(0 < each.parameters < 0.8 * whole for each in held)
+    assert all(0 < each.parameters < 0.7 * whole for each in held)
     assert all(each.optimizer_state < 2.1 * each.parameters + 200 for each in held)
 
 
