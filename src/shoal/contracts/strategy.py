@@ -15,7 +15,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Probe
 from shoal.contracts.transfer import Transfer
-from shoal.contracts.ways import TableWay, TailWay
+from shoal.contracts.ways import Ways
 from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
@@ -53,10 +53,7 @@ class Place:
     comm: Comm | None = None
     period: Period | None = None  # of steps, where gradients are not applied in each
     rows: RowTraffic = field(default_factory=RowTraffic)  # of a layer that is cut
-    tables: TableWay | None = None  # where servers have tables
-    tail: TailWay | None = None  # where hosts of its own run the end of the model
-    model: nn.Module | None = None  # whose forward a strategy runs by itself
-    holders: Mapping[str, int] = field(default_factory=dict)  # the rank of each layer, by name
+    ways: Ways = field(default_factory=Ways)  # to layers that others run or hold
     # this rank's rows, for what leaves it in backward
     weighs: Weighing = field(default_factory=Weighing)
 

@@ -1,8 +1,9 @@
-"""Ways to hosts that do not train, as strategies are handed them."""
+"""Ways to layers that others run or hold, as strategies are given them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -42,3 +43,20 @@ class TailWay(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Those of these modules, by dotted name."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways to layers that other hosts or ranks run or hold.
+
+    Args:
+        tables: the way to servers that have tables.
+        tail: the way to hosts that run the end of the model.
+        model: the model, if a strategy runs its forward by itself.
+        holders: the rank of each layer of a pipeline, by name.
+    """
+
+    tables: TableWay | None = None
+    tail: TailWay | None = None
+    model: nn.Module | None = None
+    holders: Mapping[str, int] = field(default_factory=dict)

@@ -22,7 +22,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @final
-class Call:
+class ModelCall:
     """A call of the model: the form of its arguments, and the tensors among them.
 
     Args:
@@ -61,7 +61,7 @@ class Call:
 
 
 @final
-class Told:
+class CallsTold:
     """Calls that ranks have told one another.
 
     Args:
@@ -72,7 +72,7 @@ class Told:
         self._comm = comm
         self._known: dict[tuple[int, int], list[Shape]] = {}
 
-    def tell(self, call: Call, purpose: str) -> tuple[list[list[Shape]], list[int]]:
+    def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
         """Return the shapes of each rank's tensors, and a number for each (a collective).
 
         Raises:

@@ -1,6 +1,6 @@
 """What crosses a cut, as autograd sees it: values on, gradients back.
 
-    station s   … values ─▶ [Sent]  ─▶ a ticket, which this rank's loss depends on
+    station s   … values ─▶ [SentOn]  ─▶ a ticket, which this rank's loss depends on
                     network ↓  ↑ gradients
     station s+1           [Arrived] ─▶ values …
 
@@ -52,7 +52,7 @@ class Arrived(torch.autograd.Function):
         return (None,) * (4 + len(grads))
 
 
-class Sent(torch.autograd.Function):
+class SentOn(torch.autograd.Function):
     """Values that have gone; a ticket in their place."""
 
     @staticmethod

@@ -17,7 +17,7 @@ from shoal.contracts.state import TensorSlot
 
 
 @dataclass(frozen=True)
-class Counting:
+class CountingBuffer:
     """A change of a buffer by constants, such as that of BatchNorm's number of batches.
 
     Args:
@@ -41,7 +41,7 @@ class Counters:
         countings: all their changes in one call.
     """
 
-    def __init__(self, countings: Sequence[Counting]) -> None:
+    def __init__(self, countings: Sequence[CountingBuffer]) -> None:
         self._countings = countings
         buffers = {id(each.buffer): each.buffer.data for each in countings}
         self._before = [(buffer, buffer.clone()) for buffer in buffers.values()]

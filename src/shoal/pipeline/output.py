@@ -85,14 +85,14 @@ class EndOutput(Tensor):
         seen: Tensor = self._run.look(self.number)
         if not torch.is_grad_enabled() or not self._takes_grad:
             return seen
-        looked: Tensor = _Looked.apply(seen, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        looked: Tensor = _LookedOutput.apply(seen, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
         return looked
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"EndOutput({tuple(self._form.shape)}, {self._form.dtype})"
 
 
-class _Looked(torch.autograd.Function):
+class _LookedOutput(torch.autograd.Function):
     """Values of an output that were looked at."""
 
     @staticmethod

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
-from shoal.pipeline.moving import Counting
+from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
 INPUT: Position = (-1.0,)  # where the inputs of the forward come from
@@ -72,7 +72,7 @@ class Alias:
 
 
 @dataclass
-class Record:
+class ForwardRecord:
     """What one forward did."""
 
     values: dict[Name, Value] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Record:
     checkpoints: dict[Position, tuple[Position, Position]] = field(default_factory=dict)
     memory: dict[Name, int] = field(default_factory=dict)  # equal for views of one another
     writes: list[tuple[Position, int]] = field(default_factory=list)  # in place, into which memory
-    countings: list[Counting] = field(default_factory=list)  # changes of buffers by constants
+    countings: list[CountingBuffer] = field(default_factory=list)  # changes of buffers by constants
 
     def live(self, cut: Position) -> list[Name]:
         """Return the names of the values that cross a cut, in order."""
@@ -187,7 +187,7 @@ class Recording(Walk):
         filled: Set[Position] = frozenset(),
     ) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = ForwardRecord()
         self._forms, self._filled = forms, filled
         self._memory: dict[int, tuple[Any, Position]] = {}  # whose memory it is: who made it
         self._names: Any = WeakIdKeyDictionary()
@@ -253,7 +253,7 @@ class Recording(Walk):
             return self._formed(function, args, kwargs), False
         if written:  # a buffer, which a record leaves as it is
             self._kept.update(dict.fromkeys(written))
-            self.record.countings.append(Counting(args[0], function, args[1:], kwargs))
+            self.record.countings.append(CountingBuffer(args[0], function, args[1:], kwargs))
             return (None if _is_item(function) else args[0]), True
         before = torch.random.get_rng_state()
         output = function(*args, **kwargs)
@@ -414,7 +414,7 @@ def recorded(
     forward: Callable[..., Any],
     args: Any,
     kwargs: Mapping[str, Any],
-) -> tuple[Record, Any]:
+) -> tuple[ForwardRecord, Any]:
     """Walk through a forward, and return its record and the form of what it returns.
 
     Raises:

@@ -20,7 +20,15 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
-from shoal.pipeline.record import Alias, Record, Returned, returned, signature, undecided, unhooked
+from shoal.pipeline.record import (
+    Alias,
+    ForwardRecord,
+    Returned,
+    returned,
+    signature,
+    undecided,
+    unhooked,
+)
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
 from shoal.tensors.cut import is_cut, opened
 
@@ -36,7 +44,7 @@ class Departed(BaseException):
 
 
 @dataclass(frozen=True)
-class Span:
+class StationSpan:
     """The events of a station: from one cut to before the next.
 
     Args:
@@ -59,11 +67,13 @@ class Span:
         )
 
 
-def spans(record: Record, cuts: Sequence[Position]) -> list[Span]:
+def spans(record: ForwardRecord, cuts: Sequence[Position]) -> list[StationSpan]:
     """Return the stations' spans between cuts."""
     bounds = [FIRST, *cuts, LAST]
     live = [(), *(tuple(record.live(cut)) for cut in cuts), ()]
-    return [Span(bounds[i], bounds[i + 1], live[i], live[i + 1]) for i in range(len(bounds) - 1)]
+    return [
+        StationSpan(bounds[i], bounds[i + 1], live[i], live[i + 1]) for i in range(len(bounds) - 1)
+    ]
 
 
 Arrive = Callable[[Sequence[Absent]], Sequence[Tensor]]
@@ -81,6 +91,13 @@ class Modules:
     names: Mapping[nn.Module, str]
     parameters: Callable[[nn.Module], Sequence[nn.Parameter]]
 
+    @classmethod
+    def of(cls, model: nn.Module) -> Modules:
+        """Take a model's modules."""
+        parameters = {module: list(module.parameters()) for module in model.modules()}
+        names = {module: name for name, module in model.named_modules()}
+        return cls(names, parameters.__getitem__)
+
 
 @final
 class Replay(Walk):
@@ -96,8 +113,8 @@ class Replay(Walk):
 
     def __init__(
         self,
-        record: Record,
-        span: Span | None,
+        record: ForwardRecord,
+        span: StationSpan | None,
         forms: Forms,
         modules: Modules,
         arrive: Arrive,
@@ -105,7 +122,7 @@ class Replay(Walk):
         super().__init__()
         self._record, self._forms, self._modules = record, forms, modules.names
         self._parameters = modules.parameters
-        self._span = span or Span(LAST, LAST)
+        self._span = span or StationSpan(LAST, LAST)
         self._arrive = arrive
         self._is_here = self._span.begin == FIRST
         self._needed = {*self._span.arriving, *self._span.leaving}

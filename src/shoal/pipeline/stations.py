@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shoal.core.errors import PlanError
-from shoal.pipeline.record import Record
+from shoal.pipeline.record import ForwardRecord
 from shoal.pipeline.walk import STEP, Position
 
 _MOST_PLACES = 64  # that are looked at for a cut
@@ -30,7 +30,9 @@ class Stations:
     cuts: tuple[Position, ...]
 
 
-def stations(record: Record, holders: Mapping[str, int], parameters: Mapping[str, str]) -> Stations:
+def stations(
+    record: ForwardRecord, holders: Mapping[str, int], parameters: Mapping[str, str]
+) -> Stations:
     """Return the stations of a forward.
 
     Args:
@@ -51,7 +53,7 @@ def stations(record: Record, holders: Mapping[str, int], parameters: Mapping[str
 
 
 def _holding(
-    record: Record, holders: Mapping[str, int], parameters: Mapping[str, str]
+    record: ForwardRecord, holders: Mapping[str, int], parameters: Mapping[str, str]
 ) -> list[tuple[Position, int]]:
     """Return the events that use parameters, in order, each with the rank that holds these."""
     found: list[tuple[Position, int]] = []
@@ -72,7 +74,9 @@ def _holding(
     return found
 
 
-def _cut(record: Record, order: Sequence[Position], before: Position, after: Position) -> Position:
+def _cut(
+    record: ForwardRecord, order: Sequence[Position], before: Position, after: Position
+) -> Position:
     """Return the place between two events where the fewest bytes cross."""
     between = [place for place in order if before < place <= after]
     outer = [place if outermost(place) <= before else outermost(place) for place in between]

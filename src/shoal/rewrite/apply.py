@@ -25,6 +25,7 @@ from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
 from shoal.contracts.strategy import Place, RowTraffic, Strategy
 from shoal.contracts.transfer import Transfer
+from shoal.contracts.ways import Ways
 from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
@@ -105,7 +106,7 @@ def placed(
             spans=spans,
             rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
-            holders=holders,
+            ways=Ways(holders=holders),
         )
 
     return [
@@ -147,7 +148,8 @@ def release(model: nn.Module, rewritten: Rewritten) -> None:
     for placed, transfers in reversed(rewritten.sites):
         names = placed.site.layers
         layers = {name: module for name in names if (module := rewritten.layers[name]())}
-        placed.strategy.release(replace(placed.place, layers=layers, model=model), transfers)
+        ways = replace(placed.place.ways, model=model)
+        placed.strategy.release(replace(placed.place, layers=layers, ways=ways), transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
 
@@ -175,7 +177,9 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
-    return replace(placed_site, place=replace(placed_site.place, layers={}, tail=None, model=None))
+    place = placed_site.place
+    ways = replace(place.ways, tail=None, model=None)
+    return replace(placed_site, place=replace(place, layers={}, ways=ways))
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
@@ -231,6 +235,17 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             expected=f"one for {model_digest(model)[:12]}",
             do=_REPLAN,
         )
+    _check_holders(plan)
+    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+    for choice in plan.choices:
+        strategy = named(Strategy, choice.strategy)
+        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
+        check_carried(choice.layer, choice.strategy, choice.exchange)
+    check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
+
+
+def _check_holders(plan: Plan) -> None:
+    """Refuse a pipeline of some layers only, or of a rank that there is not."""
     ranked = [c for c in plan.choices if named(Strategy, c.strategy).role.names_ranks]
     if ranked and len(ranked) < len(plan.choices):
         raise PlanError(
@@ -238,20 +253,16 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             got=f"{len(ranked)} of {len(plan.choices)} layers",
             do=_REPLAN,
         )
-    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
-    for choice in plan.choices:
-        strategy = named(Strategy, choice.strategy)
-        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
+    for choice in ranked:
         check_carried(choice.layer, choice.strategy, choice.exchange)
-        if strategy.role.names_ranks and int(choice.exchange) >= ranks:
+        if int(choice.exchange) >= plan.ranks:
             raise PlanError(
                 "the plan gives a layer to a rank that there is not",
                 where=f"layer {choice.layer}",
                 got=f"rank {choice.exchange}",
-                expected=f"one of the ranks 0 … {ranks - 1}",
+                expected=f"one of the ranks 0 … {plan.ranks - 1}",
                 do="change the rank",
             )
-    check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:

@@ -176,10 +176,9 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
 
     def with_channels(place: Place) -> Place:
         boundary, tables = opening.opened_boundary, opening.tables
-        model = opening.model if place.holders else None
-        return replace(
-            place, comm=boundary, tables=tables, tail=stage, weighs=weighing, model=model
-        )
+        model = opening.model if place.ways.holders else None
+        ways = replace(place.ways, tables=tables, tail=stage, model=model)
+        return replace(place, comm=boundary, weighs=weighing, ways=ways)
 
     sites = [replace(site, place=with_channels(site.place)) for site in sites]
     values = opening.prepared.values

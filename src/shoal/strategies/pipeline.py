@@ -32,9 +32,10 @@ from shoal.core.cost import Cost, Update
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Facts, LayerProfile, MovingState
 from shoal.core.role import Role
+from shoal.pipeline.ended import PipelineCalls
+from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
-from shoal.pipeline.run import Pipeline as Running
 from shoal.profiling.identity import ROOT
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
@@ -103,7 +104,7 @@ class Pipeline(Strategy):
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        assert place.comm is not None and place.model is not None
+        assert place.comm is not None and place.ways.model is not None
         names = {parameter: name for name, parameter in place.parameters.items()}
         layers = {
             names[parameter]: name
@@ -111,23 +112,25 @@ class Pipeline(Strategy):
             for parameter in module.parameters(recurse=False)
             if parameter in names
         }
-        running = Running(place.model, place.holders, layers, place.comm, place.weighs)
+        pipeline = PipelinedModel(
+            place.ways.model, place.ways.holders, layers, place.comm, place.weighs
+        )
+        calls = PipelineCalls(pipeline)
         for name, parameter in place.parameters.items():
-            holder = place.holders[layers[name]]
+            holder = place.ways.holders[layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
-        for module in place.model.modules():
+        for module in place.ways.model.modules():
             own = [cut_of(p) for p in module.parameters(recurse=False) if is_cut(p)]
             here = any(isinstance(each, OnRank) and each.is_here for each in own)
-            if here and module is not place.model:
-                run_by(module, _Held(module, running))
-        run_by(place.model, running)
+            if here and module is not place.ways.model:
+                run_by(module, _Held(module, calls))
+        run_by(place.ways.model, calls)
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
-        assert place.model is not None
-        running = runs_by(place.model)
-        running.finish()
-        for module in place.model.modules():
+        assert place.ways.model is not None
+        pipeline_of(place.ways.model).outbox.finish()
+        for module in place.ways.model.modules():
             run_no_more(module)
         for parameter in filter(is_cut, place.parameters.values()):
             restore(parameter)
@@ -140,11 +143,11 @@ class _Held:
     A call of the layer alone is one of all ranks, which read its parameters.
     """
 
-    def __init__(self, module: nn.Module, running: Running) -> None:
-        self._parameters, self._running = list(module.parameters()), running
+    def __init__(self, module: nn.Module, calls: PipelineCalls) -> None:
+        self._parameters, self._calls = list(module.parameters()), calls
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._running.runs and torch._C._current_graph_task_id() == -1:
+        if not self._calls.runs and torch._C._current_graph_task_id() == -1:
             return forward(*args, **kwargs)
         with opened(self._parameters):
             return forward(*args, **kwargs)
@@ -158,8 +161,7 @@ def take_buffers(
     Raises:
         PlanError: a buffer that training changes belongs to no layer of the pipeline.
     """
-    running = runs_by(model)
-    assert isinstance(running, Running)
+    running = pipeline_of(model)
     ranks: dict[str, int] = {}
     for state in moving:
         layer = state.name.rpartition(".")[0]
@@ -180,7 +182,7 @@ def with_counters(
     model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
 ) -> list[MovingState]:
     """Return the state that changes, with counters: ranks without the layer do not count."""
-    running = runs_by(model)
+    running = pipeline_of(model)
     counters = [
         MovingState(name, 1, slot.tensor.element_size(), "first")
         for name, slot in known.items()
@@ -194,9 +196,16 @@ def with_counters(
     return [*moving, *(state for state in counters if state.name not in names)]
 
 
+def pipeline_of(model: nn.Module) -> PipelinedModel:
+    """Return a model's pipeline."""
+    calls = runs_by(model)
+    assert isinstance(calls, PipelineCalls)
+    return calls.pipeline
+
+
 def is_pipeline(model: nn.Module) -> bool:
     """Return whether a model's layers are in a pipeline."""
-    return isinstance(runs_by(model), Running)
+    return isinstance(runs_by(model), PipelineCalls)
 
 
 def loss_at_end(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,8 +77,8 @@ class ServerRows(Strategy):
         ((name, module),) = place.layers.items()
         if type(module) is not nn.Embedding:
             raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
-        assert place.tables is not None and isinstance(module.weight, nn.Parameter)
-        rows = place.tables.give(f"{name}.weight", module.weight)
+        assert place.ways.tables is not None and isinstance(module.weight, nn.Parameter)
+        rows = place.ways.tables.give(f"{name}.weight", module.weight)
         run_by(module, _ServedTable(name, module, module.weight, rows, place.weighs))
         return []
 

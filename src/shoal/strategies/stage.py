@@ -117,7 +117,7 @@ class Stage(Strategy):
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        tail = place.tail
+        tail = place.ways.tail
         assert isinstance(tail, FarTail)
         for name, parameter in tail.parameters.items():
             at_tail = AtTail(name, parameter, tail)

@@ -1,0 +1,83 @@
+"""A model whose layers are on several ranks: who holds them, and the ways of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.weighing import Weighing
+from shoal.pipeline.absent import Forms
+from shoal.pipeline.calls import CallsTold, ModelCall, Shape
+from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.record import recorded
+from shoal.pipeline.replay import Modules, spans
+from shoal.pipeline.route import Outbox, StationRoute
+from shoal.pipeline.stations import Stations, stations
+
+FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
+
+
+@final
+class PipelinedModel:
+    """A model whose layers are on several ranks.
+
+    Args:
+        model: the module.
+        holders: the rank of each layer.
+        layers: the layer of each trainable parameter.
+        comm: the ranks.
+        weighs: tells what this rank's rows weigh in the running backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        holders: Mapping[str, int],
+        layers: Mapping[str, str],
+        comm: Comm,
+        weighs: Weighing,
+    ) -> None:
+        self.comm, self.weighs, self.forms = comm, weighs, Forms()
+        self.modules = Modules.of(model)
+        self.model, self.holders, self._layers = model, holders, layers
+        self._told = {FORWARD: CallsTold(comm), LOSS: CallsTold(comm)}
+        self._routes: dict[str, StationRoute] = {}
+        self.outbox = Outbox(comm)
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.elsewhere: list[nn.Parameter] = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if name in layers and holders[layers[name]] != comm.rank
+        ]
+        self.shapes: dict[tuple[int, int], list[Shape]] = {}  # of what arrives at a station
+        self.buffers: list[MovingBuffer] = []  # of the layers that are here
+
+    def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
+        """Tell the forms of what a call is given, and return those of all ranks (a collective).
+
+        Args:
+            call: the model's call, or the loss's.
+            purpose: `FORWARD` or `LOSS`.
+        """
+        return self._told[purpose].tell(call, purpose)
+
+    def route(self, call: ModelCall, forward: Callable[..., Any], number: int) -> StationRoute:
+        """Return the way of a call's micro-batches. The first time it is a collective."""
+        known = self._routes.get(call.common)
+        if known is not None:
+            return known
+        args, kwargs = call.with_tensors(call.tensors)
+        record, output = recorded(self.model, self.forms, forward, args, kwargs)
+        found = stations(record, self.holders, self._layers)
+        holders, cuts = self.comm.gather_objects(
+            ([*found.holders], [list(cut) for cut in found.cuts]), "pipeline: stations"
+        )[0]
+        found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))
+        route = StationRoute(record, spans(record, found.cuts), found.holders)
+        route.output[number] = output
+        self._routes[call.common] = route
+        return route
