@@ -3,7 +3,7 @@
 A rank runs the model's own forward, also where another rank has the layers. There functions are
 given absent tensors, and return absent ones: only shape, type and device are computed.
 
-    no value yet   functions on it compute forms. What looks at values is `Undecided`
+    no value yet   functions on it compute forms. A look at values is `Undecided`
     with a value   functions take the value in its place
 
 So a local variable of somebody's forward that was absent has a value once that has arrived.
@@ -65,7 +65,7 @@ class Forms:
         return Absent.of(self, self.form(tensor), grad=tensor.requires_grad)
 
     def called(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function returns, with absent tensors in the places of tensors.
+        """Return a function's results, with absent tensors in the places of tensors.
 
         Raises:
             Undecided: the function looks at values.
@@ -129,7 +129,7 @@ class Slot:
 
 @final
 class Absent(Tensor):
-    """A tensor whose value another rank has, or which has arrived since."""
+    """A tensor of another rank. Its value may have arrived since."""
 
     slot: Slot
 
@@ -173,7 +173,7 @@ def is_empty(leaf: Any) -> bool:
 
 
 def present(values: Any) -> Any:
-    """Return values with what has arrived in the places of absent tensors."""
+    """Return values with arrived tensors in the places of absent ones."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Absent) and leaf.slot.value is not None:

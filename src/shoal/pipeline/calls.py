@@ -1,6 +1,6 @@
-"""What ranks tell one another before a call of the model: the forms of their inputs.
+"""Forms of inputs, as ranks tell them to one another before a call of the model.
 
-A call whose forms were told before costs one number to each other rank.
+A call of known forms costs one number to each other rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModelCall:
     Args:
         args: the positional arguments.
         kwargs: the arguments by name.
-        modes: what else must be the same on all ranks, by name.
+        modes: further values that must be the same on all ranks, by name.
     """
 
     def __init__(self, args: Any, kwargs: Any, modes: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ class ModelCall:
 
     @property
     def common(self) -> str:
-        """What must be the same on every rank, in words, a line each."""
+        """Everything that must be the same on every rank, in words, a line each."""
         rest = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         plain = [leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__ for leaf in rest]
         kinds = [f"{tensor.dim()} dimensions of {tensor.dtype}" for tensor in self.tensors]

@@ -1,4 +1,4 @@
-"""What crosses a cut, as autograd sees it: values on, gradients back.
+"""Values that cross a cut, and their gradients, as autograd sees them.
 
     station s   … values ─▶ [SentOn]  ─▶ a ticket, which this rank's loss depends on
                     network ↓  ↑ gradients
@@ -26,10 +26,10 @@ class Gradients(Protocol):
     """One forward of all ranks, in backward."""
 
     def return_gradients(self, station: int, micro: int, grads: Sequence[Tensor]) -> None:
-        """Send gradients of what has arrived back to the station before."""
+        """Send gradients of arrived values back to the station before."""
 
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
-        """Wait for the gradients of what was sent to the station behind."""
+        """Wait for the gradients of the values that were sent to the station behind."""
 
     def slopes(self, number: int, grad: Tensor) -> Sequence[Tensor]:
         """Tell the holder of the end this rank's gradient of its loss; the holder gets all."""
@@ -71,7 +71,7 @@ class SentOn(torch.autograd.Function):
 
 
 class EndLoss(torch.autograd.Function):
-    """This rank's loss, and those of all ranks where the end of the model is.
+    """This rank's loss, and the losses of all ranks where the end of the model is.
 
     Args:
         value: the loss of this rank's rows.

@@ -53,7 +53,7 @@ class PipelineCalls:
 
 @final
 class EndedForward:
-    """One forward of all ranks whose outputs are there.
+    """One forward of all ranks, with its outputs.
 
     Args:
         run: the forward.
@@ -135,7 +135,7 @@ class EndedForward:
         return own[0].crossed(loss) if loss.requires_grad else loss
 
     def _named(self, leaf: Any) -> Any:
-        """Return the name of a tensor of the output, or else what it is."""
+        """Return the name of a tensor of the output, or else the value itself."""
         if isinstance(leaf, EndOutput):
             return _OutputNumber(leaf.number)
         node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
@@ -249,5 +249,5 @@ def _form(leaf: Tensor) -> Tensor:
     return leaf.slot.form if isinstance(leaf, Absent) else leaf
 
 
-_BORDERS = 4  # nodes between a number of the output and what the loss is given, at most
+_BORDERS = 4  # nodes at most between a number of the output and an argument of the loss
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -1,4 +1,4 @@
-"""A model whose layers are on several ranks: who holds them, and the ways of its calls."""
+"""A model with layers on several ranks: its holders, and the ways of its calls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: back
 
 @final
 class PipelinedModel:
-    """A model whose layers are on several ranks.
+    """A model with layers on several ranks.
 
     Args:
         model: the module.
         holders: the rank of each layer.
         layers: the layer of each trainable parameter.
         comm: the ranks.
-        weighs: tells what this rank's rows weigh in the running backward.
+        weighs: tells the weight of this rank's rows in the running backward.
     """
 
     def __init__(
@@ -53,11 +53,13 @@ class PipelinedModel:
             for name, parameter in model.named_parameters()
             if name in layers and holders[layers[name]] != comm.rank
         ]
-        self.shapes: dict[tuple[int, int], list[Shape]] = {}  # of what arrives at a station
-        self.buffers: list[MovingBuffer] = []  # of the layers that are here
+        self.shapes: dict[
+            tuple[int, int], list[Shape]
+        ] = {}  # shapes of values that arrive at a station
+        self.buffers: list[MovingBuffer] = []  # buffers of the layers that are here
 
     def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
-        """Tell the forms of what a call is given, and return those of all ranks (a collective).
+        """Tell the forms of a call's arguments, and return the forms of all ranks (a collective).
 
         Args:
             call: the model's call, or the loss's.

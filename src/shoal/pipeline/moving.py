@@ -1,7 +1,7 @@
 """Buffers that a forward changes, where several micro-batches go through one module.
 
 Each micro-batch begins with the same values, as each rank's own batch does elsewhere. Behind the
-last one a buffer has the mean of what they have made of it, weighed by rows, or the first one's.
+last one a buffer has the mean of the values after each, weighed by rows, or the first one's value.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class MovingBuffers:
     the last one the buffers themselves come back.
 
     Args:
-        buffers: those that training changes.
+        buffers: the buffers that training changes.
     """
 
     def __init__(self, buffers: Sequence[MovingBuffer]) -> None:
@@ -119,7 +119,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def passed(self) -> None:
-        """Note what a micro-batch has made."""
+        """Note the values after a micro-batch."""
         for buffer, after in zip(self._buffers, self._after, strict=True):
             after.append(buffer.value.detach().clone())
 

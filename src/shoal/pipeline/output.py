@@ -17,7 +17,7 @@ from shoal.core.errors import UsageError
 
 
 class Ended(Protocol):
-    """One forward of all ranks, whose end has been computed."""
+    """One forward of all ranks up to its end."""
 
     def look(self, number: int) -> Tensor:
         """Return a tensor of the output of this rank's rows (a collective)."""
@@ -54,14 +54,14 @@ class EndOutput(Tensor):
         return self._run
 
     def over(self, after: Callable[[Tensor], Tensor]) -> EndOutput:
-        """Return the same output, whose gradients come back through `after`."""
+        """Return the same output, with gradients that come back through `after`."""
         output = EndOutput.of(self._run, self.number, self._form, takes_grad=self._takes_grad)
         before = self._after
         output._after = after if before is None else lambda tensor: after(before(tensor))
         return output
 
     def crossed(self, loss: Tensor) -> Tensor:
-        """Return a loss of the output, whose gradient comes back the way the output came."""
+        """Return a loss of the output, with a gradient that comes back the way the output came."""
         return loss if self._after is None else self._after(loss)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""A record of a model's forward on a sample: the values, who makes them, and who uses them.
+"""A record of a model's forward: the values, and the events that make and use them.
 
-It says what crosses at a cut, which is a place before a call of a module: the values that were made
-before it and are used after it. Left out is what every rank computes for itself from the inputs
+It knows the values that cross a cut, a place before a call of a module: they were made before it
+and are used after it. Values that every rank computes for itself from the inputs are left out
 (positions, masks).
 """
 
@@ -24,7 +24,7 @@ from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
-INPUT: Position = (-1.0,)  # where the inputs of the forward come from
+INPUT: Position = (-1.0,)  # the origin of the forward's inputs
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a module's call has returned: a tree, with a form or an alias for each tensor.
+    """Results of a module's call: a tree, with a form or an alias for each tensor.
 
     Args:
         form: the tree.
@@ -73,22 +73,28 @@ class Alias:
 
 @dataclass
 class ForwardRecord:
-    """What one forward did."""
+    """Events and values of one forward."""
 
     values: dict[Name, Value] = field(default_factory=dict)
     uses: dict[Name, list[Position]] = field(default_factory=dict)
     calls: dict[Position, str] = field(default_factory=dict)  # names of called modules
     functions: dict[Position, str] = field(default_factory=dict)
-    given: set[Position] = field(default_factory=set)  # events whose results are given
+    given: set[Position] = field(default_factory=set)  # events with given results
     returned: dict[tuple[Position, Any], Returned] = field(default_factory=dict)
-    parameters: dict[Position, set[str]] = field(default_factory=dict)  # that functions use
-    inputs: dict[Position, frozenset[int]] = field(default_factory=dict)  # that an event needs
-    looked_at: set[int] = field(default_factory=set)  # inputs whose values decide the way
+    parameters: dict[Position, set[str]] = field(
+        default_factory=dict
+    )  # parameters that functions use
+    inputs: dict[Position, frozenset[int]] = field(
+        default_factory=dict
+    )  # inputs that an event needs
+    looked_at: set[int] = field(default_factory=set)  # inputs with values that decide the way
     looking: set[Position] = field(default_factory=set)  # calls of modules that look at these
-    # of what torch checkpoints, by where it begins: the first event, and the end
+    # checkpoints of torch by their first event: the end of each
     checkpoints: dict[Position, tuple[Position, Position]] = field(default_factory=dict)
     memory: dict[Name, int] = field(default_factory=dict)  # equal for views of one another
-    writes: list[tuple[Position, int]] = field(default_factory=list)  # in place, into which memory
+    writes: list[tuple[Position, int]] = field(
+        default_factory=list
+    )  # writes in place, into this memory
     countings: list[CountingBuffer] = field(default_factory=list)  # changes of buffers by constants
 
     def live(self, cut: Position) -> list[Name]:
@@ -131,7 +137,7 @@ class ForwardRecord:
 
 
 def signature(args: Any, kwargs: Any, module: nn.Module) -> Any:
-    """Return what tells forms of a call's results: the forms of its arguments, and its mode."""
+    """Return a key for the forms of a call's results: the forms of its arguments, and its mode."""
     leaves, form = pytree.tree_flatten((args, kwargs))
 
     def of(leaf: Any) -> Any:
@@ -144,7 +150,7 @@ def signature(args: Any, kwargs: Any, module: nn.Module) -> Any:
 
 
 def returned(args: Any, kwargs: Any, output: Any) -> Returned:
-    """Return the forms of what a call has returned."""
+    """Return the forms of a call's results."""
     given = tensors_in((args, kwargs))
     leaves, form = pytree.tree_flatten(output)
 
@@ -169,14 +175,14 @@ def returned(args: Any, kwargs: Any, output: Any) -> Returned:
 class Recording(Walk):
     """Walks into every call of a module, and notes each event.
 
-    Nothing is computed but what follows from the inputs alone: of all else only the forms are
+    Only values that follow from the inputs alone are computed: of all else only the forms are
     known. So parameters may be elsewhere, and buffers stay as they are.
 
     Args:
         model: the module.
         forms: computes forms.
         inputs: the tensors of the call, in order.
-        filled: positions of tensors into which forward writes what follows from parameters.
+        filled: positions of tensors into which forward writes values that follow from parameters.
     """
 
     def __init__(
@@ -189,14 +195,16 @@ class Recording(Walk):
         super().__init__()
         self.record = ForwardRecord()
         self._forms, self._filled = forms, filled
-        self._memory: dict[int, tuple[Any, Position]] = {}  # whose memory it is: who made it
+        self._memory: dict[
+            int, tuple[Any, Position]
+        ] = {}  # the event that made a memory, by that memory
         self._names: Any = WeakIdKeyDictionary()
         self._modules = {module: name for name, module in model.named_modules()}
         self._parameters: Any = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._parameters[parameter] = name
         self._kept: Any = WeakIdKeyDictionary()  # buffers that forward changes
-        self._moved = set[int]()  # identities of those that it changes not by constants alone
+        self._moved = set[int]()  # identities of tensors that it changes not by constants alone
         for number, tensor in enumerate(inputs):
             self._made(tensor, (INPUT, number), INPUT, given=True, inputs=frozenset({number}))
 
@@ -245,7 +253,7 @@ class Recording(Walk):
         *,
         given: bool,
     ) -> tuple[Any, bool]:
-        """Return what a function returns, and whether that follows from the inputs alone."""
+        """Return a function's results, and whether these follow from the inputs alone."""
         written = [t for t in written if t not in self._names]
         if written and (not given or tensors_in((args[1:], kwargs))):
             self._moved.update(map(id, written))
@@ -318,7 +326,7 @@ class Recording(Walk):
         self.record.checkpoints[begin] = first, self.here
 
     def finished(self, output: Any) -> None:
-        """Note what the forward has returned."""
+        """Note the output of the forward."""
         look_into_dataclasses(output)
         for tensor in tensors_in(output):
             self._used(tensor, (END,))
@@ -381,7 +389,7 @@ def unhooked(module: nn.Module) -> Iterator[None]:
 
 
 def undecided(function: str, module: str) -> UsageError:
-    """Return the error of a forward that looks at what is elsewhere."""
+    """Return the error of a forward that looks at values elsewhere."""
     return UsageError(
         f"forward looks at values that another rank has: {function}",
         where=f"the forward of {module or 'the model itself'}",
@@ -415,7 +423,7 @@ def recorded(
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> tuple[ForwardRecord, Any]:
-    """Walk through a forward, and return its record and the form of what it returns.
+    """Walk through a forward, and return its record and the form of its output.
 
     Raises:
         UsageError: forward looks at values that follow from parameters.
@@ -449,7 +457,7 @@ def copied(values: Any) -> Any:
 
 
 class _Filled(BaseException):
-    """Forward writes what follows from parameters into a tensor that was made without them."""
+    """Values that follow from parameters are written into a tensor that was made without them."""
 
     def __init__(self, position: Position) -> None:
         super().__init__()

@@ -5,7 +5,7 @@
     the station           runs as it is written
     behind its last call  the values that cross the next cut leave; the rest of forward does not run
 
-Who replays is the rank that holds the station's layers.
+The rank that holds the station's layers replays it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_i
 from shoal.tensors.cut import is_cut, opened
 
 FIRST: Position = ()  # before all events
-LAST: Position = (END,)  # behind all events
+LAST: Position = (END,)  # the end, behind all events
 
 
 class Departed(BaseException):
-    """A station has computed its part; what follows in forward is elsewhere.
+    """A station has computed its part. The rest of forward is elsewhere.
 
     No Exception, which a model's forward might catch.
     """
@@ -244,7 +244,7 @@ class Replay(Walk):
             raise self._undecided(str(error)) from None
 
     def _skipped(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what a call elsewhere returns, as absent tensors."""
+        """Return the results of a call elsewhere, as absent tensors."""
         known = signature(args, kwargs, module)
         forms = self._record.returned.get((position, known))
         if forms is None:

@@ -23,7 +23,7 @@ class StationRoute:
         record: the forward.
         spans: the events of each station.
         holders: the rank of each station.
-        output: what the forward returns, by the number of the call's forms.
+        output: the forward's results, by the number of the call's forms.
     """
 
     record: ForwardRecord
@@ -51,7 +51,7 @@ class StationRoute:
 
 @final
 class Coming:
-    """Tensors that come from another rank, whose receives have begun."""
+    """Tensors that come from another rank. Their receives have begun."""
 
     def __init__(self, comm: Comm, source: int, like: Sequence[Shape], device: Any) -> None:
         self._comm = comm

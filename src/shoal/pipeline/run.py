@@ -37,7 +37,7 @@ from shoal.pipeline.walk import tensors_in, walking
 
 @final
 class ForwardRun:
-    """One call of the model on all ranks, and what follows from it.
+    """One call of the model on all ranks, and its backward.
 
     Args:
         pipeline: the model's.
@@ -55,10 +55,12 @@ class ForwardRun:
         self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
         self.route = pipeline.route(self.call, forward, self.numbers[self.comm.rank])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))
-        self.tickets: list[Tensor] = []  # of what was sent to other stations
-        self.tokens: dict[int, Tensor] = {}  # of what has arrived at the end, by micro-batch
-        self.outputs: dict[int, Any] = {}  # of the end, by micro-batch
-        self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of what takes a gradient
+        self.tickets: list[Tensor] = []  # tickets of values that were sent to other stations
+        self.tokens: dict[
+            int, Tensor
+        ] = {}  # tokens of values that have arrived at the end, by micro-batch
+        self.outputs: dict[int, Any] = {}  # outputs of the end, by micro-batch
+        self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.begins(FORWARD)
         self._compute()
@@ -115,9 +117,9 @@ class ForwardRun:
         return found
 
     def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
-        """Begin to receive what arrives at these stations, up to where a form is not known.
+        """Begin to receive values of these stations, up to one of unknown form.
 
-        Messages come in order: what is behind one of unknown form is received in its turn.
+        Messages come in order: a message behind one of unknown form is received in its turn.
         """
         coming: dict[tuple[int, int], Coming] = {}
         for station, micro in product(filter(None, mine), range(self.comm.size)):
@@ -185,7 +187,7 @@ class ForwardRun:
         ]
 
     def _depart(self, station: int, micro: int, values: Sequence[Tensor], token: list[Any]) -> None:
-        """Send what crosses to the next station."""
+        """Send the values that cross to the next station."""
         to = self.route.holders[station + 1]
         taking = [value for value in values if self.grad and value.requires_grad]
         flags = [int(self.grad and value.requires_grad) for value in values]
@@ -202,21 +204,21 @@ class ForwardRun:
             self.tickets.append(ticket)
 
     def _begin_backward(self) -> None:
-        """Begin to receive all gradients of what was sent, in the order in which they come."""
+        """Begin to receive all gradients of sent values, in the order in which they come."""
         for station, micro in sorted(self._sent, reverse=True):
             shapes = [(tuple(form.shape), form.dtype) for form in self._sent[station, micro]]
             source = self.route.holders[station + 1]
             self._returning[station, micro] = Coming(self.comm, source, shapes, self.device)
 
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
-        """Wait for the gradients of what was sent."""
+        """Wait for the gradients of sent values."""
         self.comm.reached(f"backward of station {station} of the pipeline, micro-batch {micro}")
         if not self._returning:  # the slopes of all losses have come by now
             self._begin_backward()
         return self._returning.pop((station, micro)).wait()
 
     def return_gradients(self, station: int, micro: int, grads: Sequence[Tensor]) -> None:
-        """Send the gradients of what has arrived."""
+        """Send the gradients of arrived values."""
         for grad in grads:
             self.pipeline.outbox.send(grad, self.route.holders[station - 1])
 
@@ -242,7 +244,7 @@ def _call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:
 
 
 def pipeline_mode(modules: Mapping[nn.Module, str]) -> bool | str:
-    """Return whether all modules are in training; where they differ, those that are not."""
+    """Return whether all modules are in training; if they differ, the names of the others."""
     modes = {module.training for module in modules}
     if len(modes) == 1:
         return modes.pop()

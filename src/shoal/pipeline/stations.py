@@ -14,7 +14,7 @@ from shoal.core.errors import PlanError
 from shoal.pipeline.record import ForwardRecord
 from shoal.pipeline.walk import STEP, Position
 
-_MOST_PLACES = 64  # that are looked at for a cut
+_MOST_PLACES = 64  # places that are looked at for a cut
 
 
 @dataclass(frozen=True)

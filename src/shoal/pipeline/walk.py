@@ -32,8 +32,8 @@ from torch.utils import checkpoint as checkpoints
 
 Position = tuple[float, ...]
 Name = tuple[Position, int]
-END = float("inf")  # behind all events of a frame
-STEP = 2.0**-20  # from one function to the next
+END = float("inf")  # the end of a frame, behind all events
+STEP = 2.0**-20  # a step from one function to the next
 
 
 class Walk(ABC):
@@ -71,7 +71,7 @@ class Walk(ABC):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let what is called inside run as it is, without events."""
+        """Let everything inside run as it is, without events."""
         is_top = torch.overrides._get_current_function_mode() is self._functions
         self._aside += 1
         if is_top:
@@ -85,7 +85,7 @@ class Walk(ABC):
 
     @property
     def is_aside(self) -> bool:
-        """Whether what runs has no events."""
+        """Whether the running call has no events."""
         return self._aside > 0
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Walk(ABC):
         """Run a call of a module."""
 
     def is_checkpointed(self) -> bool:
-        """Return whether torch is to checkpoint what begins here, or else to keep activations."""
+        """Return whether torch is to checkpoint the part that begins here."""
         return False
 
     def checkpoint_ended(self, begin: Position) -> None:  # noqa: B027  # most need not know
@@ -108,7 +108,7 @@ class Walk(ABC):
         return args
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a forward, whose frame is the first."""
+        """Run a forward. Its frame is the first."""
         before, _LOCAL.walk = _walk(), self
         try:
             with self._functions:
@@ -138,7 +138,7 @@ _CALL = nn.Module.__call__
 _NAME = "_checkpoint_without_reentrant_generator"
 _CHECKPOINT, _REENTRANT = vars(checkpoints)[_NAME], checkpoints.CheckpointFunction
 _LOCK = threading.Lock()
-_USERS = 0  # of the changed call
+_USERS = 0  # users of the changed call
 
 
 def _walk() -> Walk | None:

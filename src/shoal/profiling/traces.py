@@ -175,7 +175,7 @@ Note = tuple[Restore | None, Iterable[Any]]
 
 
 def _dict(value: dict[Any, Any]) -> Note:
-    # a class of its own may return something else than what it holds
+    # a class of its own may return other values than it holds
     held = {key: dict.__getitem__(value, key) for key in value}
     return partial(_put_back_dict, value, held), [*held.keys(), *held.values()]
 

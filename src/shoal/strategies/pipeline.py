@@ -1,15 +1,15 @@
 """Pipeline: each rank holds a run of the model's layers, and computes these for the rows of all.
 
-    forward     the rows of each rank are a micro-batch; what the next run of layers needs goes to
+    forward     the rows of each rank are a micro-batch; values for the next run of layers go to
                 the rank that holds it
     loss        targets go to the rank that has the end, and each rank's loss comes back
-    backward    gradients of what crossed come back, the last micro-batch first
+    backward    gradients of these values come back, the last micro-batch first
 
-A rank sends, for the rows of all ranks, what crosses behind its layers, and the gradient of what
-crosses before them: 2·T·w·s bytes for T rows of width w, whatever the number of layers. Weights,
+A rank sends, for the rows of all ranks, the values behind its layers, and the gradient of values
+before them: 2·T·w·s bytes for T rows of width w, whatever the number of layers. Weights,
 gradients and optimizer state are divided by the ranks.
 
-Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose nets were cut over nodes.
+Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, with nets cut over nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shoal.tensors.on_rank import OnRank
 
 @dataclass(frozen=True)
 class TieFacts(Facts):
-    """The layer whose parameter a layer uses beside its own; '' if there is none."""
+    """The layer of a parameter that a layer uses beside its own; '' if there is none."""
 
     with_layer: str = ""
 
@@ -65,7 +65,7 @@ class TieProbe(Probe):
 
 
 def _together(trial: Trial) -> dict[str, str]:
-    """Return of each layer the first of those that are held together with it."""
+    """Return of each layer the first of the layers that are held together with it."""
     owners = {id(p): layer.name for layer in trial.layers for p in layer.parameters.values()}
     first = {layer.name: layer.name for layer in trial.layers}
 
@@ -138,7 +138,7 @@ class Pipeline(Strategy):
 
 @final
 class _Held:
-    """Runs a layer whose parameters are here: within a call of the model, and again in backward.
+    """A layer with its parameters here. It runs in a call of the model, and again in backward.
 
     A call of the layer alone is one of all ranks, which read its parameters.
     """

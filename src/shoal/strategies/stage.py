@@ -150,7 +150,7 @@ def run_no_more(module: nn.Module) -> None:
 
 
 def runs_by(module: nn.Module) -> Any:
-    """Return what runs a module; None if it runs as it is."""
+    """Return the object that runs a module; None if the module runs as it is."""
     return module.__dict__.get(_SLOT)
 
 
