@@ -75,8 +75,10 @@ def test_gradients_that_are_there_are_whole_afterwards(way: str) -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> list[Tensor]:
         optimizer = sgd(model.parameters())
         before = Ordinary.of(model, optimizer)
-        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
-        F.cross_entropy(model(own[0][0]), own[0][1]).backward()
+        _, loss_fn, _ = in_small_parts(
+            model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way)
+        )
+        loss_fn(model(own[0][0]), own[0][1]).backward()
         shoal.unparallelize(model)
         before.assert_again()
         return [parameter.grad for parameter in model.parameters()]
@@ -90,8 +92,10 @@ def test_gradients_that_are_there_are_whole_afterwards(way: str) -> None:
 def test_a_loss_that_is_still_held_hinders_nothing(way: str) -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
         optimizer = sgd(model.parameters())
-        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
-        held = F.cross_entropy(model(own[0][0]), own[0][1])
+        _, loss_fn, _ = in_small_parts(
+            model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way)
+        )
+        held = loss_fn(model(own[0][0]), own[0][1])
         held.backward()
         shoal.unparallelize(model)
         optimizer.zero_grad()

@@ -74,7 +74,8 @@ def moved(counts: Counts) -> list[int]:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize("pin", pins())
+# a pipeline states no bytes yet, and its step is not predicted
+@pytest.mark.parametrize("pin", [pin for pin in pins() if not kind_of(pin).role.names_ranks])
 def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
     assert_stated(pin, hosts)
 

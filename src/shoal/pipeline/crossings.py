@@ -43,7 +43,10 @@ class Arrived(torch.autograd.Function):
         ctx: Any, run: Gradients, station: int, micro: int, anchor: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run, ctx.at = run, (station, micro)
-        return (torch.zeros((), dtype=torch.float64), *(value.detach() for value in values))
+        return (
+            torch.zeros((), dtype=torch.float64, device="cpu"),
+            *(value.detach() for value in values),
+        )
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
@@ -60,13 +63,13 @@ class SentOn(torch.autograd.Function):
         ctx: Any, run: Gradients, station: int, micro: int, token: Tensor | None, *values: Tensor
     ) -> Tensor:
         ctx.run, ctx.at, ctx.has_token = run, (station, micro), token is not None
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Any, ...]:
         run = once(ctx)
         grads = run.take_gradients(*ctx.at)
-        token = torch.zeros((), dtype=torch.float64) if ctx.has_token else None
+        token = torch.zeros((), dtype=torch.float64, device="cpu") if ctx.has_token else None
         return (None, None, None, token, *grads)
 
 

@@ -178,7 +178,9 @@ class EndedForward:
         if comm.rank == end:
             for rank in comm.others:
                 told = losses[rank].detach().to(torch.float64).reshape(1)
-                code = torch.tensor([_DTYPES.index(losses[rank].dtype)], dtype=torch.float64)
+                code = torch.tensor(
+                    [_DTYPES.index(losses[rank].dtype)], dtype=torch.float64, device="cpu"
+                )
                 self._run.pipeline.outbox.send(torch.cat([told, code.to(told.device)]), rank)
             value = losses[comm.rank].detach()
         else:

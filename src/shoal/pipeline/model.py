@@ -47,7 +47,7 @@ class PipelinedModel:
         self._told = {FORWARD: CallsTold(comm), LOSS: CallsTold(comm)}
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.elsewhere: list[nn.Parameter] = [
             parameter
             for name, parameter in model.named_parameters()

@@ -126,7 +126,7 @@ class MovingBuffers:
     @torch.no_grad()
     def join(self, rows: Sequence[float]) -> None:
         """Give each buffer its value behind all micro-batches, which have so many rows."""
-        weights = torch.tensor(rows, dtype=torch.float64) / max(sum(rows), 1)
+        weights = torch.tensor(rows, dtype=torch.float64, device="cpu") / max(sum(rows), 1)
         for own, before, after, buffer in zip(
             self._own, self._before, self._after, self._buffers, strict=True
         ):

@@ -43,7 +43,7 @@ class EndOutput(Tensor):
     @classmethod
     def of(cls, run: Ended, number: int, form: Tensor, *, takes_grad: bool) -> EndOutput:
         """Return a tensor of an output."""
-        output = torch.empty(0).as_subclass(cls)
+        output = torch.empty(0, device="cpu").as_subclass(cls)
         output._run, output.number, output._form = run, number, form
         output._takes_grad, output._after = takes_grad, None
         return output
@@ -85,7 +85,9 @@ class EndOutput(Tensor):
         seen: Tensor = self._run.look(self.number)
         if not torch.is_grad_enabled() or not self._takes_grad:
             return seen
-        looked: Tensor = _LookedOutput.apply(seen, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        looked: Tensor = _LookedOutput.apply(
+            seen, torch.zeros((), requires_grad=True, device="cpu")
+        )  # type: ignore[no-untyped-call]
         return looked
 
     def __repr__(self) -> str:  # type: ignore[override]
