@@ -36,6 +36,7 @@ from shoal.core.cores import CORES
 from shoal.core.errors import LabError
 from shoal_tools.launch import quota
 from shoal_tools.launch.namespaces import (
+    Guard,
     attempt,
     claim,
     execute,
@@ -106,6 +107,7 @@ class Lab(Launcher):
     cores: float | None = None
     # of the hosts in order, then of the switch; empty while it is down
     namespaces: tuple[str, ...] = field(default=(), init=False)
+    _guard: Guard | None = field(default=None, init=False, repr=False)  # while it is up
     # of the ranks, while it is up and they have quotas
     _groups: list[Path] = field(default_factory=list, init=False, repr=False)
 
@@ -188,6 +190,7 @@ class Lab(Launcher):
         quota.sweep()
         prefix = claim("switch")
         self.namespaces = (*(f"{prefix}-h{host}" for host in range(self.hosts)), f"{prefix}-switch")
+        self._guard = Guard(self.namespaces)
         try:
             self._build()
         except BaseException:
@@ -203,8 +206,10 @@ class Lab(Launcher):
     ) -> None:
         names, self.namespaces = self.namespaces, ()
         take_down(names)
+        if self._guard is not None:
+            self._guard.release()
         quota.remove(self._groups)
-        self._groups = []
+        self._guard, self._groups = None, []
 
     def _command(self, job: Job, rank: int, port: int, token: str) -> Command:
         host, local_rank = divmod(rank, self.ranks_per_host)

@@ -1,8 +1,9 @@
 """Network namespaces by name: made, entered by a thread, swept, and taken down with all in them.
 
 Why here: the kernel frees a namespace only when its name, its processes and its sockets are gone,
-and a launcher that was killed leaves all three. A name says whose it is, `shoal-<launcher's
-pid>-<n>-<host>`, so the next lab can tell.
+and a launcher that was killed leaves all three. So a shell watches each launcher (`Guard`). Where
+that was killed, too, the next lab takes everything down: a name has the launcher's process number,
+`shoal-<pid>-<n>-<host>`.
 
 Cost: a few milliseconds each, most of it starting `ip`.
 """
@@ -16,9 +17,10 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, final
 
 from shoal.core.errors import LabError
 from shoal_tools.launch.processes import kill_all
@@ -96,6 +98,43 @@ def take_down(namespaces: Sequence[str]) -> None:
         _shielded("ip", "netns", "delete", name)
     for name in namespaces:
         shutil.rmtree(SETTINGS / name, ignore_errors=True)
+
+
+# Waits for a line. At the end of the file without one, the launcher is gone.
+_WATCH = """
+read -r line && exit
+for name in "$@"; do
+  kill -KILL $(ip netns pids "$name") 2>/dev/null
+  ip netns delete "$name" 2>/dev/null
+  rm -rf "$0/$name"
+  rmdir /sys/fs/cgroup/"$name".* /sys/fs/cgroup/cpu/"$name".* 2>/dev/null
+done
+"""
+
+
+@final
+class Guard:
+    """A shell that takes namespaces, and quotas of their ranks, down if this process is killed.
+
+    Args:
+        namespaces: their names. They may be made later.
+    """
+
+    def __init__(self, namespaces: Sequence[str]) -> None:
+        command = ("sh", "-c", _WATCH, str(SETTINGS), *namespaces)
+        self._shell = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def release(self) -> None:
+        """End the shell, because the namespaces are gone."""
+        with suppress(BrokenPipeError):  # somebody has killed the shell
+            self._shell.communicate("down\n")
 
 
 def execute(*command: str) -> None:

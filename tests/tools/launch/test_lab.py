@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from shoal.contracts.launcher import Job
 from shoal.core.errors import LabError
 from shoal_tools.launch import lab as lab_module
 from shoal_tools.launch.lab import Lab
-from shoal_tools.launch.namespaces import NAMES, attempt
+from shoal_tools.launch.namespaces import NAMES, SETTINGS, attempt
 
 needs_lab = pytest.mark.skipif(
     Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
@@ -184,6 +187,35 @@ def test_it_stays_up_between_launches_inside_with() -> None:
 
 
 @pytest.mark.lab
+@needs_lab
+def test_a_launcher_that_is_killed_leaves_no_namespace() -> None:
+    script = "from shoal_tools.cli import main; main()"
+    command = (sys.executable, "-c", script, "lab", "--hosts", "2", "--", "sleep", "61")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as lab:
+        names = [f"shoal-{lab.pid}-0-{last}" for last in ("h0", "h1", "switch")]
+        until(lambda: all(map(inside_of, names[:2])))
+        ranks = inside_of(names[0]) + inside_of(names[1])
+        lab.kill()
+    until(lambda: not any((NAMES / name).exists() for name in names))
+    until(lambda: not any((SETTINGS / name).exists() for name in names))
+    assert ranks
+    until(lambda: not any(Path("/proc", pid).exists() for pid in ranks))
+
+
+def inside_of(namespace: str) -> list[str]:
+    """Return the processes in a namespace."""
+    command = ("ip", "netns", "pids", namespace)
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    give_up = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
 @needs_lab
 def test_it_touches_nothing_of_the_machine_and_reaches_nothing_outside(
     capfd: pytest.CaptureFixture[str],
