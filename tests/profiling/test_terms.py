@@ -65,6 +65,14 @@ def test_rows_are_the_first_dimension() -> None:
     assert shown(lambda x: x, F.cross_entropy, *samples) == OF_ROWS
 
 
+@pytest.mark.parametrize("features", [3, 6, 12])
+def test_features_as_many_as_the_target_has_numbers_are_no_rows(features: int) -> None:
+    net = nn.Linear(features, 3)
+    terms = shown(net, F.mse_loss, (torch.randn(2, features), torch.randn(2, 3)))
+    counts = [count_of(terms, torch.randn(rows, features)) for rows in (1, 4)]
+    assert counts[1] == 4 * counts[0]
+
+
 def test_graphs_are_counted_at_the_output() -> None:
     samples = [((torch.rand(n, 3), classes(n)), classes(2)) for n in (9, 3)]
     terms = shown(pooled, F.cross_entropy, *samples)

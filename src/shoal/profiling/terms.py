@@ -446,7 +446,10 @@ def _places(
 
 
 def _dims_of(size: Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
-    """The dimensions of these sizes in this order, else those of the same product."""
+    """Return the dimensions of these sizes in this order, else dimensions of the same product.
+
+    Such a product has the first dimension in it, or features could be as many by chance.
+    """
     numbers = range(len(size))
     same = [
         dims
@@ -459,7 +462,7 @@ def _dims_of(size: Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
         dims
         for count in range(1, len(size) + 1)
         for dims in combinations(numbers, count)
-        if prod(size[dim] for dim in dims) == prod(parts)
+        if 0 in dims and prod(size[dim] for dim in dims) == prod(parts)
     ]
 
 

@@ -350,19 +350,17 @@ def _no_store(me: Host, meeting: Meeting, outcome: str) -> Finding:
     where, what = f"{me.name} → {address}", f"{me.name} does not reach the ranks' meeting place"
     got = f"{address}:{port}: {outcome}"
     if outcome == NO_ROUTE:
-        device = next((each.interface for each in me.outer), "eth0")
-        return Finding(
-            "firewall",
-            what,
-            where,
-            got,
-            f"ip route add {forms.host(address)} dev {forms.interface(device)}",
-            me.name,
-        )
+        return Finding("firewall", what, where, got, _route_to(me, address), me.name)
     if outcome == NO_ANSWER:
         return Finding("firewall", what, where, got, _open(me, port), f"the host of {address}")
     got += "; the host is there, and nobody listens"
     return Finding("start", what, where, got, "shoal doctor", f"the host of {address}, as rank 0")
+
+
+def _route_to(me: Host, address: str) -> str:
+    """Return the command that adds a route."""
+    device = next((each.interface for each in me.outer), "eth0")
+    return f"ip route add {forms.host(address)} dev {forms.interface(device)}"
 
 
 def _no_doctor(me: Host, peer: str, address: str, port: int, outcome: str, heard: bool) -> Finding:
@@ -375,16 +373,8 @@ def _no_doctor(me: Host, peer: str, address: str, port: int, outcome: str, heard
             got += f"; the other way, what {peer} sends comes"
         return Finding("firewall", what, where, got, _open(me, port), peer)
     if outcome == NO_ROUTE:
-        device = next((each.interface for each in me.outer), "eth0")
         what = f"no route leads from {me.name} to {peer}"
-        return Finding(
-            "firewall",
-            what,
-            where,
-            got,
-            f"ip route add {forms.host(address)} dev {forms.interface(device)}",
-            me.name,
-        )
+        return Finding("firewall", what, where, got, _route_to(me, address), me.name)
     if outcome == OTHER_TOKEN:
         what = f"{peer} has another SHOAL_TOKEN than {me.name}, or a stranger answers there"
         return Finding("start", what, where, got, "export SHOAL_TOKEN=…", "every host, alike")
