@@ -32,6 +32,27 @@ class ChangesInput(Blocks):
         return self.head(self.body(self.first(x)) + x)
 
 
+class LikeTransformers(Blocks):
+    """Has a mask by vmap, makes modules in forward, and returns an object with blocks' values."""
+
+    def forward(self, x: Tensor) -> Any:
+        cache = Cache()
+        places = torch.arange(x.shape[1])
+        mask = torch.vmap(lambda place: place.new_ones((), dtype=torch.bool) & (place >= 0))(places)
+        x = self.first(x) * mask
+        for block in self.blocks:
+            x = x + nn.Tanh()(block(x))
+            cache.values.append(x)
+        return nn.Dropout(0.0)(self.head(x)), cache
+
+
+class Cache:
+    """Values of blocks in a class that torch does not look into."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+
 class ChangesItems(Blocks):
     """Changes in place what has crossed a cut."""
 

@@ -18,6 +18,7 @@ from odd_models import (
     FillsZeros,
     InnerCheckpoint,
     KeepsTerm,
+    LikeTransformers,
     Looks,
     PartsViews,
     Returns,
@@ -70,6 +71,7 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "changes its input": (ChangesInput, squares),
     "changes what has crossed": (ChangesItems, squares),
     "within no_grad": (WithinNoGrad, squares),
+    "like those of transformers": (LikeTransformers, of_first),
     "sums terms of blocks": (SumsTerms, of_both),
     "a dict": (lambda: Returns(lambda out: {"logits": out, "rows": len(out)}), of_logits),
     "a dataclass": (lambda: Returns(Output), lambda output, y: squares(output.logits, y)),
@@ -85,7 +87,13 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "one block four times": (lambda: _with_one_block(Blocks()), squares),
     "one layer": (lambda: nn.Linear(6, 3), squares),
 }
-QUICK = {"fills zeros", "changes its input", "within no_grad", "inner checkpoint, reentrant True"}
+QUICK = {
+    "like those of transformers",
+    "fills zeros",
+    "changes its input",
+    "within no_grad",
+    "inner checkpoint, reentrant True",
+}
 
 
 def _with_one_block(model: Blocks) -> Blocks:

@@ -39,6 +39,7 @@ from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
+from shoal.pipeline.absent import Absent
 from shoal.pipeline.output import EndOutput
 from shoal.profiling.terms import keep, kept_by
 from shoal.remote.stage_output import StageOutput
@@ -328,6 +329,9 @@ class _Identity(torch.autograd.Function):
 
 
 def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
+    # a tensor of another rank's layers, in an object that the model returns
+    if isinstance(tensor, Absent):
+        return tensor
     if isinstance(tensor, EndOutput):
         return tensor.over(lambda loss: _cross(loss, crossing))
     if isinstance(tensor, StageOutput):

@@ -476,13 +476,18 @@ def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def _storage(tensor: Tensor) -> Any:
+    """Return the memory of a tensor. Sparse tensors, and those inside of vmap, stand for it."""
     with torch._C.DisableTorchFunctionSubclass():
         form = tensor.slot.form if isinstance(tensor, Absent) else tensor
-        return form.untyped_storage()
+        try:
+            return form.untyped_storage()
+        except NotImplementedError:
+            return form
 
 
 def _memory(tensor: Tensor) -> int:
-    key: int = _storage(tensor)._cdata
+    storage = _storage(tensor)
+    key: int = storage._cdata if isinstance(storage, torch.UntypedStorage) else id(storage)
     return key
 
 

@@ -94,9 +94,14 @@ class Modules:
     @classmethod
     def of(cls, model: nn.Module) -> Modules:
         """Take a model's modules."""
-        parameters = {module: list(module.parameters()) for module in model.modules()}
+        known = {module: list(module.parameters()) for module in model.modules()}
         names = {module: name for name, module in model.named_modules()}
-        return cls(names, parameters.__getitem__)
+
+        def parameters(module: nn.Module) -> Sequence[nn.Parameter]:
+            # a forward may make a module, such as a loss
+            return known[module] if module in known else list(module.parameters())
+
+        return cls(names, parameters)
 
 
 @final
