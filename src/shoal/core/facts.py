@@ -280,6 +280,7 @@ class Setting:
     joined: bool = True  # tail hosts run all micro-batches at once
     codec: str = ""  # of this layer's rows, where it is cut
     every: int = 1  # steps from one update of the layer to the next
+    rank: int = 0  # holder of the layer, in a pipeline
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,8 @@ class Layout:
         ranked = {name for name, role in used.items() if role.names_ranks}
         on_ranks = [choice for choice in self.choices if choice.strategy in ranked]
         if on_ranks:
-            yield Site(tuple(choice.layer for choice in on_ranks), on_ranks[0].strategy, "")
+            holders = ",".join(choice.exchange for choice in on_ranks)
+            yield Site(tuple(choice.layer for choice in on_ranks), on_ranks[0].strategy, holders)
         at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange, self.period(choice.layer))

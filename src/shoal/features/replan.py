@@ -10,7 +10,7 @@ from shoal.core.errors import PlanError
 from shoal.core.numbers import check_truth
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
-from shoal.planner.holders import is_priced
+from shoal.planner.holders import is_dealt
 from shoal.planner.measured import has_terms
 from shoal.session.opening import Opening
 
@@ -63,7 +63,7 @@ class Replan(Feature[Opening]):
                 "local_steps": plan.is_local,
                 "staleness": plan.staleness != 0,
                 "update_every": bool(plan.update_every),
-                "the pipeline": not is_priced(plan),
+                "the pipeline": is_dealt(plan),
             }
             other = next((name for name, is_said in apart.items() if is_said), "the plan")
             raise PlanError(

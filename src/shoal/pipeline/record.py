@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
+from shoal.pipeline.lives import LiveBytes
 from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
@@ -81,20 +83,16 @@ class ForwardRecord:
     functions: dict[Position, str] = field(default_factory=dict)
     given: set[Position] = field(default_factory=set)  # events with given results
     returned: dict[tuple[Position, Any], Returned] = field(default_factory=dict)
-    parameters: dict[Position, set[str]] = field(
-        default_factory=dict
-    )  # parameters that functions use
-    inputs: dict[Position, frozenset[int]] = field(
-        default_factory=dict
-    )  # inputs that an event needs
+    # parameters that functions use, and inputs that events need
+    parameters: dict[Position, set[str]] = field(default_factory=dict)
+    inputs: dict[Position, frozenset[int]] = field(default_factory=dict)
     looked_at: set[int] = field(default_factory=set)  # inputs with values that decide the way
     looking: set[Position] = field(default_factory=set)  # calls of modules that look at these
     # checkpoints of torch by their first event: the end of each
     checkpoints: dict[Position, tuple[Position, Position]] = field(default_factory=dict)
     memory: dict[Name, int] = field(default_factory=dict)  # equal for views of one another
-    writes: list[tuple[Position, int]] = field(
-        default_factory=list
-    )  # writes in place, into this memory
+    # writes in place, into this memory
+    writes: list[tuple[Position, int]] = field(default_factory=list)
     countings: list[CountingBuffer] = field(default_factory=list)  # changes of buffers by constants
 
     def live(self, cut: Position) -> list[Name]:
@@ -107,9 +105,14 @@ class ForwardRecord:
             and any(use >= cut for use in self.uses.get(name, ()))
         )
 
-    def live_bytes(self, cut: Position) -> int:
-        """Return the bytes that cross a cut."""
-        return sum(self.values[name].nbytes for name in self.live(cut))
+    @cached_property
+    def live_bytes(self) -> LiveBytes:
+        """The bytes that cross each cut, once the forward has ended."""
+        return LiveBytes(
+            (value.made, max(self.uses[name]), value.nbytes)
+            for name, value in self.values.items()
+            if not value.is_given and self.uses.get(name)
+        )
 
     def parts_views(self, cut: Position) -> list[Name]:
         """Return two views of one memory that cross a cut, behind which one of them changes."""

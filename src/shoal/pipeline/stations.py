@@ -6,6 +6,7 @@ another, where the fewest bytes cross; among equals it is the last place.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +49,7 @@ def stations(
     for (before, left), (after, right) in pairwise(events):
         if left != right:
             ranks.append(right)
-            cuts.append(_cut(record, order, before, after))
+            cuts.append(cut_between(record, order, before, after))
     return Stations(tuple(ranks), tuple(cuts))
 
 
@@ -74,11 +75,21 @@ def _holding(
     return found
 
 
-def _cut(
+def cut_between(
     record: ForwardRecord, order: Sequence[Position], before: Position, after: Position
 ) -> Position:
-    """Return the place between two events where the fewest bytes cross."""
-    between = [place for place in order if before < place <= after]
+    """Return the place between two events where the fewest bytes cross.
+
+    Args:
+        record: the forward.
+        order: the places of all its events, in order.
+        before: the place behind which the cut lies.
+        after: the place before which it lies, or this place.
+
+    Raises:
+        PlanError: forward changes a value in place, of which both sides have a view.
+    """
+    between = order[bisect_right(order, before) : bisect_right(order, after)]
     outer = [place if outermost(place) <= before else outermost(place) for place in between]
     places = [*dict.fromkeys(outer)][-_MOST_PLACES:]
     apart = [place for place in places if not record.parts_views(place)]
@@ -90,7 +101,7 @@ def _cut(
             do="let forward compute a new value (x = x + 1 in place of x += 1), or give the layers "
             "before and after to one rank",
         )
-    return min(reversed(apart), key=record.live_bytes)
+    return min(reversed(apart), key=record.live_bytes.at)
 
 
 def outermost(place: Position) -> Position:

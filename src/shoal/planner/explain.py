@@ -18,7 +18,7 @@ from shoal.core.explanation import (
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
-from shoal.planner.holders import is_priced
+from shoal.planner.holders import is_dealt
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
 from shoal.planner.options import known
@@ -60,8 +60,8 @@ def explain(
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)
-    # plans by local steps have none, and a pipeline's step nobody predicts
-    alternatives = alternatives and not plan.is_local and is_priced(plan)
+    # plans by local steps have none, and a pipeline serves all layers or none
+    alternatives = alternatives and not plan.is_local and not is_dealt(plan)
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
     compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()
     explanation = Explanation(
@@ -89,8 +89,6 @@ def explain(
         without_codecs=_without_codecs(plan, predictor),
         features=lines_of(plan),
     )
-    if not is_priced(plan):
-        return replace(explanation, step=PredictedStep(0.0, 0.0, 0.0, 0.0, 0.0))
     return explained_locally(explanation, plan, profile) if plan.is_local else explanation
 
 

@@ -1,25 +1,34 @@
-"""Which rank holds which layers of a pipeline: runs of layers, of about the same time.
+"""The rank of each layer of a pipeline: runs of layers, such that the step is short.
 
-A pin "pipeline" leaves it to this; "pipeline:2" names the rank. The slowest rank has as little to
-do as any division into runs allows.
+A pin "pipeline" leaves it to this; "pipeline:2" names the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import ModelProfile
+from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import named
-from shoal.strategies.pipeline import TieFacts
+from shoal.pipeline.prices import stations_of, step_of
+from shoal.pipeline.uses import UseFacts, uses_of
+from shoal.strategies.carried import check_holder
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
+_SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
+_ROUNDING = 1e-9
+_NO_CUT = 1e30  # bytes, where no cut can lie
 
 
 def with_holders(
-    pins: Mapping[str, Option], profile: ModelProfile, ranks: int
+    pins: Mapping[str, Option], profile: ModelProfile, cluster: Cluster
 ) -> dict[str, Option]:
     """Return the pins, in which each layer of a pipeline has its rank.
 
@@ -39,6 +48,8 @@ def with_holders(
         )
     unnamed = [name for name in held if not pins[name][1]]
     if not unnamed:
+        for name, (_, rank) in pins.items():
+            check_holder(name, way, rank, cluster.size)
         return dict(pins)
     if len(unnamed) < len(held):
         raise PlanError(
@@ -46,51 +57,97 @@ def with_holders(
             where=f"layer {unnamed[0]}",
             do=f'name a rank for each layer ("{way}:0"), or for none',
         )
-    return {name: (way, str(rank)) for name, rank in holders_of(profile, ranks).items()}
+    return {name: (way, str(rank)) for name, rank in holders_of(profile, cluster).items()}
 
 
-def holders_of(profile: ModelProfile, ranks: int) -> dict[str, int]:
-    """Return a rank for each layer. Layers that use one parameter have one rank."""
-    ties = {layer.name: layer.measured(TieFacts).with_layer for layer in profile.layers}
-    seconds: dict[str, float] = {}
-    for layer in reversed(profile.layers):  # in the order of forward
-        name = ties[layer.name] or layer.name
-        seconds[name] = seconds.get(name, 0.0) + layer.forward_s + layer.backward_s
-    runs = dict(zip(seconds, in_runs([*seconds.values()], ranks), strict=True))
-    return {layer.name: runs[ties[layer.name] or layer.name] for layer in profile.layers}
+def holders_of(
+    profile: ModelProfile, cluster: Cluster, counts: Sequence[int] | None = None
+) -> dict[str, int]:
+    """Return a rank for each layer. Layers that use one parameter have one rank.
+
+    Layers are cut into runs in the order of their first use. Several cuts are tried: for each limit
+    of a run's seconds the one that the fewest bytes cross. Each step is simulated, and the shortest
+    wins.
+
+    Args:
+        profile: the model.
+        cluster: the ranks.
+        counts: numbers of ranks that may have layers; None: all ranks have some.
+    """
+    uses = uses_of(profile.layers)
+    firsts = {use.layer: use for use in reversed(uses)}
+    seconds = dict.fromkeys(firsts, 0.0)
+    for use in uses:
+        seconds[use.layer] += use.forward_s + use.backward_s
+    order = sorted(firsts, key=[use.layer for use in uses].index)
+    chain = [(seconds[name], firsts[name].before_bytes) for name in order]
+    most = min(cluster.size, len(order))
+    tried = {
+        tuple(in_runs(chain, ranks, slack))
+        for ranks in {min(count, most) for count in counts or [most]}
+        for slack in _SLACKS
+    }
+
+    def step_s(runs: Iterable[int]) -> float:
+        return sum(step_of(stations_of(uses, dict(zip(order, runs, strict=True))), cluster))
+
+    found = dict(zip(order, min(sorted(tried), key=step_s), strict=True))
+    ties = {layer.name: layer.measured(UseFacts).with_layer for layer in profile.layers}
+    return {layer.name: found[ties[layer.name] or layer.name] for layer in profile.layers}
 
 
-def in_runs(seconds: Sequence[float], ranks: int) -> list[int]:
-    """Return the rank of each of some layers in a row, such that the longest run is shortest.
+def in_runs(chain: Sequence[tuple[float, float]], ranks: int, slack: float) -> list[int]:
+    """Return the rank of each layer of a chain, such that the fewest bytes cross.
 
-    Every rank has a layer, if there are enough of them.
+    Args:
+        chain: of each layer its seconds, and the bytes that cross before it.
+        ranks: number of runs. Each has a layer.
+        slack: the longest run may take so many times as long as it must.
 
     Examples:
-        >>> in_runs([1.0, 1.0, 1.0, 3.0], ranks=2)
+        >>> in_runs([(1.0, 9.0), (1.0, 9.0), (1.0, 9.0), (3.0, 9.0)], ranks=2, slack=1.0)
         [0, 0, 0, 1]
+        >>> in_runs([(1.0, 9.0), (1.0, 1.0), (1.0, 9.0), (3.0, 9.0)], ranks=2, slack=2.0)
+        [0, 1, 1, 1]
     """
-    count, runs = len(seconds), min(ranks, len(seconds))
-    ends = [0.0]
-    for each in seconds:
-        ends.append(ends[-1] + each)
-    # best[i]: the longest run of the first i layers, and where the last of these runs begins
-    best = [(0.0, 0), *((float("inf"), 0) for _ in seconds)]
-    begins: list[list[int]] = []
-    for _ in range(runs):
-        best = [(float("inf"), 0)] + [
-            min((max(best[begin][0], ends[end] - ends[begin]), begin) for begin in range(end))
-            for end in range(1, count + 1)
-        ]
-        begins.append([begin for _, begin in best])
-    found, end = [0] * count, count
-    for rank in reversed(range(runs)):
-        begin = begins[rank][end]
-        found[begin:end] = [rank] * (end - begin)
-        end = begin
+    seconds, sizes = np.array(chain).T
+    ends = np.concatenate([[0.0], np.cumsum(seconds)])
+    lengths = ends[None, :] - ends[:, None]  # seconds of the run between two places
+    longest = np.where(np.tri(len(ends), dtype=bool), np.inf, lengths)  # a run has a layer
+    shortest, _ = _least(longest, ranks, np.maximum)
+    fits = longest <= shortest * slack * (1 + _ROUNDING)
+    crossing = np.where(fits, np.append(np.minimum(sizes, _NO_CUT), 0.0)[:, None], np.inf)
+    crossing[0] = np.where(fits[0], 0.0, np.inf)
+    _, begins = _least(crossing, ranks, np.add)
+    found: list[int] = []
+    for rank, (begin, end) in enumerate(pairwise([*begins, len(chain)])):
+        found += [rank] * (end - begin)
     return found
 
 
-def is_priced(plan: Plan) -> bool:
-    """Return whether a plan's step can be predicted: that of a pipeline is not, yet."""
+def _least(
+    costs: npt.NDArray[np.float64], runs: int, joined: Callable[..., Any]
+) -> tuple[float, list[int]]:
+    """Return the least cost of so many runs from the first place to the last, and their begins.
+
+    Args:
+        costs: of a run, by the places where it begins and ends.
+        runs: their number.
+        joined: makes one cost of two.
+    """
+    best, begins = costs[0], []
+    for _ in range(runs - 1):
+        ways = joined(best[:, None], costs)
+        begins.append(ways.argmin(axis=0))
+        best = ways.min(axis=0)
+    at, found = len(best) - 1, list[int]()
+    for ways in reversed(begins):
+        at = int(ways[at])
+        found.insert(0, at)
+    return float(best[-1]), [0, *found]
+
+
+def is_dealt(plan: Plan) -> bool:
+    """Return whether a plan gives each layer to a rank."""
     ways = {choice.strategy for choice in plan.choices}
-    return not any(named(Strategy, way).role.names_ranks for way in ways)
+    return any(named(Strategy, way).role.names_ranks for way in ways)

@@ -23,7 +23,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.placement import check_placement, owners_of
 from shoal.core.plan import Choice, Plan
-from shoal.planner.holders import is_priced, with_holders
+from shoal.planner.holders import with_holders
 from shoal.planner.options import (
     PLAIN,
     Option,
@@ -76,14 +76,13 @@ def search(
     check_placement(placement, profile.names, cluster.size, servers, stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
-    pins = with_holders(pins, profile, cluster.size)
+    pins = with_holders(pins, profile, cluster)
     pinned, limit = with_needed(predictor, pins), constraints.memory_limit
     choices = options_of(predictor, allowed, pinned, every_cut=limit is not None)
     pairs = pairs_of(predictor, choices, allowed, pinned, every=limit is not None)
     options = within_memory(options, profile, constraints.memory)
     plan = _Descent(predictor, choices, options, limit, pairs).best()
-    plan = replace(plan, placement=placement)
-    return plan if is_priced(plan) else replace(plan, predicted_s=0.0)
+    return replace(plan, placement=placement)
 
 
 def within_memory(options: SearchOptions, profile: ModelProfile, memory: str) -> SearchOptions:
@@ -345,4 +344,4 @@ def _neighbours(
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """The same plan with the step time that is to be expected of it here."""
     timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
-    return replace(plan, predicted_s=timeline.step_s if is_priced(plan) else 0.0)
+    return replace(plan, predicted_s=timeline.step_s)

@@ -164,6 +164,11 @@ class Predictor:
         if strategy.codes_rows and codec:
             setting = replace(layers[0].setting, codec=codec)
             layers = [replace(layer, setting=setting) for layer in layers]
+        if self.role(site.strategy).names_ranks:
+            layers = [
+                replace(layer, setting=replace(layer.setting, rank=int(rank or 0)))
+                for layer, rank in zip(layers, site.exchange.split(","), strict=True)
+            ]
         cost, every = strategy.estimate(layers, carrier, self.cluster), layers[0].setting.every
         if every > 1:
             kept_bytes = sum(layer.nbytes for layer in layers)

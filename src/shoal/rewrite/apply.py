@@ -34,7 +34,7 @@ from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.profiling.usage import kind_of
-from shoal.strategies.carried import check_carried, row_codec
+from shoal.strategies.carried import check_carried, check_holder, row_codec
 
 
 @dataclass(frozen=True)
@@ -254,15 +254,7 @@ def _check_holders(plan: Plan) -> None:
             do=_REPLAN,
         )
     for choice in ranked:
-        check_carried(choice.layer, choice.strategy, choice.exchange)
-        if int(choice.exchange) >= plan.ranks:
-            raise PlanError(
-                "the plan gives a layer to a rank that there is not",
-                where=f"layer {choice.layer}",
-                got=f"rank {choice.exchange}",
-                expected=f"one of the ranks 0 … {plan.ranks - 1}",
-                do="change the rank",
-            )
+        check_holder(choice.layer, choice.strategy, choice.exchange, plan.ranks)
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:

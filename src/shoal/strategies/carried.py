@@ -57,6 +57,26 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
         )
 
 
+def check_holder(layer: str, name: str, exchange: str, ranks: int) -> None:
+    """Raise PlanError if a layer of a pipeline names no rank, or one that there is not.
+
+    Args:
+        layer: its dotted name.
+        name: of the strategy.
+        exchange: the rank, as plans write it.
+        ranks: number of ranks.
+    """
+    check_carried(layer, name, exchange)
+    if int(exchange) >= ranks:
+        raise PlanError(
+            "the plan gives a layer to a rank that there is not",
+            where=f"layer {layer}",
+            got=f"rank {exchange}",
+            expected=f"one of the ranks 0 … {ranks - 1}",
+            do="change the rank",
+        )
+
+
 def _check_rows(layer: str, strategy: Strategy, exchange: str) -> None:
     if strategy.role.takes_exchange:
         first = carriers(strategy)[0]

@@ -15,8 +15,8 @@ Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, with nets c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -24,63 +24,24 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.exchange import Exchange
-from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.state import TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost, Update
+from shoal.core.cost import Cost, Phase, Update, Wait
 from shoal.core.errors import PlanError
-from shoal.core.facts import Cluster, Facts, LayerProfile, MovingState
+from shoal.core.facts import Cluster, LayerProfile, MovingState
 from shoal.core.role import Role
 from shoal.pipeline.ended import PipelineCalls
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
-from shoal.profiling.identity import ROOT
+from shoal.pipeline.prices import stations_of, step_of, traffic_of
+from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
+from shoal.strategies.uses import UseProbe
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.on_rank import OnRank
-
-
-@dataclass(frozen=True)
-class TieFacts(Facts):
-    """The layer of a parameter that a layer uses beside its own; '' if there is none."""
-
-    with_layer: str = ""
-
-
-@final
-class TieProbe(Probe):
-    """Finds layers that one rank must hold together, and names the first of them for the others.
-
-    One module uses parameters of both: a head with the weight of an embedding. Or a layer is never
-    called, because the module around it uses the parameters of both in one function, as
-    nn.MultiheadAttention does.
-    """
-
-    def measure(self, layer: Layer, trial: Trial) -> TieFacts:
-        first = trial.once(_together)[layer.name]
-        return TieFacts("" if first == layer.name else first)
-
-
-def _together(trial: Trial) -> dict[str, str]:
-    """Return of each layer the first of the layers that are held together with it."""
-    owners = {id(p): layer.name for layer in trial.layers for p in layer.parameters.values()}
-    first = {layer.name: layer.name for layer in trial.layers}
-
-    def join(names: Iterable[str]) -> None:
-        groups = {first[name] for name in names}
-        one = next((name for name in first if name in groups), "")
-        first.update({name: one for name, group in first.items() if group in groups})
-
-    for module in trial.sample.model.modules():
-        join(owners[id(p)] for p in module.parameters(recurse=False) if id(p) in owners)
-    called = [name for name, step in trial.step.layers.items() if step.calls]
-    for name in first.keys() - set(called):
-        around = [other for other in called if name.startswith(f"{other}.") or other == ROOT]
-        join([name, *sorted(around, key=lambda other: other != ROOT and len(other))[-1:]])
-    return first
 
 
 @final
@@ -89,18 +50,35 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     role = Role.PIPELINE
-    probes = (TieProbe, UpdateProbe)
+    probes = (UseProbe, UpdateProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        return layer.measured(UpdateFacts).joint or None
+        return layer.measured(UseFacts).reason or layer.measured(UpdateFacts).joint or None
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
+        uses = uses_of(layers)
+        holders = {
+            layer.measured(UseFacts).with_layer or layer.name: layer.setting.rank
+            for layer in layers
+        }
+        stations = stations_of(uses, holders)
+        forward_s, backward_s = step_of(stations, cluster)
+        nbytes = dict.fromkeys(range(cluster.size), 0)
+        for layer in layers:
+            nbytes[layer.setting.rank] += layer.nbytes
+        most = max(nbytes.values()) / max(1, sum(nbytes.values()))
+        there = traffic_of(stations, cluster.size)
+        back = replace(there, sent=there.received, received=there.sent)
         return Cost(
-            memory_bytes=sum(layer.nbytes for layer in layers) / cluster.size,
-            held=1 / cluster.size,
-            update=Update(main=1 / cluster.size),
+            in_forward=Phase(there, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
+            in_backward=Phase(back, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
+            forward_s=forward_s - sum(use.forward_s for use in uses),
+            backward_s=backward_s - sum(use.backward_s for use in uses),
+            memory_bytes=max(nbytes.values()),  # gradients
+            held=most,
+            update=Update(main=most),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

@@ -1,0 +1,183 @@
+"""Prices of a pipeline: bytes, and seconds of forward and backward by a small simulation.
+
+Each rank computes its stations in order, of each all micro-batches. Values that cross go out over
+the link of their rank, in order. All forward, then all backward: the two are simulated alone.
+
+With S even stations and M micro-batches on processors of their own, where nothing crosses, a
+passage takes (M + S - 1) / M of the work of a rank: the bubble is (S - 1) / (M + S - 1).
+
+Reference: Huang et al., "GPipe", 2019, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import inf
+from typing import final
+
+from shoal.core.cost import Traffic
+from shoal.core.facts import Cluster
+from shoal.pipeline.uses import LayerUse
+
+
+@dataclass(frozen=True)
+class StationUses:
+    """A station: uses of layers in a row, all held by one rank."""
+
+    rank: int
+    uses: tuple[LayerUse, ...]
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of forward, for one rank's rows."""
+        return sum(use.forward_s for use in self.uses)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of backward, for one rank's rows."""
+        return sum(use.backward_s for use in self.uses)
+
+    @property
+    def before_bytes(self) -> float:
+        """Bytes that cross before it, for one rank's rows."""
+        return self.uses[0].before_bytes
+
+
+def stations_of(uses: Sequence[LayerUse], holders: Mapping[str, int]) -> list[StationUses]:
+    """Return the stations of a model's uses, by the rank that holds each layer."""
+    return [
+        StationUses(rank, tuple(own))
+        for rank, own in groupby(uses, key=lambda use: holders[use.layer])
+    ]
+
+
+def step_of(stations: Sequence[StationUses], cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of forward and of backward, waits included.
+
+    Both are infinite if a station begins where no cut can lie.
+    """
+    part, sizes = cluster.turn, [station.before_bytes for station in stations]
+    if inf in sizes:
+        return inf, inf
+    there = [
+        StationWork(station.rank, station.forward_s * part, after)
+        for station, after in zip(stations, [*sizes[1:], 0.0], strict=True)
+    ]
+    back = [
+        StationWork(station.rank, station.backward_s * part, before)
+        for station, before in zip(stations, sizes, strict=True)
+    ]
+    dealt_s = _input_bytes(stations) * (cluster.size - 1) / cluster.link.bytes_per_s
+    return (
+        dealt_s + passage_s(there, cluster.size, cluster),
+        passage_s(back[::-1], cluster.size, cluster),
+    )
+
+
+def traffic_of(stations: Sequence[StationUses], ranks: int) -> Traffic:
+    """Return the bytes that cross in forward, for the rows of all ranks; as many come back."""
+    sent, received = [0.0] * ranks, [0.0] * ranks
+    for one, other in pairwise(stations):
+        sent[one.rank] += other.before_bytes * ranks
+        received[other.rank] += other.before_bytes * ranks
+    return Traffic(tuple(sent), tuple(received), rounds=0)
+
+
+def _input_bytes(stations: Sequence[StationUses]) -> float:
+    """Return the bytes of inputs that go to the rank which needs most, from each other rank."""
+    needed: dict[int, dict[int, float]] = {}
+    for station in stations:
+        for use in station.uses:
+            needed.setdefault(station.rank, {}).update(use.inputs)
+    return max(sum(inputs.values()) for inputs in needed.values())
+
+
+@dataclass(frozen=True)
+class StationWork:
+    """Work of one station for one micro-batch.
+
+    Args:
+        rank: the rank that holds it.
+        seconds: seconds of compute on a whole core.
+        crossing_bytes: bytes that go on to the next station.
+    """
+
+    rank: int
+    seconds: float
+    crossing_bytes: float = 0.0
+
+
+def passage_s(stations: Sequence[StationWork], micro_batches: int, cluster: Cluster) -> float:
+    """Return the seconds until all micro-batches are through all stations.
+
+    Examples:
+        >>> import shoal
+        >>> hosts = shoal.Topology(("one", "other"))
+        >>> cluster = shoal.Cluster(hosts, shoal.Link(latency_s=0.0, bytes_per_s=125e6))
+        >>> passage_s([StationWork(0, 1.0), StationWork(1, 1.0)], 2, cluster)
+        3.0
+    """
+    return _Passage(stations, micro_batches, cluster).run()
+
+
+@final
+class _Passage:
+    def __init__(
+        self, stations: Sequence[StationWork], micro_batches: int, cluster: Cluster
+    ) -> None:
+        self._stations, self._cluster = stations, cluster
+        # ranks that take turns on shared cores have a whole one while few compute
+        self._cores = inf if cluster.steady else cluster.cores_per_rank * cluster.size
+        ranks = {station.rank for station in stations}
+        self._left = {
+            rank: [
+                (number, micro)
+                for number, station in enumerate(stations)
+                for micro in range(micro_batches)
+                if station.rank == rank
+            ][::-1]
+            for rank in ranks
+        }
+        self._arrives = {(0, micro): 0.0 for micro in range(micro_batches)}
+        self._free = dict.fromkeys(ranks, (0.0, 0.0))  # seconds from which a link is free: out, in
+
+    def run(self) -> float:
+        """Return the end of the last task."""
+        now, running = 0.0, dict[int, float]()  # seconds that are left of each rank's task
+        while any(self._left.values()):
+            for rank, left in self._left.items():
+                if left and rank not in running and self._arrives.get(left[-1], inf) <= now:
+                    running[rank] = self._stations[left[-1][0]].seconds
+            speed = min(1.0, self._cores / max(1, len(running)))
+            ends = now + min(running.values(), default=inf) / speed
+            comes = min((at for at in self._arrives.values() if at > now), default=inf)
+            then = min(ends, comes)
+            assert then < inf, "each task waits for an earlier one"
+            for rank in [*running]:
+                running[rank] -= (then - now) * speed
+                if running[rank] <= _ROUNDING:
+                    del running[rank]
+                    self._sent(rank, *self._left[rank].pop(), then)
+            now = then
+        return now
+
+    def _sent(self, rank: int, number: int, micro: int, now: float) -> None:
+        """Let the results of a task go to the next station."""
+        if number + 1 == len(self._stations):
+            return
+        station, to = self._stations[number], self._stations[number + 1].rank
+        arrives = now
+        if to != rank and self._cluster.topology.apart(rank, to):
+            link = self._cluster.link
+            (out, into), (back, taken) = self._free[rank], self._free[to]
+            begins = max(now, out, taken)
+            arrives = begins + station.crossing_bytes / link.bytes_per_s
+            self._free[rank], self._free[to] = (arrives, into), (back, arrives)
+            arrives += _MESSAGES * link.latency_s
+        self._arrives[number + 1, micro] = arrives
+
+
+_MESSAGES = 2  # flags that tell the values with a gradient, then the values
+_ROUNDING = 1e-9  # seconds

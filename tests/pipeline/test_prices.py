@@ -1,0 +1,112 @@
+"""Prices of pipelines, and the ranks that layers are dealt to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import LENGTH, WIDTH, Gpt, of_words, words
+from torch import nn
+
+import shoal
+from shoal.comm.threads import ThreadComm
+from shoal.core.facts import ModelProfile
+from shoal.pipeline.prices import StationWork, passage_s, stations_of, step_of
+from shoal.pipeline.uses import LayerUse, uses_of
+from shoal.planner.holders import holders_of
+from shoal.profiling.layers import profile_model
+
+ROWS = 4
+RESIDUAL = ROWS * LENGTH * WIDTH * 4  # bytes
+
+
+def cluster(ranks: int, rate: float = 1e9, cores: float = 1.0, **more: Any) -> shoal.Cluster:
+    hosts = shoal.Topology(tuple(f"h{rank}" for rank in range(ranks)))
+    return shoal.Cluster(hosts, shoal.Link(0.0, rate), cores_per_rank=cores, **more)
+
+
+@pytest.mark.parametrize(("stations", "micro_batches"), [(2, 2), (4, 4), (4, 8), (3, 1)])
+def test_bubble_is_that_of_the_formula(stations: int, micro_batches: int) -> None:
+    works = [StationWork(rank, 1.0) for rank in range(stations)]
+    took_s = passage_s(works, micro_batches, cluster(stations))
+    bubble = (stations - 1) / (micro_batches + stations - 1)
+    assert took_s * (1 - bubble) == pytest.approx(micro_batches)
+
+
+def test_ranks_on_shared_cores_take_turns() -> None:
+    works = [StationWork(rank, 1.0) for rank in range(4)]
+    # 1, 2, 3, 4, 3, 2, 1 ranks compute at once, two of them at full speed
+    assert passage_s(works, 4, cluster(4, cores=0.5)) == pytest.approx(
+        1 + 1 + 1.5 + 2 + 1.5 + 1 + 1
+    )
+    assert passage_s(works, 4, cluster(4, cores=0.5, steady=True)) == pytest.approx(7)
+
+
+def test_a_slow_link_is_a_station_too() -> None:
+    works = [StationWork(0, 1.0, 3.0), StationWork(1, 1.0)]
+    assert passage_s(works, 4, cluster(2, rate=1.0)) == pytest.approx(1 + 4 * 3 + 1)
+
+
+def test_a_rank_with_two_stations_takes_one_after_the_other() -> None:
+    works = [StationWork(0, 1.0), StationWork(1, 1.0), StationWork(0, 1.0)]
+    assert passage_s(works, 2, cluster(2)) == pytest.approx(4)
+
+
+def profiled(model: nn.Module) -> ModelProfile:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    return profile_model(model, of_words, optimizers, words(ROWS)[0], ThreadComm())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_uses_take_all_of_the_step(tied: bool) -> None:
+    profile = profiled(Gpt(tied=tied, blocks=6))
+    uses = uses_of(profile.layers)
+    assert sum(use.forward_s for use in uses) == pytest.approx(profile.forward_s, rel=0.2)
+    assert sum(use.backward_s for use in uses) == pytest.approx(profile.backward_s, rel=0.2)
+    assert [use.layer for use in uses if not use.layer.startswith("blocks")] == [
+        "words",
+        "places",
+        "norm",
+        "words" if tied else "head",
+    ]
+    assert uses[0].inputs == {0: ROWS * LENGTH * 8}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gpt_is_cut_where_the_residual_stream_alone_crosses(tied: bool) -> None:
+    profile = profiled(Gpt(tied=tied, blocks=6))
+    slow = cluster(3, rate=1e5)
+    holders = holders_of(profile, slow)
+    stations = stations_of(uses_of(profile.layers), holders)
+    assert {station.rank for station in stations} == {0, 1, 2}
+    assert [station.before_bytes for station in stations[1:]] == [RESIDUAL] * (3 if tied else 2)
+
+
+def test_fewer_ranks_have_layers_where_links_are_slow() -> None:
+    profile = profiled(Gpt(blocks=6))
+    ranks = range(1, 5)
+    assert len({*holders_of(profile, cluster(4, rate=1e3), ranks).values()}) == 1
+    assert len({*holders_of(profile, cluster(4, rate=1e12), ranks).values()}) == 4
+
+
+def test_a_use_that_no_cut_precedes_costs_more_than_anything() -> None:
+    use = LayerUse("one", 1.0, 1.0, 0.0, {})
+    never = LayerUse("other", 1.0, 1.0, float("inf"), {})
+    stations = stations_of([use, never], {"one": 0, "other": 1})
+    assert step_of(stations, cluster(2)) == (float("inf"), float("inf"))
+
+
+def test_the_step_that_is_predicted_is_in_the_plan() -> None:
+    model = Gpt(blocks=6)
+    plan = shoal.plan(
+        model,
+        of_words,
+        [torch.optim.SGD(model.parameters(), lr=0.1)],
+        sample=words(ROWS)[0],
+        cluster=cluster(4, rate=1e5),
+        pins={"*": "pipeline"},
+    )
+    # all 4 micro-batches cross the first link, and the last one the others, there and back
+    assert plan.predicted_s > 2 * (4 + 2) * RESIDUAL / 1e5
+    assert {choice.exchange for choice in plan.choices} == {"0", "1", "2", "3"}
