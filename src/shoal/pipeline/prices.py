@@ -54,13 +54,8 @@ def stations_of(uses: Sequence[LayerUse], holders: Mapping[str, int]) -> list[St
 
 
 def step_of(stations: Sequence[StationUses], cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of forward and of backward, waits included.
-
-    Both are infinite if a station begins where no cut can lie.
-    """
+    """Return the seconds of forward and of backward, waits included."""
     part, sizes = cluster.turn, [station.before_bytes for station in stations]
-    if inf in sizes:
-        return inf, inf
     there = [
         StationWork(station.rank, station.forward_s * part, after)
         for station, after in zip(stations, [*sizes[1:], 0.0], strict=True)

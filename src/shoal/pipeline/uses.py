@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from shoal.core.facts import Facts, LayerProfile, ModelProfile, first
 
+NO_CUT = 1e15  # bytes that are said to cross where no cut can lie
+
 
 @dataclass(frozen=True)
 class UseFacts(Facts):
@@ -26,7 +28,7 @@ class UseFacts(Facts):
         numbers: the place of each use in the order of forward.
         before_bytes: of each use, the bytes that cross before it, of one rank's rows.
         inputs: of each use, the inputs of forward that it needs: their numbers and bytes.
-        reason: why the forward cannot be cut; '' if it can.
+        reason: the reason why the forward cannot be cut; '' if it can.
         after: the whole of forward, and of backward, as a multiple of the time until the last
             layer of each is through.
     """
@@ -35,7 +37,7 @@ class UseFacts(Facts):
     numbers: tuple[int, ...] = ()
     before_bytes: tuple[float, ...] = ()
     inputs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    reason: str = ""
+    reason: str = "its forward was not recorded"
     after: tuple[float, float] = (1.0, 1.0)
 
     @classmethod

@@ -42,7 +42,7 @@ class Walk(ABC):
     def __init__(self) -> None:
         self._frames: list[list[Any]] = [[(), 0.0]]  # position, number of the last event
         self._aside = 0  # depth of calls that nobody walks into
-        self._functions = _Functions(self)
+        self._functions: _Functions  # while it runs
 
     @property
     def here(self) -> Position:
@@ -110,11 +110,13 @@ class Walk(ABC):
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward. Its frame is the first."""
         before, _LOCAL.walk = _walk(), self
+        self._functions = _Functions(self)
         try:
             with self._functions:
                 return forward(*args, **kwargs)
         finally:
             _LOCAL.walk = before
+            del self._functions  # no cycle keeps the values of a walk
 
 
 @final

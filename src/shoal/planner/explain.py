@@ -162,6 +162,7 @@ def _choices(name: str, predictor: Predictor) -> list[Choice]:
     exact = [
         Choice(name, strategy, exchange)
         for strategy in known(None)
+        if not predictor.role(strategy).names_ranks
         for exchange in predictor.carriers(strategy)
     ]
     codecs = map(codec_named, predictor.cluster.codings)

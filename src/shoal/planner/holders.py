@@ -18,13 +18,12 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import named
 from shoal.pipeline.prices import stations_of, step_of
-from shoal.pipeline.uses import UseFacts, uses_of
+from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.strategies.carried import check_holder
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
 _ROUNDING = 1e-9
-_NO_CUT = 1e30  # bytes, where no cut can lie
 
 
 def with_holders(
@@ -50,6 +49,7 @@ def with_holders(
     if not unnamed:
         for name, (_, rank) in pins.items():
             check_holder(name, way, rank, cluster.size)
+        check_cuts(profile, {name: int(rank) for name, (_, rank) in pins.items()})
         return dict(pins)
     if len(unnamed) < len(held):
         raise PlanError(
@@ -57,7 +57,25 @@ def with_holders(
             where=f"layer {unnamed[0]}",
             do=f'name a rank for each layer ("{way}:0"), or for none',
         )
-    return {name: (way, str(rank)) for name, rank in holders_of(profile, cluster).items()}
+    holders = holders_of(profile, cluster)
+    check_cuts(profile, holders)
+    return {name: (way, str(rank)) for name, rank in holders.items()}
+
+
+def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
+    """Raise PlanError if layers have ranks such that a cut lies where none can."""
+    groups = {layer.measured(UseFacts).with_layer or layer.name: layer for layer in profile.layers}
+    stations = stations_of(
+        uses_of(profile.layers), {name: holders[layer.name] for name, layer in groups.items()}
+    )
+    for station in stations:
+        if station.before_bytes >= NO_CUT:
+            raise PlanError(
+                "forward changes a value in place of which another rank has a view",
+                where=f"before layer {station.uses[0].layer}",
+                do="let forward compute a new value (x = x + 1 in place of x += 1), or give the "
+                "layers before and after to one rank",
+            )
 
 
 def holders_of(
@@ -116,7 +134,7 @@ def in_runs(chain: Sequence[tuple[float, float]], ranks: int, slack: float) -> l
     longest = np.where(np.tri(len(ends), dtype=bool), np.inf, lengths)  # a run has a layer
     shortest, _ = _least(longest, ranks, np.maximum)
     fits = longest <= shortest * slack * (1 + _ROUNDING)
-    crossing = np.where(fits, np.append(np.minimum(sizes, _NO_CUT), 0.0)[:, None], np.inf)
+    crossing = np.where(fits, np.append(sizes, 0.0)[:, None], np.inf)
     crossing[0] = np.where(fits[0], 0.0, np.inf)
     _, begins = _least(crossing, ranks, np.add)
     found: list[int] = []

@@ -205,8 +205,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
     """The strategies that may be used, all by default (PlanError for an unknown name)."""
     if strategies is None:
-        # a pipeline only where a pin asks for it
-        return tuple(name for name, kind in of(Strategy).items() if not kind.role.names_ranks)
+        return tuple(of(Strategy))
     listed = (
         []
         if isinstance(strategies, str) or not isinstance(strategies, Iterable)
@@ -217,12 +216,6 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
             "strategies is a list of names, at least one",
             got=repr(strategies)[:200],
             do='write ["replicate"]',
-        )
-    if pinned := [name for name in listed if named(Strategy, name).role.names_ranks]:
-        raise PlanError(
-            f"{pinned[0]} serves a model by pins alone",
-            got=f"strategies={listed}"[:200],
-            do=f'leave out strategies, and give pins={{"*": "{pinned[0]}"}}',
         )
     return tuple(named(Strategy, name).name for name in listed)
 

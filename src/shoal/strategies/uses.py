@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf
 from typing import Any, NoReturn, final
 
 from torch import nn
@@ -17,7 +16,7 @@ from shoal.pipeline.absent import Forms
 from shoal.pipeline.record import INPUT, ForwardRecord, recorded
 from shoal.pipeline.replay import FIRST
 from shoal.pipeline.stations import cut_between
-from shoal.pipeline.uses import UseFacts
+from shoal.pipeline.uses import NO_CUT, UseFacts
 from shoal.pipeline.walk import Position
 from shoal.profiling.identity import ROOT
 
@@ -93,9 +92,9 @@ def _found(
                 try:
                     cuts.append(cut_between(record, order, events[-1][1], position))
                     before_bytes.append(float(record.live_bytes.at(cuts[-1])))
-                except PlanError:  # no cut can lie here
+                except PlanError:
                     cuts.append(position)
-                    before_bytes.append(inf)
+                    before_bytes.append(NO_CUT)
             events.append((group, position))
     inputs = _inputs(record, cuts)
     numbers: dict[str, list[int]] = defaultdict(list)
@@ -107,6 +106,7 @@ def _found(
             numbers=tuple(own := numbers[layer.name] if groups[layer.name] == layer.name else ()),
             before_bytes=tuple(before_bytes[i] for i in own),
             inputs=tuple(tuple(inputs[i].items()) for i in own),
+            reason="",
         )
         for layer in layers
     }
