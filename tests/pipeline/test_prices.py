@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -13,15 +14,16 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.core.facts import ModelProfile
+from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.prices import StationWork, passage_s, stations_of
 from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import uses_of
 from shoal.planner.holders import holders_of
-from shoal.profiling.layers import profile_model
+from shoal.planner.sharing import plan_for
+from shoal.profiling.layers import _complete, profile_model
 
-ROWS = 4
+ROWS, EACH_S = 4, 0.001
 RESIDUAL = ROWS * LENGTH * WIDTH * 4  # bytes
 
 
@@ -59,15 +61,35 @@ def test_a_rank_with_two_stations_takes_one_after_the_other() -> None:
 
 def profiled(model: nn.Module) -> ModelProfile:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    return profile_model(model, of_words, optimizers, words(ROWS)[0], ThreadComm())
+    profile = profile_model(model, of_words, optimizers, words(ROWS)[0], ThreadComm())
+    order = sorted(profile.layers, key=lambda layer: layer.needed_s)
+    timed = replace(
+        profile,
+        layers=tuple(_timed(layer, order.index(layer), len(order)) for layer in profile.layers),
+        forward_s=len(order) * EACH_S,
+        backward_s=2 * len(order) * EACH_S,
+    )
+    return _complete(timed)
+
+
+def _timed(layer: LayerProfile, number: int, count: int) -> LayerProfile:
+    """Give a layer round times: each takes as long, and twice that in backward."""
+    ready_s = 2 * (count - number) * EACH_S
+    return replace(
+        layer,
+        needed_s=number * EACH_S,
+        forward_s=EACH_S,
+        backward_s=2 * EACH_S,
+        parameters=tuple(replace(p, ready_s=ready_s) for p in layer.parameters),
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_uses_take_all_of_the_step(tied: bool) -> None:
     profile = profiled(Gpt(tied=tied, blocks=6))
     uses = uses_of(profile.layers)
-    assert sum(use.forward_s for use in uses) == pytest.approx(profile.forward_s, rel=0.2)
-    assert sum(use.backward_s for use in uses) == pytest.approx(profile.backward_s, rel=0.2)
+    assert sum(use.forward_s for use in uses) == pytest.approx(profile.forward_s, rel=0.05)
+    assert sum(use.backward_s for use in uses) == pytest.approx(profile.backward_s, rel=0.05)
     assert [use.layer for use in uses if not use.layer.startswith("blocks")] == [
         "words",
         "places",
@@ -91,7 +113,7 @@ def test_fewer_ranks_have_layers_where_links_are_slow() -> None:
     profile = profiled(Gpt(blocks=6))
     ranks = range(1, 5)
     assert len({*holders_of(profile, cluster(4, rate=1e3), ranks).values()}) == 1
-    assert len({*holders_of(profile, cluster(4, rate=1e12), ranks).values()}) >= 3
+    assert len({*holders_of(profile, cluster(4, rate=1e12), ranks).values()}) == 4
 
 
 def test_the_step_that_is_predicted_is_in_the_plan() -> None:
@@ -122,16 +144,10 @@ def test_no_cycle_keeps_a_model_that_was_recorded() -> None:
 
 
 def test_the_planner_takes_a_pipeline_where_it_is_much_faster() -> None:
+    profile = profiled(Gpt(blocks=6))
+
     def planned(rate: float, **options: Any) -> set[str]:
-        made = Gpt(blocks=6)
-        plan = shoal.plan(
-            made,
-            of_words,
-            [torch.optim.SGD(made.parameters(), lr=0.1)],
-            sample=words(ROWS)[0],
-            cluster=cluster(2, rate=rate),
-            **options,
-        )
+        plan = plan_for(profile, cluster(2, rate=rate), **options)
         return {choice.strategy for choice in plan.choices}
 
     assert planned(2e4) == {"pipeline"}
