@@ -21,7 +21,7 @@ from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import uses_of
 from shoal.planner.holders import holders_of
 from shoal.planner.sharing import plan_for
-from shoal.profiling.layers import _complete, profile_model
+from shoal.profiling.layers import completed, profile_model
 
 ROWS, EACH_S = 4, 0.001
 RESIDUAL = ROWS * LENGTH * WIDTH * 4  # bytes
@@ -69,7 +69,7 @@ def profiled(model: nn.Module) -> ModelProfile:
         forward_s=len(order) * EACH_S,
         backward_s=2 * len(order) * EACH_S,
     )
-    return _complete(timed)
+    return completed(timed)
 
 
 def _timed(layer: LayerProfile, number: int, count: int) -> LayerProfile:

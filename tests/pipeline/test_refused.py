@@ -350,6 +350,8 @@ def test_a_plan_is_saved_followed_again_and_explained(tmp_path: Any) -> None:
             plan.save(tmp_path / "plan.json")
         explained = shoal.explain(model)
         assert "predicted step" in explained
+        assert "stations, in the order of forward" in explained
+        assert "replicate:allreduce for all layers would take" in explained
         shoal.unparallelize(model)
 
     model = Blocks()

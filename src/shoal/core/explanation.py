@@ -59,6 +59,18 @@ class TailExplanation:
 
 
 @dataclass(frozen=True)
+class StationExplanation:
+    """A run of layers of a pipeline that one rank holds. Seconds are those of one rank's rows."""
+
+    rank: str  # and its host
+    layers: tuple[str, ...]  # in the order of forward
+    parameter_bytes: float
+    forward_s: float
+    backward_s: float
+    sent_bytes: float  # to the next station, for the rows of all ranks; as many come back
+
+
+@dataclass(frozen=True)
 class PredictedStep:
     """One step under a plan as it is predicted: its seconds by parts, and its bytes."""
 
@@ -87,6 +99,9 @@ class Explanation:
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # who owns what
     stage: TailExplanation | None = None
+    stations: tuple[StationExplanation, ...] = ()  # of a pipeline
+    # another kind of plan for the whole model, and the seconds of its step
+    rival: tuple[str, float] | None = None
     # ranks that are there to serve layers, or to run the last, and were given none
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that agrees in each backward

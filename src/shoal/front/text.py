@@ -15,7 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.contracts.feature import lines_of
-from shoal.core.explanation import Explanation, LayerExplanation, TailExplanation
+from shoal.core.explanation import (
+    Explanation,
+    LayerExplanation,
+    StationExplanation,
+    TailExplanation,
+)
 from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.numbers import how_many
 from shoal.core.placement import BALANCED, Placement
@@ -50,6 +55,8 @@ def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableT
     if reasons:
         parts += [_reasons(row) for row in explanation.layers if row.others]
         parts.append(_refusals(explanation))
+    if explanation.stations:
+        parts.append(_stations(explanation.stations))
     if explanation.stage is not None:
         parts.append(_routes(explanation.stage))
     parts.append(_step(explanation))
@@ -164,6 +171,33 @@ def _routes(stage: TailExplanation) -> RenderableType:
     return Group(Text(title, style="bold"), table)
 
 
+def _stations(stations: Sequence[StationExplanation]) -> RenderableType:
+    table = _table(
+        held_by="left",
+        layers="left",
+        parameters="right",
+        forward="right",
+        backward="right",
+        sends="right",
+    )
+    for station in stations[:_MOST_ROWS]:
+        first, *_, last = station.layers * 2
+        table.add_row(
+            station.rank,
+            first if len(station.layers) == 1 else f"{first} … {last}",
+            megabytes(station.parameter_bytes),
+            _ms(station.forward_s),
+            _ms(station.backward_s),
+            megabytes(station.sent_bytes),
+        )
+    title = "stations, in the order of forward; seconds are those of one rank's rows"
+    return Group(Text(title, style="bold"), table)
+
+
+def _rival(rival: tuple[str, float] | None) -> str:
+    return f"\n{rival[0]} would take {_ms(rival[1])}" if rival else ""
+
+
 def _step(explanation: Explanation) -> Text:
     step = explanation.step
     parts = {
@@ -183,6 +217,7 @@ def _step(explanation: Explanation) -> Text:
     return Text(
         (predicted if step.total_s else "such plans have no prediction of the step")
         + "".join(f"\n{line}" for line in explanation.features)
+        + _rival(explanation.rival)
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)

@@ -18,8 +18,8 @@ from math import inf
 from typing import final
 
 from shoal.core.cost import Traffic
-from shoal.core.facts import Cluster
-from shoal.pipeline.uses import LayerUse
+from shoal.core.facts import Cluster, LayerProfile
+from shoal.pipeline.uses import LayerUse, UseFacts, uses_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class StationUses:
     def before_bytes(self) -> float:
         """Bytes that cross before it, for one rank's rows."""
         return self.uses[0].before_bytes
+
+
+def stations_at(layers: Sequence[LayerProfile], holders: Mapping[str, int]) -> list[StationUses]:
+    """Return the stations of a model's layers, by the rank that holds each."""
+    groups = {layer.measured(UseFacts).with_layer or layer.name: layer for layer in layers}
+    return stations_of(
+        uses_of(layers), {name: holders[layer.name] for name, layer in groups.items()}
+    )
 
 
 def stations_of(uses: Sequence[LayerUse], holders: Mapping[str, int]) -> list[StationUses]:

@@ -13,15 +13,17 @@ from shoal.core.explanation import (
     LayerExplanation,
     PredictedStep,
     Route,
+    StationExplanation,
     TailExplanation,
 )
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
-from shoal.planner.holders import is_dealt
+from shoal.pipeline.prices import stations_at
+from shoal.planner.holders import holders_of, is_dealt
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
-from shoal.planner.options import known
+from shoal.planner.options import PLAIN, known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.tails import tail_of
@@ -83,6 +85,8 @@ def explain(
         ),
         placement=plan.placement,
         stage=_stage(plan, predictor, cluster),
+        stations=_stations(plan, predictor, cluster),
+        rival=_rival(plan, predictor, cluster),
         idle=_idle(plan, predictor, cluster),
         moving=profile.moving,
         norms=profile.norms,
@@ -123,6 +127,44 @@ def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> TailExplanatio
         to = f"rank {cluster.size + number} ({cluster.tail[number]})"
         routes.append(Route(f"rank {worker} ({host})", to, tail.sent_bytes, tail.received_bytes))
     return TailExplanation(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
+
+
+def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[StationExplanation, ...]:
+    """Return the runs of layers that ranks hold in a pipeline."""
+    if not is_dealt(plan):
+        return ()
+    layers = predictor.profile.layers
+    stations = stations_at(layers, {c.layer: int(c.exchange) for c in plan.choices})
+    behind = [*(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
+    hosts, seen, found = cluster.topology.hosts, set[str](), list[StationExplanation]()
+    for station, sent_bytes in zip(stations, behind, strict=True):
+        own = tuple(dict.fromkeys(use.layer for use in station.uses))
+        nbytes = sum(predictor.layer(name).nbytes for name in own if name not in seen)
+        seen.update(own)
+        rank = f"rank {station.rank} ({hosts[station.rank]})"
+        found.append(
+            StationExplanation(rank, own, nbytes, station.forward_s, station.backward_s, sent_bytes)
+        )
+    return tuple(found)
+
+
+def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, float] | None:
+    """Return the plain plan beside a pipeline; beside any other plan of one step, a pipeline."""
+    profile = predictor.profile
+    if cluster.size == 1 or not plan.in_step or plan.periods or cluster.servers or cluster.tail:
+        return None
+    if is_dealt(plan):
+        exchange = predictor.carriers(PLAIN)[0]
+        plain = [replace(c, strategy=PLAIN, exchange=exchange) for c in plan.choices]
+        return f"{PLAIN}:{exchange} for all layers", predictor.as_is(
+            replace(plan, choices=tuple(plain))
+        ).step_s
+    way = next(name for name, kind in of(Strategy).items() if kind.role.names_ranks)
+    if any(predictor.refusal(layer, way) for layer in profile.layers):
+        return None
+    holders = holders_of(profile, cluster, range(1, cluster.size + 1))
+    dealt = [Choice(c.layer, way, str(holders[c.layer])) for c in plan.choices]
+    return f"a {way}", predictor.as_is(replace(plan, choices=tuple(dealt))).step_s
 
 
 def _layer(

@@ -17,7 +17,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import named
-from shoal.pipeline.prices import stations_of, step_of
+from shoal.pipeline.prices import stations_at, stations_of, step_of
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.strategies.carried import check_holder
 
@@ -64,11 +64,7 @@ def with_holders(
 
 def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
     """Raise PlanError if layers have ranks such that a cut lies where none can."""
-    groups = {layer.measured(UseFacts).with_layer or layer.name: layer for layer in profile.layers}
-    stations = stations_of(
-        uses_of(profile.layers), {name: holders[layer.name] for name, layer in groups.items()}
-    )
-    for station in stations:
+    for station in stations_at(profile.layers, holders):
         if station.before_bytes >= NO_CUT:
             raise PlanError(
                 "forward changes a value in place of which another rank has a view",

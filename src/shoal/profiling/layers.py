@@ -134,7 +134,7 @@ def profile_model(
     profile = replace(
         _maximum(profiles), terms=agreed_terms(terms, of_batch=compute_loss is not None)
     )
-    return replace(_complete(_in_backward_order(profile)), moving=moves)  # 4
+    return replace(completed(_in_backward_order(profile)), moving=moves)  # 4
 
 
 def _terms(
@@ -398,7 +398,7 @@ def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
     )
 
 
-def _complete(profile: ModelProfile) -> ModelProfile:
+def completed(profile: ModelProfile) -> ModelProfile:
     """The profile with facts that follow from all of it."""
     return replace(
         profile,

@@ -35,7 +35,7 @@ from shoal.pipeline.ended import PipelineCalls
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
-from shoal.pipeline.prices import stations_of, step_of, traffic_of
+from shoal.pipeline.prices import stations_at, step_of, traffic_of
 from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
@@ -59,11 +59,7 @@ class Pipeline(Strategy):
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
         uses = uses_of(layers)
-        holders = {
-            layer.measured(UseFacts).with_layer or layer.name: layer.setting.rank
-            for layer in layers
-        }
-        stations = stations_of(uses, holders)
+        stations = stations_at(layers, {layer.name: layer.setting.rank for layer in layers})
         forward_s, backward_s = step_of(stations, cluster)
         nbytes = dict.fromkeys(range(cluster.size), 0)
         for layer in layers:
