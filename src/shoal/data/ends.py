@@ -7,7 +7,7 @@ waits as a rule. The first batch is given without a word, so that a rank may loo
     step    0         1                  2              …
     has     batch     batch, asks: 2?    batch, asks: 3?
 
-If one has ended, the epoch ends on all, and ranks say what they leave.
+If one has ended, the epoch ends on all, and ranks say that they leave rows.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class NextBatchCheck:
 
 @final
 @dataclass(frozen=True)
-class Ends:
-    """The end of an epoch for this rank, of those that have batches of their own.
+class OwnEnds:
+    """The end of an epoch for this rank, if each has batches of its own.
 
     Args:
         rank: this one.
@@ -105,7 +105,7 @@ class Ends:
         while True:
             if number or not is_start:
                 answer = answer or self.next_batch.ask(epoch, number, step is not None)
-                have = answer()
+                have, answer = answer(), None
                 if not all(have):
                     if step is not None:
                         self._warn(have.index(False), number, epoch)

@@ -34,12 +34,12 @@ _KEPT = 1 << 20  # rows or lists that stay in memory for another pass of the sam
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class _Piece:
+class _Drawn:
     """Some of an order, and the piece behind it once that is drawn."""
 
     def __init__(self, units: list[Any]) -> None:
         self.units = units
-        self.next: _Piece | None = None
+        self.next: _Drawn | None = None
 
 
 @final
@@ -64,7 +64,7 @@ class Order:
         self._random = OwnRandom(seed + epoch, given)
         self._is_plain = type(sampler) in _OF_TORCH  # draws from its generator only
         self._lock = threading.Lock()
-        self._first: _Piece | None = _Piece([])
+        self._first: _Drawn | None = _Drawn([])
         self._digest: int | None = None
 
     @property
@@ -83,7 +83,7 @@ class Order:
             self._digest = digest(list(islice(self.units(), _LOOKED_AT)))
         return self._digest
 
-    def _read(self, piece: _Piece) -> Iterator[Any]:
+    def _read(self, piece: _Drawn) -> Iterator[Any]:
         num, following = 0, self._after(piece)
         while following is not None:
             piece = following
@@ -93,10 +93,10 @@ class Order:
                 self._first = None
             following = self._after(piece)
 
-    def _after(self, piece: _Piece) -> _Piece | None:
+    def _after(self, piece: _Drawn) -> _Drawn | None:
         with self._lock:
             if piece.next is None and (units := self._draw()):
-                piece.next = _Piece(units)
+                piece.next = _Drawn(units)
             return piece.next
 
     def _draw(self) -> list[Any]:
@@ -113,7 +113,7 @@ class Order:
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler the epoch, if it asks for it, but not those that follow the sampler."""
+    """Tell a sampler the epoch, if it asks for it, but no source that follows the sampler."""
     if hasattr(sampler, "set_epoch"):
         getattr(sampler.set_epoch, "own", sampler.set_epoch)(epoch)
 
@@ -143,8 +143,8 @@ def _own_generators(sampler: Any, seed: int) -> tuple[Lent, list[torch.Generator
     """Find generators for a sampler.
 
     Returns:
-        Those to lend, because torch's would be drawn from by other threads too, and those that the
-        sampler has and that are to be put back behind each piece.
+        Generators to lend, because other threads draw from torch's too, and generators that the
+        sampler has, to be put back behind each piece.
     """
     lent, given = [], []
     for source in (sampler, getattr(sampler, "sampler", None)):

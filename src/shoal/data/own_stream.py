@@ -32,13 +32,13 @@ _LOOKED_AT = 256  # elements of a row, by which a stream is known again
 
 
 class StreamPiece(NamedTuple):
-    """A batch from a worker to the main process: a plain tuple, whose tensors can be pinned."""
+    """A batch from a worker to the main process: a plain tuple, so that tensors can be pinned."""
 
     part: int
     parts: int
     digest: int  # digest of the first row of the batch
     before: int  # digest of the batch before, if that was skipped
-    state: bytes | None  # of the dataset behind the batch; None if it has none
+    state: bytes | None  # the dataset's behind the batch; None if it has none
     batch: Any
 
 
@@ -71,7 +71,7 @@ class OwnStream(IterableDataset[StreamPiece]):
     ) -> None:
         self.dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
         self._collate, self._rank, self._draws = collate, rank, draws
-        self.states: Sequence[Any] = ()  # of each part, where the pass begins
+        self.states: Sequence[Any] = ()  # states of the parts as the pass begins
         # seed, epoch, the first part, position: shared with workers, which may outlive a pass
         self._told = torch.zeros(4 + _MOST_WORKERS, dtype=torch.int64, device="cpu").share_memory_()
 

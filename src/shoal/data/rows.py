@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal, global_batches, last_batches, num_batches, shared_by
 from shoal.data.draws import mixed
-from shoal.data.ends import Ends
+from shoal.data.ends import OwnEnds
 from shoal.data.order import Order, digest
 from shoal.data.parts import num_rows, one_of, part
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Source, other_order
@@ -37,14 +37,14 @@ class GlobalBatch:
 
 
 class Known(Source[T]):
-    """A source whose rows have numbers, or names, which a sampler gives.
+    """Rows that have numbers, or names, which a sampler gives.
 
     Args:
         sampler: gives rows, or lists of rows.
         deal: how they are dealt. As for one rank if each rank's sampler gives its own.
         seed: the same on every rank.
         passes: of the session.
-        ends: of ranks whose samplers give each its own rows; None if all have one order.
+        ends: of ranks, if each has a sampler for its own rows; None if all have one order.
     """
 
     piece = 64  # rows or lists that are drawn from the sampler at once
@@ -55,7 +55,7 @@ class Known(Source[T]):
         deal: Deal,
         seed: int,
         passes: Passes,
-        ends: Ends | None = None,
+        ends: OwnEnds | None = None,
     ) -> None:
         super().__init__(deal, seed, passes, ends and OwnPlace(ends.rank, ends.size))
         self.sampler, self._ends = sampler, ends
@@ -200,7 +200,7 @@ def _marked(turns: Iterator[GlobalBatch]) -> Iterator[tuple[GlobalBatch, bool]]:
 
 
 def _behind(units: Iterator[Any], taken: int) -> Iterator[Any]:
-    """Yield what is behind so many rows or items.
+    """Yield the rows or items behind so many.
 
     Raises:
         UsageError: there are not as many.
@@ -465,7 +465,7 @@ class GlobalOrder(Sampler[Any]):
 
 
 def _lists_behind(lists: Iterator[list[Any]], taken: int) -> Iterator[list[Any]]:
-    """Yield what is left of lists of rows, of which so many rows were taken.
+    """Yield the rest of lists of rows, of which so many rows were taken.
 
     Raises:
         UsageError: there are not as many rows.

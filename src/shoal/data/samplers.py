@@ -32,6 +32,7 @@ _RANKS = {
     "num_replicas", "world_size", "num_processes", "num_shards", "num_ranks", "n_ranks",
     "data_parallel_size", "dp_size", "rank_size", "get_world_size", "size", "nranks",
 }  # fmt: skip
+_ASKS = ({"get_rank", "get_world_size"}, {"world", "rank", "size"})
 _SETTINGS = ("RANK", "WORLD_SIZE")  # variables of the environment
 
 
@@ -40,7 +41,7 @@ class WholeOrder(Sampler[int]):
     """The order of all ranks that a DistributedSampler cuts its own rows out of.
 
     Args:
-        given: torch's own sampler, whose dataset, seed, shuffle and drop_last it follows.
+        given: torch's own sampler. It follows its dataset, seed, shuffle and drop_last.
         size: number of ranks.
     """
 
@@ -56,7 +57,9 @@ class WholeOrder(Sampler[int]):
         num, order = len(self.given.dataset), range(len(self.given.dataset))  # type: ignore[arg-type]
         if self.given.shuffle:
             generator = torch.Generator().manual_seed(self.given.seed + self.epoch)
-            return iter(torch.randperm(num, generator=generator).tolist()[: len(self)])
+            return iter(
+                torch.randperm(num, generator=generator, device="cpu").tolist()[: len(self)]
+            )
         return iter(order[: len(self)])
 
     def __len__(self) -> int:
@@ -73,7 +76,7 @@ def taken_over(sampler: Any, size: int) -> WholeOrder | None:
 
 
 def follow(sampler: Any, source: Source[Any]) -> None:
-    """Let `set_epoch` of a sampler, and of those within it, set the epoch of a source, too."""
+    """Let `set_epoch` of a sampler, and of samplers within it, set the epoch of a source, too."""
     for one in _within(sampler):
         inner = getattr(one, "set_epoch", None)
         if inner is not None:
@@ -95,12 +98,12 @@ class _Following:
 
 
 @dataclass(frozen=True)
-class Split:
+class RankSplit:
     """A sampler that seems to split its rows by rank.
 
     Args:
         name: of its class.
-        by: what shows it, in words.
+        by: the sign of it, in words.
         fits: whether it has this rank's number, and the number of ranks here.
     """
 
@@ -109,7 +112,7 @@ class Split:
     fits: bool
 
 
-def split_of(sampler: Any, rank: int, size: int) -> Split | None:
+def split_of(sampler: Any, rank: int, size: int) -> RankSplit | None:
     """Look whether a sampler splits by rank itself.
 
     Args:
@@ -126,11 +129,11 @@ def split_of(sampler: Any, rank: int, size: int) -> Split | None:
     return None
 
 
-def own_samplers(everyone: list[Split | None]) -> bool:
+def own_samplers(everyone: list[RankSplit | None]) -> bool:
     """Whether all ranks' samplers give each its own rows.
 
     Raises:
-        UsageError: they split by numbers that are not those of the ranks here.
+        UsageError: they split by other numbers than the ranks here have.
     """
     found = [split for split in everyone if split is not None]
     if not found:
@@ -156,7 +159,7 @@ def _within(sampler: Any, depth: int = _DEPTH) -> Iterator[Any]:
             yield from _within(value, depth - 1)
 
 
-def _of_attributes(sampler: Any, rank: int, size: int) -> Split | None:
+def _of_attributes(sampler: Any, rank: int, size: int) -> RankSplit | None:
     numbers = {
         name: value
         for name, value in getattr(sampler, "__dict__", {}).items()
@@ -168,10 +171,10 @@ def _of_attributes(sampler: Any, rank: int, size: int) -> Split | None:
         return None
     of, num = ranks[0], sizes[0]
     fits = (numbers[of], numbers[num]) == (rank, size)
-    return Split(type(sampler).__name__, f"{of}={numbers[of]}, {num}={numbers[num]}", fits)
+    return RankSplit(type(sampler).__name__, f"{of}={numbers[of]}, {num}={numbers[num]}", fits)
 
 
-def _of_code(sampler: Any, rank: int, size: int) -> Split | None:
+def _of_code(sampler: Any, rank: int, size: int) -> RankSplit | None:
     """Look whether the code of its methods has the numbers, from elsewhere than its attributes."""
     for kind in type(sampler).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
@@ -182,11 +185,11 @@ def _of_code(sampler: Any, rank: int, size: int) -> Split | None:
                 known = {name: _value(method, name) for name in names}
                 of = [name for name in _RANK & names if _is(known[name], rank)]
                 num = [name for name in _RANKS & names if _is(known[name], size)]
-                asks = {"get_rank", "get_world_size"} <= names or set(_SETTINGS) <= texts
+                asks = any(each <= names for each in _ASKS) or set(_SETTINGS) <= texts
                 world = [n for n, v in known.items() if _is_world(v, rank, size)]
                 if (of and num) or asks or (world and _RANK & names):
                     by = " and ".join([*of, *num][:2] or world or ["its rank"])
-                    return Split(type(sampler).__name__, f"{method.__name__} reads {by}", True)
+                    return RankSplit(type(sampler).__name__, f"{method.__name__} reads {by}", True)
     return None
 
 
@@ -218,6 +221,9 @@ def _is(value: Any, number: int) -> bool:
 
 
 def _is_world(value: Any, rank: int, size: int) -> bool:
-    sizes = (getattr(value, name, None) for name in ("size", "world_size", "num_replicas"))
-    known = not isinstance(value, type | types.ModuleType)
-    return known and _is(getattr(value, "rank", None), rank) and any(_is(s, size) for s in sizes)
+    """Whether an object, such as an accelerator, has both numbers."""
+    if isinstance(value, type | types.ModuleType):
+        return False
+    return any(_is(getattr(value, name, None), rank) for name in _RANK) and any(
+        _is(getattr(value, name, None), size) for name in _RANKS
+    )

@@ -1,4 +1,4 @@
-"""A loader of one rank's own batches: what a loop iterates over."""
+"""A loader of one rank's own batches, for a loop to iterate over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import how_many
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.ends import Ends, NextBatchCheck
+from shoal.data.ends import NextBatchCheck, OwnEnds
 from shoal.data.own_stream import BeginStream, OwnStream
 from shoal.data.rows import GlobalOrder, Items, Known, Lists, OwnItems, OwnRows, SamplerRows
 from shoal.data.samplers import follow, taken_over
@@ -69,7 +69,7 @@ class Positioned(Generic[T]):
 
 
 class ShardedLoader(Positioned[T], DataLoader[T]):
-    """A DataLoader of this rank's own rows: what `shard` makes of a DataLoader.
+    """A DataLoader of this rank's own rows, which `shard` makes of a DataLoader.
 
     It has all options of the loader that it was made of.
 
@@ -123,7 +123,7 @@ def _of_rank(state: Mapping[str, Any], source: Source[Any]) -> Mapping[str, Any]
 
 @final
 class ShardedBatches(Positioned[T]):
-    """This rank's own of the batches that an iterable gives: what `shard` makes of one.
+    """This rank's own of the batches that an iterable gives, which `shard` makes of one.
 
     It has `state_dict`, `load_state_dict`, `set_epoch` and `epoch`, as a `ShardedLoader`.
 
@@ -159,8 +159,8 @@ def sharded(
         deal: how global batches are dealt.
         seed: the same on every rank. Seed and epoch give the order.
         passes: of the session.
-        next_batch: among ranks whose datasets or samplers give each its own rows; None if all have
-            the same.
+        next_batch: among ranks, if each has a dataset or sampler for its own rows; None if all
+            have the same.
 
     Raises:
         UsageError: a loader that cannot be dealt, or too few rows for the ranks.
@@ -176,7 +176,7 @@ def sharded(
         return _of_batches(loader, deal, seed, passes, next_batch)
     is_stream = isinstance(loader.dataset, IterableDataset)
     if next_batch is not None:
-        ends = Ends(deal.rank, deal.size, next_batch, _ONE_STREAM if is_stream else _ONE_ORDER)
+        ends = OwnEnds(deal.rank, deal.size, next_batch, _ONE_STREAM if is_stream else _ONE_ORDER)
         if is_stream:
             return _of_streams(loader, deal, seed, passes, ends)
         return _of_rows(loader, _alone(loader, deal), seed, passes, ends)
@@ -186,7 +186,7 @@ def sharded(
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return what gives a loader its order: its own batch_sampler, or else a sampler; or None."""
+    """Return the giver of a loader's order: its own batch_sampler, or else a sampler; or None."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     batches = loader.batch_sampler
@@ -196,7 +196,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def _of_rows(
-    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: Ends | None = None
+    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: OwnEnds | None = None
 ) -> ShardedLoader[T]:
     """Of a dataset with `__getitem__`. With `ends`, each rank's sampler gives its own rows."""
     batches, given = loader.batch_sampler, sampler_of(loader)
@@ -273,7 +273,7 @@ def _of_stream(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> 
 
 
 def _of_streams(
-    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: Ends
+    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: OwnEnds
 ) -> ShardedLoader[T]:
     """Of datasets that give each rank its own rows."""
     if isinstance(deal.shares, Speed):
@@ -318,7 +318,7 @@ def _of_batches(
         )
     if next_batch is not None:
         stream = OwnStream(loader, None, False, as_it_is, deal.rank, draws=False)
-        ends = Ends(deal.rank, deal.size, next_batch, _ONE_STREAM)
+        ends = OwnEnds(deal.rank, deal.size, next_batch, _ONE_STREAM)
         return ShardedBatches(stream, Streams(stream, 0, deal, seed, passes, ends))
     deal.check_batches()
     dealt = Dealt(loader, deal, Units(None, drop_last=False, collate=as_it_is))

@@ -32,12 +32,12 @@ class LoaderStep(Generic[T]):
     """The batch that this rank takes in one step, and the position behind it."""
 
     batch: T
-    position: Position  # behind it
+    position: Position  # place behind this step
     last: bool = False  # of the epoch
     order: int = 0  # a digest of the pass's order, where it is known only now
     end: int = 0  # rows or batches of the whole stream, where its end was read
     digest: int = 0  # digest of one row that a stream gives in this step
-    places: list[Any] = field(default_factory=list)  # of a stream's parts, behind this step
+    places: list[Any] = field(default_factory=list)  # places of a stream's parts
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Begun:
     noted: Pass
     position: Position
     drawn: bool = False
-    steps: int = 0  # that were trained on
-    places: list[Any] = field(default_factory=list)  # of a stream's parts, behind the last step
+    steps: int = 0  # steps with a backward
+    places: list[Any] = field(default_factory=list)  # places of a stream's parts
 
 
 class Source(ABC, Generic[T]):

@@ -1,7 +1,7 @@
 """Streams of which each rank has its own: a position, and a state, on each rank.
 
 The position is the number of batches that were taken of each part of this rank's stream, a part for
-each worker. ends.py lets all ranks end the epoch together. Costs what that costs, and in a worker a
+each worker. ends.py lets all ranks end the epoch together. Costs that, and in a worker a
 copy of the dataset's state with each batch, if it has one.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.ends import Ends
+from shoal.data.ends import OwnEnds
 from shoal.data.own_stream import OwnStream, StreamPiece
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Position, Source
 from shoal.data.stream import next_part
@@ -37,14 +37,14 @@ class Streams(Source[T]):
         deal: Deal,
         seed: int,
         passes: Passes,
-        ends: Ends,
+        ends: OwnEnds,
     ) -> None:
         super().__init__(deal, seed, passes, OwnPlace(ends.rank, ends.size))
         self._stream, self._num_parts, self._ends = stream, max(1, num_workers), ends
-        self._loaded: list[Place] = []  # of each part, where a pass goes on
+        self._loaded: list[Place] = []  # places of the parts, to go on from
 
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
-        """A pass over what is left of the stream."""
+        """Begin a pass over the rest of the stream."""
         start = list(self.start)
         places: list[Place] = [(0, None)] * self._num_parts
         if start and self._loaded:
@@ -78,7 +78,7 @@ class Streams(Source[T]):
         raise TypeError("the length of streams is not known: count steps as you go")
 
     def facts(self) -> str:
-        """Say what there is to know."""
+        """Say the kind: nothing else is known."""
         return "a stream on each rank"
 
     def state(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@
                    and reads the rows
 
 So no two ranks augment alike, and no two passes. A run that goes on in the middle of an epoch draws
-what it would have drawn. As a worker starts, before `worker_init_fn`, the seed is made of the
+the same numbers. As a worker starts, before `worker_init_fn`, the seed is made of the
 worker's number. Guarded by tests/data/test_worker_draws.py.
 """
 

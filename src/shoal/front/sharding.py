@@ -14,7 +14,7 @@ from shoal.core.numbers import check_truth, how_many, is_count
 from shoal.data.deal import Deal
 from shoal.data.ends import NextBatchCheck
 from shoal.data.order import proposed_seed
-from shoal.data.samplers import Split, own_samplers, split_of, taken_over
+from shoal.data.samplers import RankSplit, own_samplers, split_of, taken_over
 from shoal.data.sharded import ShardedBatches, ShardedLoader, sampler_of, sharded
 from shoal.data.shares import FixedShares, Shares, Speed
 from shoal.front import text
@@ -73,7 +73,7 @@ def shard(
         shards_itself: an IterableDataset, or a sampler, that gives each rank its own rows already.
             Then the epoch ends with the first of these streams that ends. By default samplers that
             split by rank are found by their numbers, and streams are the same on every rank. False:
-            deal out what the sampler gives, whatever it seems.
+            deal out one order, also of such a sampler.
 
     Returns:
         Of a DataLoader a copy, a `ShardedLoader`. Of other batches a `ShardedBatches`. Both have
@@ -110,7 +110,7 @@ def dealt(
     shares: Shared = None,
     shards_itself: bool | None = None,
 ) -> Any:
-    """Do as `shard` does, and do not say whose batch it is."""
+    """Do as `shard` does, without its line about batches."""
     session = current()
     if is_tail_host(session):
         return loader
@@ -152,7 +152,7 @@ def _split(loader: Any, session: Session) -> bool:
     own = None
     if taken_over(sampler, comm.size) is None and sampler is not None:
         own = split_of(sampler, comm.rank, comm.size)
-    splits = own_samplers(comm.gather_objects(own, "shard: comparing samplers", Split))
+    splits = own_samplers(comm.gather_objects(own, "shard: comparing samplers", RankSplit))
     if own is not None:
         line = (
             f"the sampler {own.name} splits its rows by rank ({own.by}): each rank takes what its "

@@ -104,7 +104,7 @@ def _of_module(module: nn.Module, *, spread: bool) -> Any:
 
 
 def _of_loader(loader: Positioned[Any]) -> dict[str, Any]:
-    """A loader's position, or those of all ranks if each has rows of its own (a collective)."""
+    """A loader's position, or one of each rank with rows of its own (a collective)."""
     state = loader.state_dict()
     if loader.source.own is None:
         return state
