@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from shoal.core.errors import RanksDiffer
@@ -74,7 +75,7 @@ def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
 
 
 def _found(dataset: Any, name: str, depth: int) -> Iterator[Listing]:
-    if isinstance(dataset, Subset | TensorDataset) and len(dataset) > 1:
+    if isinstance(dataset, Subset) or _is_dense(dataset):
         yield _rows(dataset, name)
     for key, value in getattr(dataset, "__dict__", {}).items():
         inner = f"{name}.{key}"
@@ -98,6 +99,14 @@ def _listing(name: str, values: Sequence[Any]) -> Listing:
     ordered = zlib.crc32(np.array(digests, dtype=np.uint32).tobytes())
     whole = len(some) == len(values)
     return Listing(name, len(values), ordered, sum(digests) % 2**32 if whole else 0)
+
+
+def _is_dense(dataset: Any) -> bool:
+    return (
+        isinstance(dataset, TensorDataset)
+        and len(dataset) > 0
+        and dataset.tensors[0].layout is torch.strided
+    )
 
 
 def _rows(dataset: Subset[Any] | TensorDataset, name: str) -> Listing:
