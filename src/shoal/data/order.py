@@ -72,28 +72,21 @@ class Order:
         """Whether its start is in memory no more, so that another pass needs a new order."""
         return self._first is None
 
-    def units(self) -> Iterator[Any]:
-        """Yield all of it from the start."""
+    def units(self) -> OrderReader:
+        """Return a reader of all of it, at the start."""
         assert self._first is not None
-        return self._read(self._first)
+        return OrderReader(self, self._first)
 
     def digest(self) -> int:
         """Return a digest of the first rows, in order; 0 if they are no numbers or names."""
         if self._digest is None:
-            self._digest = digest(list(islice(self.units(), _LOOKED_AT)))
+            self._digest = digest(self.units().take(_LOOKED_AT))
         return self._digest
 
-    def _read(self, piece: _Drawn) -> Iterator[Any]:
-        num, following = 0, self._after(piece)
-        while following is not None:
-            piece = following
-            yield from piece.units
-            num += len(piece.units)
-            if num >= _KEPT:
-                self._first = None
-            following = self._after(piece)
-
-    def _after(self, piece: _Drawn) -> _Drawn | None:
+    def after(self, piece: _Drawn, num: int) -> _Drawn | None:
+        """Return the next piece, behind so many rows or lists; None at the end."""
+        if num >= _KEPT:
+            self._first = None
         with self._lock:
             if piece.next is None and (units := self._draw()):
                 piece.next = _Drawn(units)
@@ -110,6 +103,50 @@ class Order:
                 return list(islice(self._units, self._piece))
             finally:
                 self.is_drawing = False
+
+
+@final
+class OrderReader(Iterator[Any]):
+    """A reader of an order: its rows or lists, from the start."""
+
+    def __init__(self, order: Order, piece: _Drawn) -> None:
+        self._order, self._piece = order, piece
+        self._at = self._num = 0  # rows of the piece, and rows before it
+
+    def take(self, num: int) -> list[Any]:
+        """Read so many; fewer at the end."""
+        found: list[Any] = []
+        while len(found) < num:
+            some = self._piece.units[self._at : self._at + num - len(found)]
+            self._at += len(some)
+            found += some
+            if not some and not self._go_on():
+                break
+        return found
+
+    def skip(self, num: int) -> int:
+        """Leave so many out, and return how many there were."""
+        skipped = 0
+        while skipped < num:
+            some = min(num - skipped, len(self._piece.units) - self._at)
+            self._at += some
+            skipped += some
+            if not some and not self._go_on():
+                break
+        return skipped
+
+    def __next__(self) -> Any:
+        for unit in self.take(1):
+            return unit
+        raise StopIteration
+
+    def _go_on(self) -> bool:
+        following = self._order.after(self._piece, self._num + self._at)
+        if following is None:
+            return False
+        self._num += self._at
+        self._piece, self._at = following, 0
+        return True
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:

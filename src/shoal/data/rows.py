@@ -19,7 +19,7 @@ from shoal.core.passes import Passes
 from shoal.data.deal import Deal, global_batches, last_batches, num_batches, shared_by
 from shoal.data.draws import mixed
 from shoal.data.ends import OwnEnds
-from shoal.data.order import Order, digest
+from shoal.data.order import Order, OrderReader, digest
 from shoal.data.parts import num_rows, one_of, part
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Source, other_order
 
@@ -107,7 +107,7 @@ class Known(Source[T]):
         return self.cut(self.ordered().units(), self.taken)
 
     @abstractmethod
-    def cut(self, units: Iterator[Any], taken: int) -> Iterator[GlobalBatch]:
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
         """Make global batches of rows or lists, behind those that were taken."""
 
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
@@ -174,7 +174,7 @@ class Known(Source[T]):
 
     def _earlier_digest(self) -> int:
         """Return the digest of releases that drew whole orders: their positions hold."""
-        units = list(islice(self.ordered().units(), _LISTED + 1))
+        units = self.ordered().units().take(_LISTED + 1)
         return digest(units[:: max(1, len(units) // 256)]) if len(units) <= _LISTED else 0
 
 
@@ -199,16 +199,16 @@ def _marked(turns: Iterator[GlobalBatch]) -> Iterator[tuple[GlobalBatch, bool]]:
         turn = following
 
 
-def _behind(units: Iterator[Any], taken: int) -> Iterator[Any]:
-    """Yield the rows or items behind so many.
+def _behind(units: OrderReader, taken: int) -> OrderReader:
+    """Go behind so many rows or items.
 
     Raises:
         UsageError: there are not as many.
     """
-    skipped = sum(1 for _ in islice(units, taken))
+    skipped = units.skip(taken)
     if skipped < taken:
         raise other_order(f"{taken} taken", f"at most {skipped}, as many as there are")
-    yield from units
+    return units
 
 
 @final
@@ -232,12 +232,12 @@ class SamplerRows(Known[T]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._whole = deal.rows(batch_size)
 
-    def cut(self, units: Iterator[Any], taken: int) -> Iterator[GlobalBatch]:
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
         """Cut global batches out of rows, as long as each rank has a row in the one behind."""
         whole, size = self._whole, self.deal.size
         left, rows, is_start = _behind(units, taken), list[Any](), not taken
         while True:
-            rows += islice(left, whole + size - len(rows))
+            rows += left.take(whole + size - len(rows))
             if len(rows) < whole + size:
                 break
             yield GlobalBatch(rows[:whole], whole)
@@ -278,7 +278,7 @@ class Lists(Known[T]):
 
     kind = "lists of a batch_sampler"
 
-    def cut(self, units: Iterator[Any], taken: int) -> Iterator[GlobalBatch]:
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
         """Make turns of lists. Those with a row for every rank at least, else they are joined."""
         size, lists = self.deal.size, _lists_behind(map(list, units), taken)
         num = 1 if self.deal.together else size  # lists of a turn
@@ -341,10 +341,10 @@ class Items(Known[T]):
 
     kind = "items of a sampler"
 
-    def cut(self, units: Iterator[Any], taken: int) -> Iterator[GlobalBatch]:
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
         """Make turns of items."""
         size, left, is_start = self.deal.size, _behind(units, taken), not taken
-        while group := list(islice(left, self._each)):
+        while group := left.take(self._each):
             is_start = False
             yield GlobalBatch(group, len(group), [group[self._which(len(group))]])
         if is_start:
@@ -370,6 +370,15 @@ class Items(Known[T]):
         """Items, if the sampler tells their number."""
         num = self.numel()
         return "batches" if num is None else f"{num} batches"
+
+
+def _rows_of(
+    turns: Iterator[GlobalBatch], taken: int, epoch: int, deal: Deal
+) -> Iterator[tuple[int, list[Any]]]:
+    for number, turn in enumerate(turns):
+        own = turn.own
+        yield taken, deal.mine(turn.rows, epoch, number) if own is None else list(own)
+        taken += turn.num
 
 
 def own_part(batch: Any, num_items: int, deal: Deal, epoch: int, turn: int) -> Any:
@@ -406,21 +415,17 @@ class OwnRows(Sampler[list[Any]]):
         self.source.follow_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return (rows for _, rows in self.seeded())
+        return (rows for _, rows in self._numbered())
 
     def seeded(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield this rank's rows, batch by batch, each with a seed for what reading them draws."""
-        source = self.source
-        return self._seeded(source.turns(), source.taken, (source.seed, source.epoch))
+        key = self.source.seed, self.source.epoch, self.source.rank
+        return ((mixed(*key, taken), rows) for taken, rows in self._numbered())
 
-    def _seeded(
-        self, turns: Iterator[GlobalBatch], taken: int, key: tuple[int, int]
-    ) -> Iterator[tuple[int, list[Any]]]:
-        deal, rank = self.source.deal, self.source.rank
-        for number, turn in enumerate(turns):
-            rows = deal.mine(turn.rows, key[1], number) if turn.own is None else list(turn.own)
-            yield mixed(*key, rank, taken), rows
-            taken += turn.num
+    def _numbered(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield this rank's rows of each turn of the coming pass, with the position before it."""
+        source = self.source
+        return _rows_of(source.turns(), source.taken, source.epoch, source.deal)
 
     def __len__(self) -> int:
         return self.source.num_steps()
