@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shoal.data.order import drawn
+from shoal.data.order import Order
 
 SAMPLERS: dict[str, Callable[[], Iterable[object]]] = {
     "random": lambda: RandomSampler(range(50)),
@@ -23,6 +23,10 @@ SAMPLERS: dict[str, Callable[[], Iterable[object]]] = {
     "weighted": lambda: WeightedRandomSampler([1.0] * 50, 50),
     "in batches": lambda: BatchSampler(RandomSampler(range(50)), 4, drop_last=False),
 }
+
+
+def drawn(sampler: Iterable[object], seed: int, epoch: int) -> list[object]:
+    return list(Order(sampler, seed, epoch).units())
 
 
 @pytest.mark.quick

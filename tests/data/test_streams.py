@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import shoal
@@ -129,19 +130,22 @@ def test_a_state_of_other_ranks_is_refused() -> None:
     run(3, other)
 
 
-def test_a_stream_without_a_state_says_so() -> None:
+def test_a_stream_without_a_state_is_read_again() -> None:
     class Plain(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
-            return iter(range(12))
+            return iter(torch.randperm(12).tolist())
 
-    def work(comm: ThreadComm) -> None:
+    def work(comm: ThreadComm) -> list[list[int]]:
         with using(comm):
-            loader = shoal.shard(DataLoader(Plain(), 2), shards_itself=True)
-            lists(loader, 3)
-            with pytest.raises(UsageError, match="cannot say where it is"):
-                loader.state_dict()
+            before, after = (
+                shoal.shard(DataLoader(Plain(), 2), shards_itself=True) for _ in range(2)
+            )
+            taken = lists(before, 3)
+            after.load_state_dict(before.state_dict())
+            return taken + lists(after)
 
-    run(2, work)
+    for taken in run(2, work):
+        assert sorted(row for each in taken for row in each) == list(range(12))
 
 
 def test_an_empty_stream_is_said() -> None:

@@ -95,6 +95,7 @@ TAKEN: dict[str, str] = {
     "Int8(block)": "3",
     "LowRank(columns)": COUNT,
     "LowRank(rank)": "3",
+    "shard(shards_itself)": "None",
     "shard(shares)": "None",
     "mean(value)": "nan inf -1 0 3 1.5 1e300 a_huge_int True a_tensor",
     "mean(weight)": "3 1.5 True",

@@ -75,5 +75,28 @@ def test_other_files_are_warned_of() -> None:
 
 @pytest.mark.quick
 def test_what_lists_nothing_is_left_alone() -> None:
-    sharded(lambda rank: TensorDataset(torch.arange(9.0) + rank))
+    sharded(lambda rank: TensorDataset(torch.arange(9.0), torch.arange(9.0) + rank))
     sharded(lambda rank: Files([f"{rank}"] if rank > 5 else list(range(9))))
+
+
+CUT: dict[str, Callable[[int], Dataset[Any]]] = {
+    "tensors": lambda rank: TensorDataset(torch.arange(48.0)[rank::3]),
+    "a subset": lambda rank: Subset(range(48), range(rank, 48, 3)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", CUT)
+def test_rows_that_the_script_has_cut_by_rank_already_are_said(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"list other rows(.|\n)*rows of its own already"):
+        sharded(CUT[kind])
+
+
+@pytest.mark.quick
+def test_a_random_split_that_is_another_on_each_rank_is_refused() -> None:
+    def of_rank(rank: int) -> Dataset[Any]:
+        order = torch.randperm(16, generator=torch.Generator().manual_seed(rank))
+        return Subset(range(16), order.tolist())  # type: ignore[arg-type]
+
+    with pytest.raises(RanksDiffer, match=r"the same rows in another order(.|\n)*random_split"):
+        sharded(of_rank)

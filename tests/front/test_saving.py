@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from one_process import cluster_of, features
@@ -267,30 +268,83 @@ def test_a_loader_that_cannot_say_where_it_is(tmp_path: Path) -> None:
 
 
 class Own(IterableDataset[int]):
-    """A rank's own stream, which can say where it is."""
+    """A rank's own stream of six rows, which can say where it is, as arrays and sets too."""
+
+    def __init__(self, rank: int, has_state: bool = True) -> None:
+        self.rank, self.taken, self.begins = rank, 0, 0
+        if has_state:
+            self.state_dict, self.load_state_dict = self._state, self._load
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
+        begin, self.begins = self.begins, 0
+        for number in range(begin, 6):
+            self.taken = number + 1
+            yield 100 * self.rank + number
 
-    def state_dict(self) -> dict[str, int]:
-        return {}
+    def _state(self) -> dict[str, Any]:
+        return {"taken": np.array([self.taken]), "of": {self.rank}, "t": torch.ones(2) * self.rank}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+    def _load(self, state: dict[str, Any]) -> None:
+        assert state["of"] == {self.rank} and bool((state["t"] == self.rank).all())
+        self.begins = int(state["taken"][0])
 
 
-def test_positions_of_each_rank_are_refused_as_long_as_they_differ(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_position_of_each_rank_is_saved_in_mid_epoch(tmp_path: Path, has_state: bool) -> None:
     def work(rank: int) -> None:
-        loader = shoal.shard(DataLoader(Own(), 2), shards_itself=True)
-        batches = iter(loader)
+        loaders = [
+            shoal.shard(DataLoader(Own(rank, has_state), 2), shards_itself=True) for _ in range(2)
+        ]
+        batches = iter(loaders[0])
         next(batches)
-        with pytest.raises(UsageError, match=r"shard themselves(.|\n)*save between epochs"):
-            shoal.save(tmp_path / "saved", loader=loader)
+        shoal.save(tmp_path / "saved", loader=loaders[0])
+        shoal.load(tmp_path / "saved", loader=loaders[1])
+        rest = [batch.tolist() for batch in loaders[1]]
+        assert rest == [[100 * rank + 2, 100 * rank + 3], [100 * rank + 4, 100 * rank + 5]]
         list(batches)
-        shoal.save(tmp_path / "saved", loader=loader)
-        shoal.load(tmp_path / "saved", loader=loader)
+        shoal.save(tmp_path / "saved", loader=loaders[0])
+        shoal.load(tmp_path / "saved", loader=loaders[1])
+        assert (loaders[1].epoch, loaders[1].state_dict()["position"]) == (1, [])
 
     together(2, work)
+
+
+def test_positions_of_other_ranks_begin_the_epoch_and_say_so(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        loader = shoal.shard(DataLoader(Own(rank), 2), shards_itself=True)
+        list(loader)
+        next(iter(loader))
+        shoal.save(tmp_path / "saved", loader=loader)
+
+    def load(rank: int) -> None:
+        loader = shoal.shard(DataLoader(Own(rank), 2), shards_itself=True)
+        shoal.load(tmp_path / "saved", loader=loader)
+        assert (loader.epoch, loader.state_dict()["position"]) == (1, [])
+
+    together(2, save)
+    with pytest.warns(UserWarning, match="2 ranks had rows of its own, and now there are 3"):
+        together(3, load)
+
+
+class Unsaved(Own):
+    """A stream whose own state is code."""
+
+    def _state(self) -> dict[str, Any]:
+        return {"made by": slice}
+
+
+def test_a_state_that_no_checkpoint_holds_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> None:
+        loaders = [shoal.shard(DataLoader(Unsaved(rank), 2), shards_itself=True) for _ in range(2)]
+        next(iter(loaders[0]))
+        shoal.save(tmp_path / "saved", loader=loaders[0])
+        shoal.load(tmp_path / "saved", loader=loaders[1])
+        assert [len(batch) for batch in loaders[1]] == [2, 2]
+
+    together(2, work)
+    assert "its rows will be read again" in caplog.text
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:

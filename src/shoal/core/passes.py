@@ -89,6 +89,8 @@ class Passes:
     def __init__(self, is_trained: Callable[[], bool] = _never) -> None:
         self.is_trained = is_trained
         self.loaders = 0  # that were sharded
+        self.may_repeat = False  # a sampler may give ranks the same rows on purpose
+        self.said = set[str]()  # lines about loaders, each of which is said once
         self.waits = WeakSet[Waiting]()  # of the models that there are still
         self.at_end: Callable[[], None] = nothing  # of an epoch: called on that thread
         self.hear: Callable[[], None] = nothing  # raises once if a rank is known to be gone

@@ -1,9 +1,10 @@
-"""What `shard` gives: each rank its own rows of any loader, none twice, none lost.
+"""Each rank its own rows of any loader, none twice, none lost: `shard`.
 
-sharded    what a loop iterates over; picks the kind of source
-source     a pass, and the position in it          │ kinds, a file each:
-deal       who has which rows of a global batch     │   rows     of a sampler or batch_sampler
-shares     how many rows each rank takes            │   stream   one stream, the same on every rank
-order      a sampler's order, the same on all ranks │   streams  each rank its own stream
-parts      a part of a batch that is made already   │
+sharded    the loader of a loop; picks the kind     │ kinds of source, a file each:
+source     a pass, and the position in it           │   rows     of a sampler or batch_sampler
+deal       the rows of each rank in a global batch  │   stream   one stream, the same on every rank
+shares     how many rows each rank takes            │   streams  each rank its own: own_stream, ends
+order      a sampler's order, piece by piece        │
+samplers   made for several ranks already           │ draws      random numbers of their own
+parts      a part of a batch that is made already   │ workers    seeds for each batch
 """

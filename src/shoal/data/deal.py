@@ -105,6 +105,29 @@ def global_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> lis
     return batches
 
 
+def num_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> int:
+    """Count the batches of `global_batches`, also where there are too many to list."""
+    before = max(0, num_rows // whole - 2)
+    return before + len(global_batches(num_rows - before * whole, size, whole, drop_last))
+
+
+def last_batches(
+    num_rows: int, size: int, whole: int, drop_last: bool, *, is_start: bool
+) -> list[int]:
+    """Rows that all ranks take in the last steps, where whole batches have been cut off before.
+
+    Args:
+        num_rows: that are left.
+        size: number of ranks.
+        whole: rows of a whole global batch.
+        drop_last: leave out the last one if it is not whole.
+        is_start: whether nothing was taken before in this epoch.
+    """
+    if not is_start and (not num_rows or (drop_last and num_rows < whole)):
+        return []
+    return global_batches(num_rows, size, whole, drop_last)
+
+
 def cut_by(num: int, size: int, shares: Sequence[float] | None) -> list[int]:
     """Rows of each rank: in these shares or, without, as many on each; one at least."""
     if shares is None or num <= size:

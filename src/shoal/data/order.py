@@ -1,158 +1,211 @@
-"""A sampler's order, the same on every rank: it depends on a seed and the epoch alone."""
+"""A sampler's order, the same on every rank: it depends on a seed and the epoch alone.
+
+It is drawn piece by piece, as far as a pass has come. So a sampler may be endless, and one of 10
+billion rows costs no more memory than a short one.
+
+    sampler   piece, piece, piece, …      pieces that no pass needs any more are given up
+              ^ a look   ^ the pass that trains
+"""
 
 from __future__ import annotations
 
-import random
+import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from shoal.core.errors import UsageError
+from shoal.data.draws import OwnRandom
 from shoal.profiling.untraced import RANDOM_STATE
 
-_LOOKED_AT = 256  # rows of an order
-_MOST = 1 << 24  # rows or batches of a sampler without __len__
+_LOOKED_AT = 256  # rows at the start of an order
+_KEPT = 1 << 20  # rows or lists that stay in memory for another pass of the same epoch
+_OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """What a sampler gives in an epoch.
+class _Drawn:
+    """Some of an order, and the piece behind it once that is drawn."""
+
+    def __init__(self, units: list[Any]) -> None:
+        self.units = units
+        self.next: _Drawn | None = None
+
+
+@final
+class Order:
+    """Rows, or lists of rows, that a sampler gives in an epoch, drawn as they are needed.
 
     A sampler that draws from a random source of its own (not its `generator` attribute, torch,
-    random or numpy) must be given the same seed on every rank by whoever made it.
+    random or numpy) must be given the same seed on every rank by its maker.
 
-    Raises:
-        UsageError: it has no `__len__`, and no end.
+    Args:
+        sampler: the sampler. It is iterated over once for all passes of the epoch.
+        seed: the same on every rank.
+        epoch: number of the epoch.
+        piece: rows or lists that are drawn at once.
     """
+
+    def __init__(self, sampler: Iterable[Any], seed: int, epoch: int, piece: int = 1024) -> None:
+        self._sampler, self._epoch, self._piece = sampler, epoch, piece
+        self.is_drawing = False  # so that a call of the sampler's `set_epoch` is its own
+        self._units: Iterator[Any] | None = None
+        self._lent, given = _own_generators(sampler, seed + epoch)
+        self._random = OwnRandom(seed + epoch, given)
+        self._is_plain = type(sampler) in _OF_TORCH  # draws from its generator only
+        self._lock = threading.Lock()
+        self._first: _Drawn | None = _Drawn([])
+        self._digest: int | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its start is in memory no more, so that another pass needs a new order."""
+        return self._first is None
+
+    def units(self) -> OrderReader:
+        """Return a reader of all of it, at the start."""
+        assert self._first is not None
+        return OrderReader(self, self._first)
+
+    def digest(self) -> int:
+        """Return a digest of the first rows, in order; 0 if they are no numbers or names."""
+        if self._digest is None:
+            self._digest = digest(self.units().take(_LOOKED_AT))
+        return self._digest
+
+    def after(self, piece: _Drawn, num: int) -> _Drawn | None:
+        """Return the next piece, behind so many rows or lists; None at the end."""
+        if num >= _KEPT:
+            self._first = None
+        with self._lock:
+            if piece.next is None and (units := self._draw()):
+                piece.next = _Drawn(units)
+            return piece.next
+
+    def _draw(self) -> list[Any]:
+        own = RANDOM_STATE if self._is_plain else self._random.drawing()
+        with own, _lending(self._lent):
+            self.is_drawing = True
+            try:
+                if self._units is None:
+                    set_epoch(self._sampler, self._epoch)
+                    self._units = iter(self._sampler)
+                return list(islice(self._units, self._piece))
+            finally:
+                self.is_drawing = False
+
+
+@final
+class OrderReader(Iterator[Any]):
+    """A reader of an order: its rows or lists, from the start."""
+
+    def __init__(self, order: Order, piece: _Drawn) -> None:
+        self._order, self._piece = order, piece
+        self._at = self._num = 0  # rows of the piece, and rows before it
+
+    def take(self, num: int) -> list[Any]:
+        """Read so many; fewer at the end."""
+        found: list[Any] = []
+        while len(found) < num:
+            some = self._piece.units[self._at : self._at + num - len(found)]
+            self._at += len(some)
+            found += some
+            if not some and not self._go_on():
+                break
+        return found
+
+    def skip(self, num: int) -> int:
+        """Leave so many out, and return how many there were."""
+        skipped = 0
+        while skipped < num:
+            some = min(num - skipped, len(self._piece.units) - self._at)
+            self._at += some
+            skipped += some
+            if not some and not self._go_on():
+                break
+        return skipped
+
+    def __next__(self) -> Any:
+        for unit in self.take(1):
+            return unit
+        raise StopIteration
+
+    def _go_on(self) -> bool:
+        following = self._order.after(self._piece, self._num + self._at)
+        if following is None:
+            return False
+        self._num += self._at
+        self._piece, self._at = following, 0
+        return True
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Tell a sampler the epoch, if it asks for it, but no source that follows the sampler."""
     if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    with _with_generators(sampler), drawing_from(seed + epoch, _generators(sampler)):
-        if isinstance(sampler, Sized):
-            return list(sampler)
-        found = list(islice(sampler, _MOST))
-    if len(found) == _MOST:
-        raise UsageError(
-            "the loader's sampler has no end",
-            got=f"{type(sampler).__name__}, without __len__",
-            do="give it an end and a __len__, the number of rows or batches in an epoch, or use an "
-            "IterableDataset and count steps",
-        )
-    return found
+        getattr(sampler.set_epoch, "own", sampler.set_epoch)(epoch)
 
 
-def digest(rows: list[Any]) -> int:
-    """A digest of some of an epoch's rows, in order; 0 where they are no numbers or names."""
+def digest(units: list[Any]) -> int:
+    """Return a digest of rows, or lists of rows, in order; 0 if they are no numbers or names."""
     some: list[Any] = []
-    for row in rows[:: max(1, len(rows) // _LOOKED_AT)]:  # or a list of rows
-        some += row if isinstance(row, list | tuple) else [row]
+    for unit in units:
+        some += unit if isinstance(unit, list | tuple) else [unit]
     if not all(isinstance(row, int | np.integer | str) for row in some):
         return 0
     return zlib.crc32(repr([str(row) for row in some]).encode())
 
 
 def proposed_seed(loader: Any) -> int:
-    """The seed to offer the other ranks: the sampler's or torch's, so a seeded script stays so."""
+    """Return the seed to offer to other ranks: the sampler's or torch's, as the script set it."""
     generator = getattr(getattr(loader, "sampler", None), "generator", None)
     return (
         generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
     )
 
 
-def _sources(sampler: Any) -> list[Any]:
-    """A sampler, and the one in a batch sampler."""
-    return [sampler, getattr(sampler, "sampler", None)]
+Lent = list[tuple[Any, torch.Generator]]  # samplers, and generators for them
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
-    """Those that a sampler draws from."""
-    found = [getattr(source, "generator", None) for source in _sources(sampler)]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+def _own_generators(sampler: Any, seed: int) -> tuple[Lent, list[torch.Generator]]:
+    """Find generators for a sampler.
+
+    Returns:
+        Generators to lend, because other threads draw from torch's too, and generators that the
+        sampler has, to be put back behind each piece.
+    """
+    lent, given = [], []
+    for source in (sampler, getattr(sampler, "sampler", None)):
+        if not isinstance(source, Sampler):
+            known = getattr(source, "generator", None)
+        elif (known := vars(source).get("generator", 0)) is None or (
+            type(source) in _OF_TORCH and known
+        ):
+            lent.append((source, torch.Generator()))
+            lent[-1][1].manual_seed(seed % 2**63)
+            continue
+        if isinstance(known, torch.Generator):
+            given.append(known)
+    return lent, given
 
 
 @contextmanager
-def _with_generators(sampler: Any) -> Iterator[None]:
-    """Lend generators to torch's samplers that have none: another thread may draw from torch's."""
-    lent = [
-        source
-        for source in _sources(sampler)
-        if isinstance(source, Sampler) and vars(source).get("generator", 0) is None
-    ]
+def _lending(lent: Lent) -> Iterator[None]:
+    """Let samplers draw from these generators for a while."""
+    before = [source.generator for source, _ in lent]
     try:
-        for source in lent:
-            vars(source)["generator"] = torch.Generator()
+        for source, generator in lent:
+            source.generator = generator
         yield
     finally:
-        for source in lent:
-            vars(source)["generator"] = None
-
-
-@final
-class RandomState:
-    """The state of all that Python code draws from."""
-
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
-        self._generators = [torch.default_generator, *generators]
-        self._states = [source.get_state() for source in self._generators]
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-
-    def put_back(self) -> None:
-        """Let them go on from here."""
-        for source, state in zip(self._generators, self._states, strict=True):
-            source.set_state(state)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-
-def seed_all(seed: int, generators: Iterable[torch.Generator] = ()) -> None:
-    """Start all that Python code draws from at a seed."""
-    for source in (torch.default_generator, *generators):
-        source.manual_seed(seed % 2**63)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def drawing_from(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Start all that a sampler may draw from at `seed`, and put it back afterwards."""
-    generators = list(generators)
-    with RANDOM_STATE:
-        before = RandomState(generators)
-        try:
-            seed_all(seed, generators)
-            yield
-        finally:
-            before.put_back()
-
-
-@final
-class OwnRandom:
-    """A random stream beside the program's: what a stream of rows draws from, in pieces."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed: int | None = seed
-        self._state: RandomState | None = None
-
-    def reseed(self, seed: int) -> None:
-        """Begin anew."""
-        self._seed = seed
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Draw from it for a while."""
-        with RANDOM_STATE:
-            before = RandomState()
-            try:
-                if self._seed is not None:
-                    seed_all(self._seed)
-                    self._seed = None
-                elif self._state is not None:
-                    self._state.put_back()
-                yield
-                self._state = RandomState()
-            finally:
-                before.put_back()
+        for (source, _), generator in zip(lent, before, strict=True):
+            source.generator = generator

@@ -1,26 +1,30 @@
-"""Rows of a sampler, or lists of rows of a batch_sampler of one's own: the order is known.
+"""Rows of a sampler, or lists of rows of a batch_sampler of one's own.
 
-The loader's own sampler is asked for the epoch's order, the same on all ranks, and global batches
-are cut out of it. Costs the list of the epoch's row numbers on every rank, and no communication.
+The loader's own sampler is asked for its order, the same on all ranks, and global batches are cut
+out of it as it comes. Costs the row numbers of a piece on every rank, and no communication. A
+sampler that splits by rank itself gives each rank its own: samplers.py sees it.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any, TypeVar, final
 
 from torch.utils.data import Sampler
 
 from shoal.core.passes import Passes
-from shoal.data.deal import Deal, global_batches, shared_by
-from shoal.data.order import digest, drawn
+from shoal.data.deal import Deal, global_batches, last_batches, num_batches, shared_by
+from shoal.data.draws import mixed
+from shoal.data.ends import OwnEnds
+from shoal.data.order import Order, OrderReader, digest
 from shoal.data.parts import num_rows, one_of, part
-from shoal.data.source import Fetch, LoaderStep, Source, other_order
+from shoal.data.source import Fetch, LoaderStep, OwnPlace, Source, other_order
 
 T = TypeVar("T")
+_LISTED = 1 << 20  # longest order that is read whole, to count lists or for an earlier digest
 
 
 @dataclass(frozen=True)
@@ -28,124 +32,240 @@ class GlobalBatch:
     """The rows that all ranks take in one step."""
 
     rows: Sequence[Any]
-    num: int  # what the position advances by
+    num: int  # rows or items by which the position advances
     own: Sequence[Any] | None = None  # this rank's rows; by default cut out of all
 
 
 class Known(Source[T]):
-    """A source whose order is known as an epoch begins."""
+    """Rows that have numbers, or names, which a sampler gives.
 
-    def __init__(self, sampler: Iterable[Any], deal: Deal, seed: int, passes: Passes) -> None:
-        super().__init__(deal, seed, passes)
-        self.sampler = sampler
-        self._drawn: tuple[tuple[int, int], list[Any], int] | None = None
-        self._turns: tuple[tuple[int, int, int], list[GlobalBatch]] | None = None
+    Args:
+        sampler: gives rows, or lists of rows.
+        deal: how they are dealt. As for one rank if each rank's sampler gives its own.
+        seed: the same on every rank.
+        passes: of the session.
+        ends: of ranks, if each has a sampler for its own rows; None if all have one order.
+    """
 
-    def drawn(self) -> list[Any]:
-        """What the sampler gives in the coming epoch."""
+    piece = 64  # rows or lists that are drawn from the sampler at once
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        deal: Deal,
+        seed: int,
+        passes: Passes,
+        ends: OwnEnds | None = None,
+    ) -> None:
+        super().__init__(deal, seed, passes, ends and OwnPlace(ends.rank, ends.size))
+        self.sampler, self._ends = sampler, ends
+        self._ordered: tuple[tuple[int, int], Order] | None = None
+        self._digest: tuple[tuple[int, int], int] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank, among all."""
+        return self.deal.rank if self._ends is None else self._ends.rank
+
+    def ordered(self) -> Order:
+        """Return the order of the coming epoch, which its passes share."""
         key = (self.seed, self.epoch)
-        if self._drawn is None or self._drawn[0] != key:
-            found = drawn(self.sampler, *key)
-            self._drawn = key, found, digest(found)
-        return self._drawn[1]
+        if self._ordered is None or self._ordered[0] != key or self._ordered[1].is_gone:
+            self._ordered = key, Order(self.sampler, *key, self.piece)
+        return self._ordered[1]
+
+    def follow_epoch(self, epoch: int) -> None:
+        """Make the next pass that of this epoch, unless it is the sampler that calls itself."""
+        if self._ordered is None or not self._ordered[1].is_drawing:
+            super().follow_epoch(epoch)
+
+    def digest(self) -> int:
+        """Return a digest of the coming epoch's order."""
+        key = (self.seed, self.epoch)
+        if self._digest is None or self._digest[0] != key:
+            self._digest = key, self.ordered().digest()
+        return self._digest[1]
 
     def order(self) -> int:
-        """A digest of the epoch's order."""
-        self.drawn()
-        assert self._drawn is not None
-        return self._drawn[2]
+        """Return the digest that all ranks have alike; 0 if each has an order of its own."""
+        return self.digest() if self._ends is None else 0
+
+    def state(self) -> dict[str, Any]:
+        """Return where the pass is that training belongs to, as plain data."""
+        state = super().state()
+        if self._ends is not None and state["position"]:
+            state["order"] = self.digest() if state["epoch"] == self.epoch else 0
+        return state
 
     @property
     def taken(self) -> int:
         """How many rows of the epoch's order were taken before the coming pass."""
         return self.start[0] if self.start else 0
 
-    def turns(self) -> list[GlobalBatch]:
-        """Global batches of the coming pass."""
-        key = (self.seed, self.epoch, self.taken)
-        if self._turns is None or self._turns[0] != key:
-            self._turns = key, self.cut(self.drawn(), self.taken)
-        return self._turns[1]
+    def turns(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches of the coming pass."""
+        return self.cut(self.ordered().units(), self.taken)
 
     @abstractmethod
-    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
-        """Global batches of what the sampler gave, behind those that were taken."""
-
-    def numel(self, found: list[Any]) -> int:
-        """What positions of an epoch go up to."""
-        return len(found)
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
+        """Make global batches of rows or lists, behind those that were taken."""
 
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """A pass over what is left of the epoch."""
-        turns = self.turns()
-        return self._given(fetch(), turns, self.taken, self.epoch)
+        turns, is_start = self.turns(), not self.start
+        steps = self._given(fetch(), turns, self.taken, self.epoch)
+        if self._ends is None:
+            return steps
+        return self._ends.together(steps, self.epoch, is_start=is_start)
 
     def _given(
-        self, batches: Iterator[Any], turns: list[GlobalBatch], taken: int, epoch: int
+        self, batches: Iterator[Any], turns: Iterator[GlobalBatch], taken: int, epoch: int
     ) -> Iterator[LoaderStep[T]]:
-        for number, (batch, turn) in enumerate(zip(batches, turns, strict=True)):
+        pairs = zip(batches, _marked(turns), strict=True)
+        for number, (batch, (turn, is_last)) in enumerate(pairs):
             taken += turn.num
             own = self.given(batch, turn, (epoch, number))
-            yield LoaderStep(own, [taken], number == len(turns) - 1)
+            end, first = taken if is_last else 0, digest(list(turn.rows[:1]))
+            yield LoaderStep(own, [taken], is_last, end=end, digest=first)
 
     def given(self, batch: Any, turn: GlobalBatch, at: tuple[int, int]) -> T:
-        """What the loop gets where the loader gave `batch`, in an epoch's turn."""
+        """Make a batch of the loop of one that the loader gave, in an epoch's turn."""
         own: T = batch
         return own
 
+    def look(self) -> None:
+        """Look whether there are rows enough for a step.
+
+        Raises:
+            UsageError: there are too few for the ranks.
+        """
+        next(self.turns(), None)
+
     def num_steps(self) -> int:
-        """Of the coming pass."""
-        return len(self.turns())
+        """Count the steps of the coming pass.
+
+        Raises:
+            TypeError: the sampler has no `__len__`.
+        """
+        num = length_of(self.sampler)
+        if num is None:
+            raise TypeError(
+                "the length of this loader is not known: its sampler has no __len__. Count steps "
+                "as you go, or give the sampler a __len__"
+            )
+        return self.count(num)
+
+    def count(self, num: int) -> int:
+        """Count the steps of the coming pass, of so many rows, lists or items in the epoch."""
+        return sum(1 for _ in self.turns())
 
     def check(self, order: int) -> None:
-        """Look whether the sampler's order is that of the position."""
-        numel = self.numel(self.drawn())
-        if order and self.order() and order != self.order():
-            raise other_order(f"an order with digest {order:08x}", f"{self.order():08x}")
-        if not 0 <= self.taken <= numel or len(self.start) > 1:
-            raise other_order(f"{self.start} taken", f"at most {numel}, as many as there are")
-        self.turns()  # too few rows for the ranks are refused here
+        """Look whether the sampler's order is that of the position. Its end shows as it is read."""
+        num = self.numel()
+        own = self.digest()
+        if order and own and order != own and order != self._earlier_digest():
+            raise other_order(f"an order with digest {order:08x}", f"{own:08x}")
+        if not 0 <= self.taken <= (self.taken if num is None else num) or len(self.start) > 1:
+            raise other_order(f"{self.start} taken", f"at most {num}, as many as there are")
+
+    def numel(self) -> int | None:
+        """Return the length that positions of an epoch go up to; None if nobody knows."""
+        return length_of(self.sampler)
+
+    def _earlier_digest(self) -> int:
+        """Return the digest of releases that drew whole orders: their positions hold."""
+        units = self.ordered().units().take(_LISTED + 1)
+        return digest(units[:: max(1, len(units) // 256)]) if len(units) <= _LISTED else 0
+
+
+def length_of(sampler: Any) -> int | None:
+    """Return the length that a sampler tells; None if it tells none.
+
+    >>> length_of(range(3)), length_of(iter([]))
+    (3, None)
+    """
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):  # also of a wrapper of one without a length
+        return None
+
+
+def _marked(turns: Iterator[GlobalBatch]) -> Iterator[tuple[GlobalBatch, bool]]:
+    """Yield each turn, and whether it is the last."""
+    turn = next(turns, None)
+    while turn is not None:
+        following = next(turns, None)
+        yield turn, following is None
+        turn = following
+
+
+def _behind(units: OrderReader, taken: int) -> OrderReader:
+    """Go behind so many rows or items.
+
+    Raises:
+        UsageError: there are not as many.
+    """
+    skipped = units.skip(taken)
+    if skipped < taken:
+        raise other_order(f"{taken} taken", f"at most {skipped}, as many as there are")
+    return units
 
 
 @final
 class SamplerRows(Known[T]):
-    """Single rows, of which a loader makes batches."""
+    """Single rows, of which a loader makes batches.
+
+    Args:
+        sampler: gives rows.
+        batch_size: the loader's.
+        drop_last: the loader's.
+        deal: and further arguments as for `Known`.
+    """
 
     kind = "rows of a sampler"
+    piece = 1024
 
     def __init__(
-        self,
-        sampler: Iterable[Any],
-        batch_size: int,
-        drop_last: bool,
-        deal: Deal,
-        seed: int,
-        passes: Passes,
+        self, sampler: Iterable[Any], batch_size: int, drop_last: bool, deal: Deal, *source: Any
     ) -> None:
-        super().__init__(sampler, deal, seed, passes)
+        super().__init__(sampler, deal, *source)
         self._batch_size, self._drop_last = batch_size, drop_last
         self._whole = deal.rows(batch_size)
 
-    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
-        """Global batches of what is left."""
-        left = len(found) - taken
-        if taken and (not left or (self._drop_last and left < self._whole)):
-            return []
-        sizes = global_batches(left, self.deal.size, self._whole, self._drop_last)
-        ends = accumulate(sizes, initial=taken)
-        return [GlobalBatch(found[start:end], end - start) for start, end in pairwise(ends)]
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
+        """Cut global batches out of rows, as long as each rank has a row in the one behind."""
+        whole, size = self._whole, self.deal.size
+        left, rows, is_start = _behind(units, taken), list[Any](), not taken
+        while True:
+            rows += left.take(whole + size - len(rows))
+            if len(rows) < whole + size:
+                break
+            yield GlobalBatch(rows[:whole], whole)
+            rows, is_start = rows[whole:], False
+        sizes = last_batches(len(rows), size, whole, self._drop_last, is_start=is_start)
+        for start, end in pairwise(accumulate(sizes, initial=0)):
+            yield GlobalBatch(rows[start:end], end - start)
 
-    def num_steps(self) -> int:
-        """Of the coming pass: from the sampler's length, whose order is not drawn for it."""
-        if self.taken or not isinstance(self.sampler, Sized):
-            return super().num_steps()
-        numel = len(self.sampler)
-        return len(global_batches(numel, self.deal.size, self._whole, self._drop_last))
+    def count(self, num: int) -> int:
+        """Count the steps of the coming pass, of so many rows in the epoch."""
+        left, size, whole = num - self.taken, self.deal.size, self._whole
+        if self.taken and (left <= 0 or (self._drop_last and left < whole)):
+            return 0
+        return num_batches(left, size, whole, self._drop_last)
+
+    def look(self) -> None:
+        """Look whether there are rows enough for a step, by the sampler's length if it tells it."""
+        if self.numel() is None:
+            super().look()
+        else:
+            self.num_steps()
 
     def facts(self) -> str:
         """Rows and batches."""
-        rows = len(self.sampler) if isinstance(self.sampler, Sized) else len(self.drawn())
-        return f"{self.num_steps()} batches of {self._batch_size} rows, {rows} rows"
+        num = self.numel()
+        if num is None:
+            return f"batches of {self._batch_size} rows, of a sampler without __len__"
+        return f"{self.num_steps()} batches of {self._batch_size} rows, {num} rows"
 
 
 @final
@@ -158,18 +278,21 @@ class Lists(Known[T]):
 
     kind = "lists of a batch_sampler"
 
-    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
-        """Turns of lists, of what is left."""
-        lists, size = _behind(list(map(list, found)), taken), self.deal.size
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
+        """Make turns of lists. Those with a row for every rank at least, else they are joined."""
+        size, lists = self.deal.size, _lists_behind(map(list, units), taken)
         num = 1 if self.deal.together else size  # lists of a turn
-        groups = [lists[start : start + num] for start in range(0, len(lists), num)]
-        turns = [
-            self._turn(group, whole=len(group) == num and self._as_they_are(group))
-            for group in groups
-        ]
-        if not turns and not taken:
-            global_batches(0, size, size, drop_last=False)
-        return self._joined(turns)
+        held: list[GlobalBatch] = []  # the last turn, which may give rows to the one behind
+        is_start = not taken
+        while group := list(islice(lists, num)):
+            turn = self._turn(group, whole=len(group) == num and self._as_they_are(group))
+            held = self._joined(held, turn)
+            if len(held) > 1 and held[0].num >= size:
+                yield held.pop(0)
+                is_start = False
+        if (not held and is_start) or (held and held[0].num < size):
+            global_batches(held[0].num if held else 0, size, size, drop_last=False)
+        yield from held
 
     def _as_they_are(self, group: list[list[Any]]) -> bool:
         return not self.deal.together and self.deal.shares.even and all(group)
@@ -178,32 +301,34 @@ class Lists(Known[T]):
         rows = list(chain.from_iterable(group))
         return GlobalBatch(rows, len(rows), group[self.deal.rank] if whole else None)
 
-    def _joined(self, turns: list[GlobalBatch]) -> list[GlobalBatch]:
-        """The same, where each has a row for every rank: smaller ones take some of their rows."""
-        joined: list[GlobalBatch] = []
-        for turn in turns:
-            if joined and (turn.num < self.deal.size or joined[-1].num < self.deal.size):
-                rows = [*joined.pop().rows, *turn.rows]
-                sizes = [len(rows)]
-                if len(rows) >= 2 * self.deal.size:
-                    least = min(turn.num, len(rows) - self.deal.size)
-                    last = max(self.deal.size, least)
-                    sizes = [len(rows) - last, last]
-                ends = accumulate(sizes, initial=0)
-                joined += [GlobalBatch(rows[a:b], b - a) for a, b in pairwise(ends)]
-            else:
-                joined.append(turn)
-        if joined and joined[0].num < self.deal.size:
-            global_batches(joined[0].num, self.deal.size, self.deal.size, drop_last=False)
-        return joined
+    def _joined(self, before: list[GlobalBatch], turn: GlobalBatch) -> list[GlobalBatch]:
+        """Return both turns. If one has no row for some rank, it takes some of the other's."""
+        size = self.deal.size
+        if not before or (turn.num >= size and before[-1].num >= size):
+            return [*before, turn]
+        rows = [*before[-1].rows, *turn.rows]
+        sizes = [len(rows)]
+        if len(rows) >= 2 * size:
+            least = min(turn.num, len(rows) - size)
+            last = max(size, least)
+            sizes = [len(rows) - last, last]
+        ends = accumulate(sizes, initial=0)
+        return [*before[:-1], *(GlobalBatch(rows[a:b], b - a) for a, b in pairwise(ends))]
 
-    def numel(self, found: list[Any]) -> int:
-        """All rows."""
-        return sum(map(len, found))
+    def numel(self) -> int | None:
+        """Nobody knows the number of rows in lists that come."""
+        return None
+
+    def count(self, num: int) -> int:
+        """Count the steps of the coming pass: of many lists by their number, else one by one."""
+        if num <= _LISTED:
+            return super().count(num)
+        return -(-num // (1 if self.deal.together else self.deal.size))
 
     def facts(self) -> str:
-        """Rows and batches."""
-        return f"{self.num_steps()} batches, {self.numel(self.drawn())} rows"
+        """Lists, if the batch_sampler tells their number."""
+        num = length_of(self.sampler)
+        return "lists of rows" if num is None else f"{num} lists of rows"
 
 
 @final
@@ -216,16 +341,14 @@ class Items(Known[T]):
 
     kind = "items of a sampler"
 
-    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
-        """Turns of items, of what is left."""
-        size, left = self.deal.size, found[taken:]
-        num = 1 if self.deal.together else size  # items of a turn
-        if not left and not taken:
+    def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
+        """Make turns of items."""
+        size, left, is_start = self.deal.size, _behind(units, taken), not taken
+        while group := left.take(self._each):
+            is_start = False
+            yield GlobalBatch(group, len(group), [group[self._which(len(group))]])
+        if is_start:
             global_batches(0, size, size, drop_last=False)
-        groups = [left[start : start + num] for start in range(0, len(left), num)]
-        return [
-            GlobalBatch(group, len(group), [group[self._which(len(group))]]) for group in groups
-        ]
 
     def _which(self, num_items: int) -> int:
         return shared_by(num_items, self.deal)[0]
@@ -235,9 +358,27 @@ class Items(Known[T]):
         own: T = own_part(batch, turn.num, self.deal, *at)
         return own
 
+    def count(self, num: int) -> int:
+        """Count the steps of the coming pass, of so many items in the epoch."""
+        return -(-(num - self.taken) // self._each)
+
+    @property
+    def _each(self) -> int:
+        return 1 if self.deal.together else self.deal.size
+
     def facts(self) -> str:
-        """Items."""
-        return f"{self.num_steps()} steps, {len(self.drawn())} batches"
+        """Items, if the sampler tells their number."""
+        num = self.numel()
+        return "batches" if num is None else f"{num} batches"
+
+
+def _rows_of(
+    turns: Iterator[GlobalBatch], taken: int, epoch: int, deal: Deal
+) -> Iterator[tuple[int, list[Any]]]:
+    for number, turn in enumerate(turns):
+        own = turn.own
+        yield taken, deal.mine(turn.rows, epoch, number) if own is None else list(own)
+        taken += turn.num
 
 
 def own_part(batch: Any, num_items: int, deal: Deal, epoch: int, turn: int) -> Any:
@@ -271,14 +412,20 @@ class OwnRows(Sampler[list[Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch."""
-        self.source.set_epoch(epoch)
+        self.source.follow_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._rows(self.source.turns(), self.source.epoch, self.source.deal)
+        return (rows for _, rows in self._numbered())
 
-    def _rows(self, turns: list[GlobalBatch], epoch: int, deal: Deal) -> Iterator[list[Any]]:
-        for number, turn in enumerate(turns):
-            yield deal.mine(turn.rows, epoch, number) if turn.own is None else list(turn.own)
+    def seeded(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield this rank's rows, batch by batch, each with a seed for what reading them draws."""
+        key = self.source.seed, self.source.epoch, self.source.rank
+        return ((mixed(*key, taken), rows) for taken, rows in self._numbered())
+
+    def _numbered(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield this rank's rows of each turn of the coming pass, with the position before it."""
+        source = self.source
+        return _rows_of(source.turns(), source.taken, source.epoch, source.deal)
 
     def __len__(self) -> int:
         return self.source.num_steps()
@@ -290,10 +437,14 @@ class OwnItems(Sampler[Any]):
 
     def __init__(self, source: Items[Any]) -> None:
         self._rows = OwnRows(source, None, drop_last=False)
-        self.set_epoch = source.set_epoch
+        self.set_epoch = source.follow_epoch
 
     def __iter__(self) -> Iterator[Any]:
         return (row for (row,) in self._rows)
+
+    def seeded(self) -> Iterator[tuple[int, Any]]:
+        """Yield items as `OwnRows` yields rows."""
+        return ((seed, row) for seed, (row,) in self._rows.seeded())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -309,20 +460,25 @@ class GlobalOrder(Sampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch; the passes after it go on from there."""
-        self.source.set_epoch(epoch)
+        self.source.follow_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.source.drawn())
+        return self.source.ordered().units()
 
     def __len__(self) -> int:
         return len(self.source.sampler)  # type: ignore[arg-type]  # where it has a length
 
 
-def _behind(lists: list[list[Any]], taken: int) -> list[list[Any]]:
-    """What is left of lists of rows, of which so many were taken."""
-    left = []
+def _lists_behind(lists: Iterator[list[Any]], taken: int) -> Iterator[list[Any]]:
+    """Yield the rest of lists of rows, of which so many rows were taken.
+
+    Raises:
+        UsageError: there are not as many rows.
+    """
+    left = taken
     for rows in lists:
-        if taken < len(rows):
-            left.append(rows[taken:])
-        taken = max(0, taken - len(rows))
-    return left
+        if left < len(rows):
+            yield rows[left:]
+        left = max(0, left - len(rows))
+    if left:
+        raise other_order(f"{taken} taken", f"at most {taken - left}, as many as there are")

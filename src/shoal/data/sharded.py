@@ -1,8 +1,9 @@
-"""A loader of one rank's own batches: what a loop iterates over."""
+"""A loader of one rank's own batches, for a loop to iterate over."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar, final
@@ -10,15 +11,22 @@ from typing import Any, Generic, TypeVar, final
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from shoal.core.errors import UsageError
+from shoal.core.numbers import how_many
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
+from shoal.data.ends import NextBatchCheck, OwnEnds
+from shoal.data.own_stream import BeginStream, OwnStream
 from shoal.data.rows import GlobalOrder, Items, Known, Lists, OwnItems, OwnRows, SamplerRows
+from shoal.data.samplers import follow, taken_over
 from shoal.data.shares import Speed
 from shoal.data.source import Source
 from shoal.data.stream import BeginWorker, Dealt, Stream, Units, as_it_is
-from shoal.data.streams import NextBatchCheck, Streams
+from shoal.data.streams import Streams
+from shoal.data.workers import seeded
 
 T = TypeVar("T")
+_ONE_STREAM = "one stream that all of them read: shard(loader) without shards_itself"
+_ONE_ORDER = "a sampler that gives one order on every rank, which shard deals out"
 
 
 class Positioned(Generic[T]):
@@ -53,7 +61,7 @@ class Positioned(Generic[T]):
         Raises:
             UsageError: it is that of another kind of loader, another dataset or another order.
         """
-        self.source.load(state)
+        self.source.load(_of_rank(state, self.source))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch, from its start."""
@@ -61,7 +69,7 @@ class Positioned(Generic[T]):
 
 
 class ShardedLoader(Positioned[T], DataLoader[T]):
-    """A DataLoader of this rank's own rows: what `shard` makes of a DataLoader.
+    """A DataLoader of this rank's own rows, which `shard` makes of a DataLoader.
 
     It has all options of the loader that it was made of.
 
@@ -75,15 +83,47 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
     """
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch names its own class
-        return self.source.passed(super().__iter__)
+        return self.source.passed(self._fetch)
+
+    def _fetch(self) -> Iterator[T]:
+        """Begin a pass. Workers stay for it if they began at the start of an epoch, as it does."""
+        goes_on = bool(self.source.start)
+        if goes_on or vars(self).get("_went_on"):
+            self._iterator = None
+        vars(self)["_went_on"] = goes_on
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        source, seen = self.source, self
+        if self.num_workers and isinstance(source, Known):
+            seen = seeded(self, source)
+        return super(ShardedLoader, seen)._get_iterator()
 
     def __len__(self) -> int:
         return self.source.num_steps()
 
 
+def _of_rank(state: Mapping[str, Any], source: Source[Any]) -> Mapping[str, Any]:
+    """Pick this rank's own state, where a checkpoint has one of each rank."""
+    states = state.get("ranks") if isinstance(state, Mapping) else None
+    if not isinstance(states, list) or not states or not isinstance(states[0], Mapping):
+        return state
+    own, first = source.own, states[0]
+    if own is not None and own.size == len(states):
+        return states[own.rank]  # type: ignore[no-any-return]  # checked as it is loaded
+    if own is not None and own.rank == 0:
+        warnings.warn(
+            f"each of {how_many(len(states), 'rank')} had rows of its own, and now there are "
+            f"{own.size}: every rank begins epoch {first.get('epoch')} from its start, so some of "
+            "its rows come again. Start as many ranks to go on exactly",
+            stacklevel=4,
+        )
+    return {**first, "position": [], "order": 0}
+
+
 @final
 class ShardedBatches(Positioned[T]):
-    """This rank's own of the batches that an iterable gives: what `shard` makes of one.
+    """This rank's own of the batches that an iterable gives, which `shard` makes of one.
 
     It has `state_dict`, `load_state_dict`, `set_epoch` and `epoch`, as a `ShardedLoader`.
 
@@ -119,7 +159,8 @@ def sharded(
         deal: how global batches are dealt.
         seed: the same on every rank. Seed and epoch give the order.
         passes: of the session.
-        next_batch: among ranks whose datasets shard themselves; None where they do not.
+        next_batch: among ranks, if each has a dataset or sampler for its own rows; None if all
+            have the same.
 
     Raises:
         UsageError: a loader that cannot be dealt, or too few rows for the ranks.
@@ -133,39 +174,78 @@ def sharded(
         raise UsageError("the loader is sharded already", do="call shoal.shard once")
     if not isinstance(loader, DataLoader):
         return _of_batches(loader, deal, seed, passes, next_batch)
+    is_stream = isinstance(loader.dataset, IterableDataset)
     if next_batch is not None:
-        return _of_streams(loader, deal, seed, passes, next_batch)
-    if isinstance(loader.dataset, IterableDataset):
+        ends = OwnEnds(deal.rank, deal.size, next_batch, _ONE_STREAM if is_stream else _ONE_ORDER)
+        if is_stream:
+            return _of_streams(loader, deal, seed, passes, ends)
+        return _of_rows(loader, _alone(loader, deal), seed, passes, ends)
+    if is_stream:
         return _of_stream(loader, deal, seed, passes)
     return _of_rows(loader, deal, seed, passes)
 
 
-def _of_rows(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> ShardedLoader[T]:
-    """Of a dataset with `__getitem__`."""
+def sampler_of(loader: Any) -> Any:
+    """Return the giver of a loader's order: its own batch_sampler, or else a sampler; or None."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
     batches = loader.batch_sampler
-    rows = getattr(batches, "sampler", loader.sampler)
-    if isinstance(rows, DistributedSampler):
-        raise UsageError(
-            "the loader's rows are cut already, by a DistributedSampler",
-            do="drop the DistributedSampler: shoal.shard takes its place, and shuffle=True "
-            "shuffles alike on every rank",
-        )
+    if batches is not None and type(batches) is not BatchSampler:
+        return batches
+    return getattr(batches, "sampler", loader.sampler)
+
+
+def _of_rows(
+    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: OwnEnds | None = None
+) -> ShardedLoader[T]:
+    """Of a dataset with `__getitem__`. With `ends`, each rank's sampler gives its own rows."""
+    batches, given = loader.batch_sampler, sampler_of(loader)
+    whole = taken_over(given, deal.size) if ends is None else None
+    rows = given if whole is None else whole
     source: Known[T]
     own: dict[str, Any]
     if batches is None:
         deal.check_batches()
-        items = Items[T](rows, deal, seed, passes)
+        items = Items[T](rows, deal, seed, passes, ends)
         source, own = items, {"sampler": OwnItems(items)}
     elif type(batches) is BatchSampler:
         size, drop_last = batches.batch_size, batches.drop_last
-        source = SamplerRows(rows, size, drop_last, deal, seed, passes)
+        source = SamplerRows(rows, size, drop_last, deal, seed, passes, ends)
         own = {"sampler": GlobalOrder(source), "batch_sampler": OwnRows(source, size, drop_last)}
         own |= {"batch_size": size, "drop_last": drop_last}
     else:
-        source = Lists(batches, deal, seed, passes)
+        source = Lists(batches, deal, seed, passes, ends)
         own = {"batch_sampler": OwnRows(source, loader.batch_size, drop_last=False)}
-    source.num_steps()  # too few rows are refused here, not in the first epoch
+    source.look()  # too few rows are refused here, not in the first epoch
+    follow(given, source)
+    if whole is not None:
+        source.set_epoch(whole.epoch)
     return _copy(loader, source, **own)
+
+
+def _alone(loader: DataLoader[Any], deal: Deal) -> Deal:
+    """Deal as for one rank: this rank's sampler gives rows for no other.
+
+    Raises:
+        UsageError: a sampler of torch's that gives all rows, or a batch that is to be cut.
+    """
+    given = sampler_of(loader)
+    if type(given).__module__.startswith("torch.") and not isinstance(given, DistributedSampler):
+        raise UsageError(
+            "shards_itself is for an IterableDataset, or a sampler, that gives each rank its own "
+            "rows",
+            got=f"{type(loader.dataset).__name__}, with torch's {type(given).__name__}",
+            do="leave shards_itself out",
+        )
+    if deal.together or not deal.shares.even:
+        raise UsageError(
+            "a sampler that gives each rank its own rows leaves nothing to cut",
+            got=f"{type(given).__name__}, with "
+            + ('batch="global"' if deal.together else "shares"),
+            do="give the loader the batch_size of one rank, or a sampler that gives one order on "
+            "every rank",
+        )
+    return Deal(0, 1)
 
 
 def _of_stream(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> ShardedLoader[T]:
@@ -193,28 +273,30 @@ def _of_stream(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> 
 
 
 def _of_streams(
-    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, next_batch: NextBatchCheck
+    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: OwnEnds
 ) -> ShardedLoader[T]:
     """Of datasets that give each rank its own rows."""
-    if not isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            "shards_itself is for an IterableDataset that gives each rank its own rows",
-            got=type(loader.dataset).__name__,
-            do="leave shards_itself out",
-        )
     if isinstance(deal.shares, Speed):
         raise UsageError(
             "ranks that have streams of their own take rows at their own pace",
             got='shares="speed" and shards_itself',
             do="give the shares as numbers, or leave shards_itself out",
         )
-    own: dict[str, Any] = {}
-    if loader.batch_size is not None:
-        total = deal.rows(loader.batch_size)
-        start, stop = deal.span(total, 0, 0)
-        own["batch_size"] = stop - start
-        own["batch_sampler"] = BatchSampler(loader.sampler, stop - start, loader.drop_last)
-    return _copy(loader, Streams[T](loader, deal, seed, passes, next_batch), **own)
+    rows = loader.batch_size
+    if rows is not None:
+        start, stop = deal.span(deal.rows(rows), 0, 0)
+        rows = stop - start
+    collate: Callable[[Any], Any] = loader.collate_fn
+    stream = OwnStream(loader.dataset, rows, loader.drop_last, collate, deal.rank)
+    return _copy(
+        loader,
+        Streams[T](stream, loader.num_workers, deal, seed, passes, ends),
+        dataset=stream,
+        batch_size=rows,
+        batch_sampler=None,
+        collate_fn=as_it_is,
+        worker_init_fn=BeginStream(loader.worker_init_fn) if loader.num_workers else None,
+    )
 
 
 def _of_batches(
@@ -235,7 +317,9 @@ def _of_batches(
             do="pass what makes it: an object whose __iter__ begins a pass",
         )
     if next_batch is not None:
-        return ShardedBatches(loader, Streams(loader, deal, seed, passes, next_batch))
+        stream = OwnStream(loader, None, False, as_it_is, deal.rank, draws=False)
+        ends = OwnEnds(deal.rank, deal.size, next_batch, _ONE_STREAM)
+        return ShardedBatches(stream, Streams(stream, 0, deal, seed, passes, ends))
     deal.check_batches()
     dealt = Dealt(loader, deal, Units(None, drop_last=False, collate=as_it_is))
     return ShardedBatches(dealt, Stream(dealt, 0, seed, passes))

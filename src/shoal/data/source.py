@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, final
 
@@ -32,11 +32,23 @@ class LoaderStep(Generic[T]):
     """The batch that this rank takes in one step, and the position behind it."""
 
     batch: T
-    position: Position  # behind it
+    position: Position  # place behind this step
     last: bool = False  # of the epoch
     order: int = 0  # a digest of the pass's order, where it is known only now
     end: int = 0  # rows or batches of the whole stream, where its end was read
     digest: int = 0  # digest of one row that a stream gives in this step
+    places: list[Any] = field(default_factory=list)  # places of a stream's parts
+
+
+@dataclass(frozen=True)
+class OwnPlace:
+    """The rank that a position belongs to, where each rank has rows of its own."""
+
+    rank: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
 
 
 @dataclass(eq=False)
@@ -46,7 +58,8 @@ class Begun:
     noted: Pass
     position: Position
     drawn: bool = False
-    steps: int = 0  # that were trained on
+    steps: int = 0  # steps with a backward
+    places: list[Any] = field(default_factory=list)  # places of a stream's parts
 
 
 class Source(ABC, Generic[T]):
@@ -54,8 +67,8 @@ class Source(ABC, Generic[T]):
 
     kind: ClassVar[str]  # in positions and messages
 
-    def __init__(self, deal: Deal, seed: int, passes: Passes) -> None:
-        self.deal, self.seed = deal, seed
+    def __init__(self, deal: Deal, seed: int, passes: Passes, own: OwnPlace | None = None) -> None:
+        self.deal, self.seed, self.own = deal, seed, own
         self.epoch = 0  # of the passes that begin, until one of them counts
         self.start: Position = []  # where they begin: [] is the start of the epoch
         self._passes, self._begun = passes, list[Begun]()  # in this epoch
@@ -86,7 +99,16 @@ class Source(ABC, Generic[T]):
             fetch = partial(_undrawn, fetch)
         begun = Begun(Pass(self._number, self.epoch, self.order()), self.start)
         self._begun = [*self._begun[-_MOST_BEGUN:], begun]
-        return _TrackedPass(self.steps(fetch), begun, self._passes, self.deal.shares)
+        steps = self.steps(fetch)
+        return _TrackedPass(steps, begun, self._passes, self.deal.shares, self.own is not None)
+
+    def follow_epoch(self, epoch: int) -> None:
+        """Make the next pass that of this epoch, as a sampler's `set_epoch` says.
+
+        A loop says it before each pass, also before one that goes on in the middle of that epoch.
+        """
+        if _epoch(epoch) != self.epoch or any(map(self._counts, self._begun)):
+            self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch, from its start.
@@ -106,12 +128,14 @@ class Source(ABC, Generic[T]):
             order = current.noted.order
             if current.noted.complete:
                 epoch, position, order = epoch + 1, [], 0
+        own = {} if self.own is None or not position else asdict(self.own)
         return {
             "kind": self.kind,
             "seed": self.seed,
             "epoch": epoch,
             "position": list(position),
             "order": order,
+            **own,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -137,6 +161,7 @@ class Source(ABC, Generic[T]):
                 expected=self.kind,
                 do="load what was saved of this loader",
             )
+        self._check_rank(state, position)
         before = self.seed, self.epoch, self.start, self._begun, self._left
         self.seed, self.epoch, self.start, self._begun, self._left = seed, epoch, position, [], None
         try:
@@ -144,6 +169,18 @@ class Source(ABC, Generic[T]):
         except UsageError:
             self.seed, self.epoch, self.start, self._begun, self._left = before
             raise
+
+    def _check_rank(self, state: Mapping[str, Any], position: Position) -> None:
+        place = OwnPlace(state.get("rank"), state.get("size"))  # type: ignore[arg-type]  # compared
+        if self.own is not None and position and place != self.own:
+            raise UsageError(
+                "ranks that have rows of their own go on where they were on as many ranks only, "
+                "each from its own state",
+                got=f"the state of {place}",
+                expected=f"that of {self.own}",
+                do="start as many ranks, and save and load the state of each, or begin an epoch: "
+                "loader.set_epoch(epoch)",
+            )
 
     @abstractmethod
     def check(self, order: int) -> None:
@@ -154,9 +191,14 @@ class Source(ABC, Generic[T]):
         """
 
     def _advance(self) -> None:
-        if any(self._passes.counts(begun.noted) for begun in self._begun):
+        if any(map(self._counts, self._begun)):
             self._left = self._current()
             self.epoch, self.start, self._begun = self.epoch + 1, [], []
+
+    def _counts(self, begun: Begun) -> bool:
+        """Whether a pass is an epoch, also one that went on where nothing was left of it."""
+        nothing_left = begun.noted.complete and bool(begun.position) and not begun.drawn
+        return self._passes.counts(begun.noted) or nothing_left
 
     def _current(self) -> Begun | None:
         """The pass that training belongs to; as long as there is no model, the last one."""
@@ -184,9 +226,15 @@ class _TrackedPass(Iterator[T]):
     """An iterator over a pass that notes what is taken from it."""
 
     def __init__(
-        self, steps: Iterator[LoaderStep[T]], begun: Begun, passes: Passes, shares: Shares
+        self,
+        steps: Iterator[LoaderStep[T]],
+        begun: Begun,
+        passes: Passes,
+        shares: Shares,
+        is_own: bool,
     ) -> None:
         self._steps, self._begun, self._passes, self._shares = steps, begun, passes, shares
+        self._is_own = is_own  # rows of this rank: ranks have only the number of steps alike
 
     def __next__(self) -> T:
         if self._passes.current() is self._begun.noted:
@@ -201,8 +249,10 @@ class _TrackedPass(Iterator[T]):
             self._passes.ended(self._begun.noted)
             raise
         self._begun.noted.batches += 1
-        self._begun.noted.position = PassPosition(sum(step.position), step.end, step.digest)
-        self._begun.position, self._begun.drawn = step.position, True
+        taken = self._begun.noted.batches if self._is_own else sum(step.position)
+        self._begun.noted.position = PassPosition(taken, step.end, step.digest)
+        self._begun.position, self._begun.places = step.position, step.places
+        self._begun.drawn = True
         self._begun.noted.complete = step.last
         if step.order:
             self._begun.noted.order = step.order

@@ -19,6 +19,7 @@ Costs reading and decoding the whole stream on every rank, and no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, final
@@ -29,8 +30,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
-from shoal.data.deal import Deal, global_batches, shared_by
-from shoal.data.order import OwnRandom
+from shoal.data.deal import Deal, global_batches, last_batches, shared_by
+from shoal.data.draws import OwnRandom, drawing_at, mixed, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.rows import own_part
 from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
@@ -68,13 +69,12 @@ class Units:
 
     def last(self, num_units: int, deal: Deal, is_start: bool) -> list[int]:
         """How the last units make global batches."""
-        if not num_units and not is_start:
-            return []
         if self.rows:
-            if self.drop_last and num_units < self.rows and not is_start:
-                return []
-            return global_batches(num_units, deal.size, self.rows, self.drop_last)
+            rows, drop_last = self.rows, self.drop_last
+            return last_batches(num_units, deal.size, rows, drop_last, is_start=is_start)
         if not num_units:
+            if not is_start:
+                return []
             global_batches(0, deal.size, deal.size, drop_last=False)
         full, rest = divmod(num_units, self.each(deal))
         return [self.each(deal)] * full + ([rest] if rest else [])
@@ -106,12 +106,16 @@ class Dealt(IterableDataset[WorkerBatch]):
         self._told[:3] = torch.tensor([seed % 2**62, epoch, len(start)], device="cpu")
         self._told[3 : 3 + len(start)] = torch.tensor(start, dtype=torch.int64, device="cpu")
 
-    def __iter__(self) -> Iterator[WorkerBatch]:
+    def told(self) -> tuple[int, int, Position]:
+        """Return seed, epoch and position of the pass."""
         seed, epoch, num_told = self._told[:3].tolist()
-        start = self._told[3 : 3 + num_told].tolist()
+        return seed, epoch, self._told[3 : 3 + num_told].tolist()
+
+    def __iter__(self) -> Iterator[WorkerBatch]:
+        seed, epoch, start = self.told()
         worker = torch_worker._worker_info
         if isinstance(worker, ObservedWorkerInfo):
-            worker.begin(seed + epoch)
+            worker.begin(mixed(seed, epoch), next_part(start))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         random = OwnRandom(seed + epoch)
@@ -122,16 +126,20 @@ class Dealt(IterableDataset[WorkerBatch]):
         if isinstance(worker, ObservedWorkerInfo):
             number, workers = worker.id_, worker.num_workers_
             if worker.shards:
-                part, parts = number, workers
-                random.reseed(seed + epoch + 1 + number)
+                part, parts = worker.part, workers
+                random.reseed(mixed(seed, epoch, part))
         if start and len(start) != parts:
             raise other_order(f"a stream of {parts} parts", f"of {len(start)}, a worker each")
-        turns = self._turns(first, stream, random, start[part] if start else 0)
+        at = start[part] if start else 0
+        turns = self._turns(first, stream, random, at)
         order = digest_of(first[0]) if first else 0
         for turn, (units, is_last) in enumerate(turns):
+            at += len(units)
             if parts == 1 and turn % workers != number:
                 continue  # another worker's
             digest = digest_of(units[0], _LOOKED_AT)
+            if worker is not None:  # `collate` may augment, and unlike on every rank
+                seed_worker(mixed(seed, epoch, self.deal.rank, part, at))
             batch = units if is_last else self.units.own(units, self.deal, epoch, turn)
             yield WorkerBatch(part, parts, len(units), order, digest, is_last, batch)
 
@@ -173,17 +181,22 @@ class ObservedWorkerInfo:
     def __init__(self, info: Any, dataset: Any) -> None:
         self.id_, self.num_workers_ = info.id, info.num_workers
         self._info, self._dataset = info, dataset
-        self._seed = info.seed
+        self._seed, self.part = info.seed, info.id
         self.shards = False
 
-    def begin(self, seed: int) -> None:
-        """A pass begins; its random numbers start at this seed on every rank."""
-        self._seed = seed
+    def begin(self, seed: int, first: int) -> None:
+        """Begin a pass, whose random numbers start at this seed on every rank.
+
+        Worker 0 has the part of the stream from which the first batch is to come.
+        """
+        self._seed, self.part = seed, (self.id_ + first) % self.num_workers_
 
     def __getattr__(self, name: str) -> Any:
         self.shards = self.shards or name in _SHARDS
+        if name == "id":
+            return self.part
         if name == "seed":
-            return self._seed + (self.id_ if self.shards else 0)
+            return mixed(self._seed, self.part) if self.shards else self._seed
         return self._dataset if name == "dataset" else getattr(self._info, name)
 
 
@@ -197,7 +210,10 @@ class BeginWorker:
     def __call__(self, worker: int) -> None:
         """In the worker."""
         info: Any = torch_worker._worker_info
-        torch_worker._worker_info = ObservedWorkerInfo(info, info.dataset.dataset)  # type: ignore[assignment]
+        seed, epoch, start = info.dataset.told()
+        observed = ObservedWorkerInfo(info, info.dataset.dataset)
+        observed.begin(mixed(seed, epoch), next_part(start))
+        torch_worker._worker_info = observed  # type: ignore[assignment]
         if self.init is not None:
             self.init(worker)
 
@@ -248,8 +264,15 @@ class Stream(Source[T]):
         for number, size in enumerate(sizes):
             rows, left = left[:size], left[size:]
             taken = _behind(taken, [part for part, _ in rows])
-            batch = units.own([row for _, row in rows], deal, epoch, turn + number)
+            with self._drawing(epoch, end - len(left)):
+                batch = units.own([row for _, row in rows], deal, epoch, turn + number)
             yield LoaderStep(batch, taken, number == len(sizes) - 1, order, end)
+
+    def _drawing(self, epoch: int, at: int) -> AbstractContextManager[None]:
+        """Collate as a worker does, which draws other numbers than those of other ranks."""
+        if not self._num_workers:
+            return nullcontext()
+        return drawing_at(mixed(self.seed, epoch, self.deal.rank, -1, at))
 
     def num_steps(self) -> int:
         """Of the coming pass, where the dataset has a length and no worker a stream of its own."""
@@ -291,6 +314,20 @@ class Stream(Source[T]):
                 do="give the loader as many workers as it had",
             )
         self._order = order
+
+
+def next_part(taken: Position) -> int:
+    """Return the part from which the batch behind a position comes: workers take turns.
+
+    A part that has ended is behind the others. It gives nothing, and the turn goes on.
+
+    >>> next_part([]), next_part([8, 8, 4]), next_part([8, 8, 8]), next_part([8, 4, 8])
+    (0, 2, 0, 0)
+    """
+    if not taken:
+        return 0
+    latest = max(part for part, num in enumerate(taken) if num == max(taken))
+    return (latest + 1) % len(taken)
 
 
 def _behind(taken: Position, parts: list[int]) -> Position:

@@ -48,8 +48,13 @@ class Weigher:
     Without a channel every rank weighs the same.
     """
 
-    def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
-        self._alike = inputs_alike
+    def __init__(
+        self,
+        comm: Comm | None,
+        inputs_alike: bool = False,
+        may_repeat: Callable[[], bool] = bool,
+    ) -> None:
+        self._alike, self._may_repeat = inputs_alike, may_repeat
         self._lanes: dict[Comm, tuple[Lane, RowCounts]] = {}  # of all ranks that it was ever among
         self.among(comm)
         self._asked = 0
@@ -134,7 +139,8 @@ class Weigher:
         first = self._first and batch is not None
         self._first = self._first and not first
         digest = float(_digest(batch)) if first and tensors_of(batch) else 0.0
-        if first and not self._alike:
+        differs = first and not self._alike and not self._may_repeat()
+        if differs:
             self._first_batch = digest
         if self._comm is None or self._counts is None:
             return
@@ -151,7 +157,7 @@ class Weigher:
         if first:
             most = max(weight.counts() or ()) or 1.0
             self._usual = weight.usual = most if self._usual is None else self._usual
-            if not self._alike and self._comm.size > 1 and weight.same_batch():
+            if differs and self._comm.size > 1 and weight.same_batch():
                 raise same_batch(self._comm.size)
 
     def compare(self, common: Common) -> None:

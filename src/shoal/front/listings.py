@@ -1,9 +1,10 @@
-"""What a dataset lists (names of files, mostly), as a digest that ranks compare.
+"""Lists of a dataset (names of files, mostly, or its rows), as digests that ranks compare.
 
 `os.listdir` and `glob` give names in whatever order a file system has them. Where ranks list the
 same files in another order, row 7 is another file on each, and none of the rows that `shard` deals
 out is what it seems. Names are looked at without their folders, which each host may have elsewhere.
-Costs a pass over the names, once.
+Of a Subset the numbers of rows are looked at, of a TensorDataset some rows: a script that cuts them
+by rank itself, and shards them too, would lose most of them. Costs a pass over the names, once.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from shoal.core.errors import RanksDiffer
+from shoal.data.parts import digest_of
 
 _DEPTH = 4  # datasets within datasets
 _MOST = 200_000  # names of a list; of a longer one so many are looked at, all over it
@@ -32,6 +36,7 @@ class Listing:
     numel: int
     ordered: int  # a digest
     unordered: int  # one that is the same in any order
+    of: str = "names"
 
 
 def listings(dataset: Any) -> list[Listing]:
@@ -51,14 +56,17 @@ def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
                 continue
             if first.unordered == other.unordered:
                 raise RanksDiffer(
-                    f"rank {rank} and rank 0 list the same names in another order, so that their "
-                    "rows are not the same",
-                    where=f"{first.name}, {first.numel} names",
-                    do="sort them on every rank: sorted(os.listdir(folder))",
+                    f"rank {rank} and rank 0 list the same {first.of} in another order, so that "
+                    "their rows are not the same",
+                    where=f"{first.name}, {first.numel} {first.of}",
+                    do="sort them on every rank: sorted(os.listdir(folder))"
+                    if first.of == "names"
+                    else "cut the dataset alike on every rank: random_split(…, generator="
+                    "torch.Generator().manual_seed(0))",
                     rank=rank,
                 )
             warnings.warn(
-                f"rank {rank} and rank 0 shard datasets that list other names ({first.name}): "
+                f"rank {rank} and rank 0 shard datasets that list other {first.of} ({first.name}): "
                 "shard cuts the rows of one dataset, which is the same on every rank. Where each "
                 "rank has rows of its own already, leave it out",
                 stacklevel=4,
@@ -67,6 +75,8 @@ def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
 
 
 def _found(dataset: Any, name: str, depth: int) -> Iterator[Listing]:
+    if isinstance(dataset, Subset) or _is_dense(dataset):
+        yield _rows(dataset, name)
     for key, value in getattr(dataset, "__dict__", {}).items():
         inner = f"{name}.{key}"
         if isinstance(value, Dataset):
@@ -89,6 +99,27 @@ def _listing(name: str, values: Sequence[Any]) -> Listing:
     ordered = zlib.crc32(np.array(digests, dtype=np.uint32).tobytes())
     whole = len(some) == len(values)
     return Listing(name, len(values), ordered, sum(digests) % 2**32 if whole else 0)
+
+
+def _is_dense(dataset: Any) -> bool:
+    return (
+        isinstance(dataset, TensorDataset)
+        and len(dataset) > 0
+        and dataset.tensors[0].layout is torch.strided
+    )
+
+
+def _rows(dataset: Subset[Any] | TensorDataset, name: str) -> Listing:
+    if isinstance(dataset, Subset):
+        numbers = [int(number) for number in islice(dataset.indices, _MOST)]
+        ordered, unordered = (
+            zlib.crc32(repr(numbers).encode()),
+            zlib.crc32(repr(sorted(numbers)).encode()),
+        )
+        return Listing(f"{name}.indices", len(dataset), ordered, unordered, "rows")
+    at = [0, len(dataset) // 2, len(dataset) - 1]
+    digest = digest_of([tensor[at] for tensor in dataset.tensors[:1]])
+    return Listing(f"{name}.tensors", len(dataset), digest, digest, "rows")
 
 
 def _text(value: Any) -> str | None:

@@ -12,15 +12,16 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.numbers import check_truth, how_many, is_count
 from shoal.data.deal import Deal
+from shoal.data.ends import NextBatchCheck
 from shoal.data.order import proposed_seed
-from shoal.data.sharded import ShardedBatches, ShardedLoader, sharded
+from shoal.data.samplers import RankSplit, own_samplers, split_of, taken_over
+from shoal.data.sharded import ShardedBatches, ShardedLoader, sampler_of, sharded
 from shoal.data.shares import FixedShares, Shares, Speed
-from shoal.data.streams import NextBatchCheck
 from shoal.front import text
 from shoal.front.joining import is_tail_host
 from shoal.front.listings import Listing, listings, require_same_listings
 from shoal.front.stages import Stages
-from shoal.session.session import current
+from shoal.session.session import Session, current
 
 T = TypeVar("T")
 Batch = Literal["rank", "global"]
@@ -33,7 +34,7 @@ def shard(
     *,
     batch: Batch = "rank",
     shares: Shared = None,
-    shards_itself: bool = False,
+    shards_itself: bool | None = None,
 ) -> ShardedLoader[T]: ...
 
 
@@ -43,7 +44,7 @@ def shard(
     *,
     batch: Batch = "rank",
     shares: Shared = None,
-    shards_itself: bool = False,
+    shards_itself: bool | None = None,
 ) -> ShardedBatches[Any]: ...
 
 
@@ -52,7 +53,7 @@ def shard(
     *,
     batch: Batch = "rank",
     shares: Shared = None,
-    shards_itself: bool = False,
+    shards_itself: bool | None = None,
 ) -> Any:
     """A loader of this rank's own rows: none twice, none lost, as many batches everywhere.
 
@@ -69,8 +70,10 @@ def shard(
         shares: how many rows each rank takes, as one number a rank; by default as many. "speed":
             they follow the measured speed of each rank's processor, so not with a model on a GPU,
             where hosts only launch kernels. Ranks are weighed exactly by their rows.
-        shards_itself: an IterableDataset that gives each rank its own rows already. Then the epoch
-            ends with the first of these streams that ends.
+        shards_itself: an IterableDataset, or a sampler, that gives each rank its own rows already.
+            Then the epoch ends with the first of these streams that ends. By default samplers that
+            split by rank are found by their numbers, and streams are the same on every rank. False:
+            deal out one order, also of such a sampler.
 
     Returns:
         Of a DataLoader a copy, a `ShardedLoader`. Of other batches a `ShardedBatches`. Both have
@@ -105,9 +108,9 @@ def dealt(
     *,
     batch: Batch = "rank",
     shares: Shared = None,
-    shards_itself: bool = False,
+    shards_itself: bool | None = None,
 ) -> Any:
-    """Do as `shard` does, and say nothing."""
+    """Do as `shard` does, without its line about batches."""
     session = current()
     if is_tail_host(session):
         return loader
@@ -115,7 +118,8 @@ def dealt(
     purpose = "shard: checking loaders"
     own_seed = agreed(comm, lambda: proposed_seed(loader), purpose)
     seed = comm.gather_objects(own_seed, purpose)[0]
-    word = NextBatchCheck(comm) if shards_itself is True else None
+    splits = shards_itself is None and _split(loader, session)
+    word = NextBatchCheck(comm) if splits or shards_itself is True else None
     by_speed = isinstance(shares, str) and shares == "speed"
     speed = Speed(comm, session.passes) if by_speed else None
 
@@ -125,16 +129,46 @@ def dealt(
                 "unknown kind of batch", got=repr(batch), expected='"rank" or "global"'
             )
         do = "give shards_itself=True for a dataset that gives each rank its own rows"
-        check_truth("shards_itself is True or False", shards_itself, do=do)
+        if shards_itself is not None:
+            check_truth("shards_itself is True or False", shards_itself, do=do)
         deal = Deal(comm.rank, comm.size, batch == "global", _dealt_in(shares, speed, comm.size))
         return sharded(loader, deal, seed, session.passes, word)
 
     own_loader = agreed(comm, made, purpose)
+    if word is not None and sampler_of(loader) is not None:
+        session.passes.may_repeat = True  # repeated augmentation gives ranks the same rows
     if comm.size > 1:
         facts = f"{own_loader.source.facts()}, batch={batch!r}, shares={shares}"
         dataset = getattr(loader, "dataset", None)
-        _require_same(comm, facts, [] if shards_itself else listings(dataset))
+        _require_same(comm, facts, [] if word is not None else listings(dataset))
     return own_loader
+
+
+def _split(loader: Any, session: Session) -> bool:
+    """Whether each rank's sampler gives its own rows (a collective). Samplers of ranks are said."""
+    comm, sampler = session.comm, sampler_of(loader)
+    if comm.size == 1:
+        return False
+    own = None
+    if taken_over(sampler, comm.size) is None and sampler is not None:
+        own = split_of(sampler, comm.rank, comm.size)
+    splits = own_samplers(comm.gather_objects(own, "shard: comparing samplers", RankSplit))
+    if own is not None:
+        line = (
+            f"the sampler {own.name} splits its rows by rank ({own.by}): each rank takes what its "
+            "own gives; shard(loader, shards_itself=False) deals one order out"
+        )
+    elif sampler is not None and taken_over(sampler, comm.size) is not None:
+        line = (
+            "DistributedSampler: shard takes its dataset, seed, shuffle, drop_last and set_epoch "
+            "over, and deals its order out, in which no row comes twice"
+        )
+    else:
+        return splits
+    if line not in session.passes.said:
+        session.passes.said.add(line)
+        Stages(speaks=comm.rank == 0).say(line)
+    return splits
 
 
 def _say_batch(comm: Comm, rows: Any) -> None:

@@ -13,6 +13,7 @@ it are collectives. Guarded by tests/front/test_saving.py.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +24,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.parts import Spread
-from shoal.checkpoint.tree import MOST_KEYS, unsaved
+from shoal.checkpoint.tree import MOST_KEYS, decoded, encoded, unsaved
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import ShoalError, UsageError
 from shoal.data.sharded import Positioned
+from shoal.front.stages import LOGGER
 from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
 from shoal.optim.extend import kept_state_dict
 from shoal.session.additions import uncompiled
+from shoal.session.session import ranks
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 
 _SHOWN = 4  # names that a message lists
@@ -70,9 +73,6 @@ def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
         modules: that optimizers' parameters have their names in.
         spread: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
             for each tensor.
-
-    Raises:
-        UsageError: a loader whose ranks are at positions of their own.
     """
     if isinstance(value, nn.Module):
         return _of_module(uncompiled(value), spread=spread)  # save 4
@@ -104,16 +104,30 @@ def _of_module(module: nn.Module, *, spread: bool) -> Any:
 
 
 def _of_loader(loader: Positioned[Any]) -> dict[str, Any]:
-    """A loader's position, if it is the same on every rank."""
+    """A loader's position, or one of each rank with rows of its own (a collective)."""
     state = loader.state_dict()
-    if state.get("size", 1) > 1:
-        raise UsageError(
-            "streams that shard themselves have a position on each rank, and a checkpoint has one",
-            got=f"rank {state['rank']} of {state['size']}, in the middle of epoch {state['epoch']}",
-            do="save between epochs, or leave the loader out and save loader.state_dict() on each "
-            "rank",
+    if loader.source.own is None:
+        return state
+    tensors = list[Tensor]()
+
+    def take(path: tuple[str, ...], tensor: Any) -> str:
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
+
+    try:
+        form = encoded(state, take)  # also arrays of numpy, and sets
+    except UsageError as error:
+        LOGGER.warning(
+            "a dataset's own state is not saved, so its rows will be read again: %s", error
         )
-    return state
+        tensors.clear()
+        form = encoded({key: value for key, value in state.items() if key != "states"}, take)
+    told = ranks().gather_objects((json.dumps(form), tensors), "shoal.save: positions of ranks")
+    states = [
+        decoded(json.loads(text), lambda name, own=own: own[int(name)])  # type: ignore[misc]
+        for text, own in told
+    ]
+    return {"ranks": states} if any(each["position"] for each in states) else state
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,8 @@ def _weigher(opening: Opening) -> Weigher:
     """Make the weigher of each call's rows. It goes on as a checkpoint had it, if one had it."""
     weighs = opening.job.weighs and opening.plan.in_step
     counts = opening.channel("counts") if weighs else None
-    weigher = Weigher(counts, opening.prepared.inputs_alike)
+    passes = opening.session.passes
+    weigher = Weigher(counts, opening.prepared.inputs_alike, lambda: passes.may_repeat)
     known = opening.session.usual_rows.get(opening.model, {})
     if (usual := known.get(opening.comm.size)) is not None:
         weigher.go_on(usual)

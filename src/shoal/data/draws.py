@@ -1,0 +1,107 @@
+"""Random numbers of samplers, streams and workers, apart from those of the script.
+
+An order depends on a seed and the epoch alone, so it is the same on every rank. A worker's numbers
+depend on the rank, too: else two ranks would augment their rows alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+import numpy as np
+import torch
+
+from shoal.profiling.untraced import RANDOM_STATE
+
+
+def mixed(*numbers: int) -> int:
+    """Make one seed of several numbers. Others make another one, also where their sums are alike.
+
+    >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
+    (True, False)
+    """
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def seed_worker(seed: int) -> None:
+    """Start all that Python code draws from, in a worker, at a seed of `mixed`."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed([seed % 2**32, seed >> 32])
+
+
+@final
+class RandomState:
+    """The state of all that Python code draws from."""
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._generators = [torch.default_generator, *generators]
+        self._states = [source.get_state() for source in self._generators]
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def put_back(self) -> None:
+        """Let them go on from here."""
+        for source, state in zip(self._generators, self._states, strict=True):
+            source.set_state(state)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+def seed_all(seed: int, generators: Iterable[torch.Generator] = ()) -> None:
+    """Start all that Python code draws from at a seed."""
+    for source in (torch.default_generator, *generators):
+        source.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@final
+class OwnRandom:
+    """A random stream beside the program's, which a sampler or a stream of rows draws from.
+
+    Args:
+        seed: the seed that it starts at.
+        generators: further generators of the program that the code draws from.
+    """
+
+    def __init__(self, seed: int, generators: Iterable[torch.Generator] = ()) -> None:
+        self._seed: int | None = seed
+        self._state: RandomState | None = None
+        self._generators = list(generators)
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew."""
+        self._seed = seed
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from it for a while."""
+        with RANDOM_STATE:
+            before = RandomState(self._generators)
+            try:
+                if self._seed is not None:
+                    seed_all(self._seed, self._generators)
+                    self._seed = None
+                elif self._state is not None:
+                    self._state.put_back()
+                yield
+                self._state = RandomState(self._generators)
+            finally:
+                before.put_back()
+
+
+@contextmanager
+def drawing_at(seed: int) -> Iterator[None]:
+    """Draw from a seed of `mixed` for a while, and put back the state of before."""
+    with RANDOM_STATE:
+        before = RandomState()
+        try:
+            seed_worker(seed)
+            yield
+        finally:
+            before.put_back()

@@ -1,0 +1,184 @@
+"""A stream of one rank's own rows, read in workers or not, that goes on from where it was.
+
+    part     the rows of one worker; all of them without workers
+    piece    a batch, the part that it comes from, and the dataset's own state behind it
+
+A dataset with `state_dict` and `load_state_dict` goes on from its own state. Any other one is read
+from its start up to the position, which is exact if its rows depend on nothing but random numbers:
+torch, random and numpy begin each batch at a seed of the loader's seed, the epoch, the rank, the
+part and the number of the batch. Guarded by tests/data/test_own_streams.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from shoal.data.draws import drawing_at, mixed, seed_worker
+from shoal.data.parts import digest_of
+from shoal.data.source import Position
+
+_MOST_WORKERS = 1024
+_START = -1  # number of the draws as a part begins
+_LOOKED_AT = 256  # elements of a row, by which a stream is known again
+
+
+class StreamPiece(NamedTuple):
+    """A batch from a worker to the main process: a plain tuple, so that tensors can be pinned."""
+
+    part: int
+    parts: int
+    digest: int  # digest of the first row of the batch
+    before: int  # digest of the batch before, if that was skipped
+    state: bytes | None  # the dataset's behind the batch; None if it has none
+    batch: Any
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether a dataset can say where it is, and go on from there."""
+    return all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
+
+
+@final
+class OwnStream(IterableDataset[StreamPiece]):
+    """One rank's own stream as batches, for torch's workers.
+
+    Args:
+        dataset: the user's.
+        batch_size: rows of a batch; None if the dataset gives batches.
+        drop_last: leave out a last batch that is not whole.
+        collate: makes a batch of rows.
+        rank: this one.
+        draws: whether the stream draws from seeds of its own. Without, it draws as the script does.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        drop_last: bool,
+        collate: Callable[[Any], Any],
+        rank: int,
+        draws: bool = True,
+    ) -> None:
+        self.dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
+        self._collate, self._rank, self._draws = collate, rank, draws
+        self.states: Sequence[Any] = ()  # states of the parts as the pass begins
+        # seed, epoch, the first part, position: shared with workers, which may outlive a pass
+        self._told = torch.zeros(4 + _MOST_WORKERS, dtype=torch.int64, device="cpu").share_memory_()
+
+    def tell(self, seed: int, epoch: int, first: int, start: Position) -> None:
+        """Note the place at which the next pass begins."""
+        told = [seed % 2**62, epoch, first, len(start), *start]
+        self._told[: len(told)] = torch.tensor(told, dtype=torch.int64, device="cpu")
+
+    def part_of(self, worker: int, workers: int) -> int:
+        """Return the part that a worker reads."""
+        return (worker + int(self._told[2])) % workers
+
+    def seed_of(self, part: int, number: int = _START) -> int:
+        """Return the seed of a batch of a part."""
+        seed, epoch = self._told[:2].tolist()
+        return mixed(seed, epoch, self._rank, part, number)
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        info: Any = torch_worker._worker_info
+        part, parts = (0, 1) if info is None else (info.id, info.num_workers)
+        _, epoch, _, num_told = self._told[:4].tolist()
+        taken = self._told[4 : 4 + num_told].tolist()[part] if num_told else 0
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        read = 0
+        if taken and self.states and self.states[part] is not None:
+            self.dataset.load_state_dict(self.states[part])
+            read = taken
+        with self._drawing(part, _START):
+            rows = iter(self.dataset)
+        before = 0
+        for number in count(read):
+            with self._drawing(part, number):
+                if not (units := self._units(rows)):
+                    return
+                digest = digest_of(units[0], _LOOKED_AT)
+                if number < taken:
+                    before = digest
+                    continue
+                batch = self._collate(units[0] if self._batch_size is None else units)
+            yield StreamPiece(part, parts, digest, before, self._state(), batch)
+            before = 0
+
+    def _units(self, rows: Iterator[Any]) -> list[Any]:
+        """Read the rows of a batch, or one batch; nothing at the end."""
+        whole = self._batch_size or 1
+        units = list(islice(rows, whole))
+        return [] if self._drop_last and len(units) < whole else units
+
+    def _drawing(self, part: int, number: int) -> AbstractContextManager[None]:
+        if not self._draws:
+            return nullcontext()
+        if torch_worker._worker_info is None:
+            return drawing_at(self.seed_of(part, number))
+        seed_worker(self.seed_of(part, number))
+        return nullcontext()
+
+    def _state(self) -> bytes | None:
+        """Return the dataset's state of now; None if it has none, or none that can be copied."""
+        if not has_state(self.dataset):
+            return None
+        try:
+            return pickle.dumps(self.dataset.state_dict())
+        except Exception:  # any error: the dataset's own code may refuse in any way
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+@final
+class StreamWorker:
+    """Torch's record of a worker for a stream of this rank: its number is that of its part."""
+
+    def __init__(self, info: Any, stream: OwnStream) -> None:
+        self._info, self._stream, self.dataset = info, stream, stream.dataset
+
+    @property
+    def id(self) -> int:
+        """The part."""
+        return self._stream.part_of(self._info.id, self._info.num_workers)
+
+    @property
+    def seed(self) -> int:
+        """The seed at which the part begins, in this epoch and on this rank."""
+        return self._stream.seed_of(self.id)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_info":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self._info, name)
+
+
+@final
+@dataclass(frozen=True)
+class BeginStream:
+    """The first call in a worker: random numbers of its own, then the user's `worker_init_fn`."""
+
+    init: Callable[[int], object] | None
+
+    def __call__(self, worker: int) -> None:
+        """Begin, in the worker."""
+        info: Any = torch_worker._worker_info
+        seen = StreamWorker(info, info.dataset)
+        torch_worker._worker_info = seen  # type: ignore[assignment]
+        seed_worker(seen.seed)
+        if self.init is not None:
+            self.init(seen.id)

@@ -1,0 +1,103 @@
+"""Workers that read rows by number: each batch begins with random numbers of its own.
+
+    main process   (seed, rows), (seed, rows), …       the seed is made of the loader's seed, the
+    worker         seeds torch, numpy and random,      pass, this rank and the position
+                   and reads the rows
+
+So no two ranks augment alike, and no two passes. A run that goes on in the middle of an epoch draws
+the same numbers. As a worker starts, before `worker_init_fn`, the seed is made of the
+worker's number. Guarded by tests/data/test_worker_draws.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils import worker as torch_worker
+
+from shoal.data.draws import mixed, seed_worker
+from shoal.data.rows import Known, OwnItems, OwnRows
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+
+
+@final
+class WorkerRows:
+    """A dataset as a worker sees it, which is asked for rows together with a seed."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, asked: tuple[int, Any]) -> Any:
+        """Read one item."""
+        seed, key = asked
+        seed_worker(seed)
+        return self.dataset[key]
+
+    def __getitems__(self, asked: tuple[int, list[Any]]) -> Any:
+        """Read the rows of a batch, as torch's own workers do."""
+        seed, keys = asked
+        seed_worker(seed)
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(keys)
+        return [self.dataset[key] for key in keys]
+
+
+@final
+class SeededKeys(Sampler[Any]):
+    """Rows or items of this rank, each batch with a seed."""
+
+    def __init__(self, keys: OwnRows | OwnItems) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._keys.seeded()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+@final
+class WorkerInfo:
+    """Torch's record of a worker, with this rank's seed and the user's own dataset."""
+
+    def __init__(self, info: Any, seed: int, dataset: Any) -> None:
+        self.seed, self.dataset, self._info = seed, dataset, info
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_info":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self._info, name)
+
+
+@final
+@dataclass(frozen=True)
+class SeedWorker:
+    """The first call in a worker: random numbers of its own, then the user's `worker_init_fn`."""
+
+    seeds: tuple[int, ...]  # loader's seed, epoch, rank
+    init: Callable[[int], object] | None
+
+    def __call__(self, worker: int) -> None:
+        """Begin, in the worker."""
+        info: Any = torch_worker._worker_info
+        seed = mixed(*self.seeds, worker, -1)
+        torch_worker._worker_info = WorkerInfo(info, seed, info.dataset.dataset)  # type: ignore[assignment]
+        seed_worker(seed)
+        if self.init is not None:
+            self.init(worker)
+
+
+def seeded(loader: Loader, source: Known[Any]) -> Loader:
+    """Return the loader as its workers are to see it."""
+    seen = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    seeds = source.seed, source.epoch, source.rank
+    vars(seen)["dataset"] = WorkerRows(loader.dataset)
+    vars(seen)[name] = SeededKeys(getattr(loader, name))
+    vars(seen)["worker_init_fn"] = SeedWorker(seeds, loader.worker_init_fn)
+    return seen
