@@ -238,7 +238,7 @@ class Recording(Walk):
         for tensor in written:
             if tensor not in self._names:
                 continue  # a buffer
-            key = _memory(tensor)
+            key = memory_of(tensor)
             self.record.writes.append((self.here, key))
             value = self.record.values[self._names[tensor]]
             if value.is_given and not given:
@@ -366,7 +366,7 @@ class Recording(Walk):
     ) -> None:
         if tensor in self._parameters or tensor in self._kept:
             return
-        key = _memory(tensor)
+        key = memory_of(tensor)
         self._memory.setdefault(key, (_storage(tensor), name[0]))
         self.record.memory[name] = key
         nbytes = tensor.numel() * tensor.element_size()
@@ -397,11 +397,16 @@ def undecided(function: str, module: str) -> UsageError:
     )
 
 
-def _changes(function: Callable[..., Any]) -> bool:
+def changes_in_place(function: Callable[..., Any]) -> bool:
     """Return whether a function changes its first argument in place."""
     name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
+    return (
+        _is_item(function)
+        or (name.endswith("_") and not name.endswith("__"))
+        or (
+            name.startswith("__i")
+            and name not in ("__invert__", "__int__", "__index__", "__iter__")
+        )
     )
 
 
@@ -409,7 +414,7 @@ def _written(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Tenso
     """Return the tensors that a function changes in place."""
     if kwargs.get("out") is not None:
         return tensors_in(kwargs["out"])
-    return tensors_in(args[:1]) if _is_item(function) or _changes(function) else []
+    return tensors_in(args[:1]) if changes_in_place(function) else []
 
 
 def _is_item(function: Callable[..., Any]) -> bool:
@@ -485,7 +490,8 @@ def _storage(tensor: Tensor) -> Any:
             return form
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors have in common if they share memory."""
     storage = _storage(tensor)
     key: int = storage._cdata if isinstance(storage, torch.UntypedStorage) else id(storage)
     return key
