@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.pipeline.absent import Forms
+from shoal.pipeline.record import memory_of
 
 
 @final
@@ -230,8 +231,10 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
 
     Raises:
         Unclear: it draws random numbers, or its forms depend on values.
+        Changing: it changes a result of another expression in place.
     """
-    drawing = _Drawing()
+    results = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Result)]
+    watch = _Watch({memory_of(leaf.expression.forms[leaf.number]) for leaf in results})
     if function is Tensor.__getitem__:
         arguments = _without_masks(*arguments[0]), {}
 
@@ -244,11 +247,13 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
 
     args, kwargs = pytree.tree_map(formed, arguments, is_leaf=_is_ours)
     try:
-        with forms.mode, drawing, torch.no_grad():
+        with forms.mode, watch, torch.no_grad():
             output = function(*args, **kwargs)
     except Exception as error:  # the function itself says what is wrong
         raise Unclear from error
-    if drawing.seen:
+    if watch.changes:
+        raise Changing
+    if watch.draws:
         raise Unclear
     return output
 
@@ -267,14 +272,29 @@ class Unclear(Exception):
     """A function that a rank computes by itself, of values that it has looked at."""
 
 
-@final
-class _Drawing(TorchDispatchMode):
-    """Sees whether random numbers are drawn."""
+class Changing(Exception):
+    """A function that changes in place."""
 
-    def __init__(self) -> None:
+
+@final
+class _Watch(TorchDispatchMode):
+    """Sees whether random numbers are drawn, and whether some memory changes.
+
+    Args:
+        memory: the memory, as `memory_of` tells it.
+    """
+
+    def __init__(self, memory: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self._memory, self.draws, self.changes = memory, False, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        if func._schema.is_mutable:
+            written = [
+                arg
+                for arg, of in zip(args, func._schema.arguments, strict=False)
+                if isinstance(arg, Tensor) and of.alias_info is not None and of.alias_info.is_write
+            ]
+            self.changes = self.changes or not self._memory.isdisjoint(map(memory_of, written))
         return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
-from shoal.pipeline.expressions import Expression, Result, Unclear, sliced
+from shoal.pipeline.expressions import Changing, Expression, Result, Unclear, sliced
 from shoal.pipeline.record import changes_in_place, memory_of
 from shoal.pipeline.walk import tensors_in
 
@@ -121,6 +121,8 @@ class EndOutput(Tensor):
                 return _expressed(func, args, kwargs)
             except Unclear:
                 pass
+            except Changing:
+                return _changed(func, first, args, kwargs)
         args, kwargs = pytree.tree_map(_looked, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
@@ -171,10 +173,12 @@ def _looked(leaf: Any) -> Any:
     return leaf.looked() if isinstance(leaf, EndOutput) else leaf
 
 
-def _changed(func: Any, first: EndOutput, args: Any, kwargs: Any) -> Any:
+def _changed(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
     """Change an output in place, of which this rank has looked at the values."""
     name = getattr(func, "__name__", "")
-    if first._takes_grad and (first.takes_grad or name in _HOOKS):
+    if not isinstance(first, EndOutput) or (
+        first._takes_grad and (first.takes_grad or name in _HOOKS)
+    ):
         raise UsageError(
             f"{name} on the output of a pipeline would be of a copy of it",
             do="write it out of place (out = out / 2), or let the model do it in its forward",
