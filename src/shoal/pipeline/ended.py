@@ -28,6 +28,7 @@ from shoal.pipeline.expressions import (
     with_constants,
     without_constants,
 )
+from shoal.pipeline.kept import KeptNumbers, WithKept
 from shoal.pipeline.model import BACKWARD, LOSS, READING, PipelinedModel
 from shoal.pipeline.moving import Counters
 from shoal.pipeline.output import EndOutput, made_of, way_back
@@ -46,7 +47,7 @@ class PipelineCalls:
     """
 
     def __init__(self, pipeline: PipelinedModel) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self._kept = pipeline, KeptNumbers(pipeline.model)
         self.runs = False
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +62,11 @@ class PipelineCalls:
         check_hooks(self.pipeline.model, "")
         self.runs = True
         try:
-            return EndedForward(ForwardRun(self.pipeline, forward, args, kwargs)).output()
+            self._kept.begin()
+            run = ForwardRun(self.pipeline, self._kept.around(forward), args, kwargs)
+            output, kept = EndedForward(run).output()
+            self._kept.ended(kept)
+            return output
         finally:
             self.runs = False
 
@@ -79,19 +84,20 @@ class EndedForward:
         self._call_of = run.pipeline.weighs.call()
         self._num_computed = 0  # expressions that the end has computed
 
-    def output(self) -> Any:
-        """Return the output of this rank's rows: the end has its values."""
-        rank, route = self.run.comm.rank, self.run.route
-        number = self.run.numbers[rank]
-        if number not in route.output:
-            route.output[number] = self._form_of_output()
-        form = route.output[number]
+    def output(self) -> WithKept:
+        """Return the output of this rank's rows: the end has its values, and numbers are told."""
+        number, outputs = self.run.numbers[self.run.comm.rank], self.run.route.output
+        if number not in outputs:
+            outputs[number] = self._form_of_output()
+        # a form for other shapes knows neither gradients nor the numbers that this call keeps
+        recorded = next(iter(outputs.values()))
+        form = WithKept(outputs[number].output, recorded.kept)
+        takes_grad = [self.run.grad and leaf.requires_grad for leaf in tensors_in(recorded)]
         ended = Expression((self,), None, forms=[_form(leaf) for leaf in tensors_in(form)])
         ended.of_ranks = {
-            rank: tensors_in(output) for rank, output in sorted(self.run.outputs.items())
+            rank: tensors_in((output, [kept[place] for place in recorded.kept]))
+            for rank, (output, kept) in sorted(self.run.outputs.items())
         }
-        recorded = next(iter(route.output.values()))  # a form for other shapes knows no gradients
-        takes_grad = [self.run.grad and leaf.requires_grad for leaf in tensors_in(recorded)]
         count = 0
 
         def placed(leaf: Any) -> Any:
@@ -105,7 +111,8 @@ class EndedForward:
                 return self._told_number(end.result, grad)
             return end
 
-        return pytree.tree_map(placed, form)
+        placed_form: WithKept = pytree.tree_map(placed, form)
+        return placed_form
 
     def _form_of_output(self) -> Any:
         pipeline = self.run.pipeline
@@ -123,7 +130,7 @@ class EndedForward:
         return output
 
     def forms_of(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """Return what a function returns, with forms in the places of tensors."""
+        """Return a function's results, with forms in the places of tensors."""
         return forms_of(self.run.pipeline.forms, function, arguments)
 
     def check_together(self, forwards: Sequence[EndedForward]) -> None:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.pipeline.absent import Forms
-from shoal.pipeline.record import memory_of
+from shoal.pipeline.memory import memory_of
 
 
 @final
@@ -49,7 +49,7 @@ class Expression:
         self.forwards, self.function, self.forms = forwards, function, forms
         self.arguments: Any = pytree.tree_map(_kept, arguments)
         self.modes = ThreadModes.now()
-        self.number: int | None = None  # its number among those that the end has computed
+        self.number: int | None = None  # number of the computed expression
         self.of_ranks: dict[int, Sequence[Tensor]] = {}  # results at the end, for each rank's rows
         self.seen: dict[int, Tensor] = {}  # results that this rank has looked at
 
@@ -64,11 +64,11 @@ class Expression:
         return self.function is None
 
     def computed(self, number: int) -> None:
-        """Note that the end has computed it: what it was made of is no longer needed."""
+        """Note that the end has computed it, and forget its arguments."""
         self.number, self.function, self.arguments = number, None, ((), {})
 
     def compute(self, rank: int, args: Any, kwargs: Any) -> Any:
-        """Compute it for a rank's rows, and return what the function returns."""
+        """Compute it for a rank's rows, and return the function's results."""
         assert self.function is not None
 
         def value(leaf: Any) -> Any:
@@ -123,7 +123,7 @@ def sliced(values: Any) -> Any:
 
 
 def in_order(last: Sequence[Expression]) -> list[Expression]:
-    """Return expressions and those that they are made of, which the end has not computed."""
+    """Return expressions behind all that they are made of, but for computed ones."""
     found: dict[Expression, None] = {}
 
     def follow(expression: Expression) -> None:
@@ -200,7 +200,7 @@ _INTEGER, _REAL = _Constant(), _Constant()
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """Settings of a thread that change what a function computes."""
+    """Settings of a thread that change a function's results."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -227,7 +227,7 @@ class ThreadModes:
 
 
 def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
-    """Return what a function returns, with forms in the places of tensors.
+    """Return a function's results, with forms in the places of tensors.
 
     Raises:
         Unclear: it draws random numbers, or its forms depend on values.
@@ -249,7 +249,7 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
     try:
         with forms.mode, watch, torch.no_grad():
             output = function(*args, **kwargs)
-    except Exception as error:  # the function itself says what is wrong
+    except Exception as error:  # the function itself will say it, of values
         raise Unclear from error
     if watch.changes:
         raise Changing

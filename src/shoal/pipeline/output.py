@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.expressions import Changing, Expression, Result, Unclear, sliced
-from shoal.pipeline.record import changes_in_place, memory_of
+from shoal.pipeline.memory import changes_in_place, memory_of
 from shoal.pipeline.walk import tensors_in
 
 _After = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ class Ended(Protocol):
     """One forward of all ranks up to its end."""
 
     def forms_of(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """Return what a function returns, with forms in the places of tensors."""
+        """Return a function's results, with forms in the places of tensors."""
 
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
@@ -98,7 +98,7 @@ class EndOutput(Tensor):
 
     @property
     def takes_grad(self) -> bool:
-        """Whether what is computed of it now takes a gradient."""
+        """Whether a function of it takes a gradient now."""
         return self._takes_grad and torch.is_grad_enabled()
 
     @classmethod
@@ -146,11 +146,11 @@ class EndOutput(Tensor):
 
     @property
     def is_seen(self) -> bool:
-        """Whether this rank has the values, or those that this is a view of."""
+        """Whether this rank has the values, or has them of a tensor of which this is a view."""
         return self.number in self.expression.seen or any(each.is_seen for each in self._bases())
 
     def in_memory(self) -> Tensor:
-        """Return the values; those of a view share memory with all that it is a view of."""
+        """Return the values. A view shares memory with its base."""
         if self._view_of is not None:
             func, arguments = self._view_of
             args, kwargs = pytree.tree_map(

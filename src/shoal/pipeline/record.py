@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.core.errors import UsageError
-from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
+from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
+from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
 from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
@@ -214,7 +215,7 @@ class Recording(Walk):
             return self._looked_at(function, used, args, kwargs)
         parameters = {self._parameters[t] for t in used if t in self._parameters}
         given = not parameters and not any(map(is_empty, used))
-        written = _written(function, args, kwargs)
+        written = written_by(function, args, kwargs)
         self._writes(written, given=given)
         given = given and self.here not in self._filled
         output, given = self._run(function, args, kwargs, written, given=given)
@@ -262,7 +263,7 @@ class Recording(Walk):
         if written:  # a buffer, which a record leaves as it is
             self._kept.update(dict.fromkeys(written))
             self.record.countings.append(CountingBuffer(args[0], function, args[1:], kwargs))
-            return (None if _is_item(function) else args[0]), True
+            return (None if is_item(function) else args[0]), True
         before = torch.random.get_rng_state()
         output = function(*args, **kwargs)
         if torch.equal(before, torch.random.get_rng_state()):
@@ -367,7 +368,7 @@ class Recording(Walk):
         if tensor in self._parameters or tensor in self._kept:
             return
         key = memory_of(tensor)
-        self._memory.setdefault(key, (_storage(tensor), name[0]))
+        self._memory.setdefault(key, (storage_of(tensor), name[0]))
         self.record.memory[name] = key
         nbytes = tensor.numel() * tensor.element_size()
         self.record.values[name] = Value(made, given, nbytes, tensor.requires_grad, inputs)
@@ -395,30 +396,6 @@ def undecided(function: str, module: str) -> UsageError:
         where=f"the forward of {module or 'the model itself'}",
         do="leave out the pipeline, or compute without looking (torch.where in place of if)",
     )
-
-
-def changes_in_place(function: Callable[..., Any]) -> bool:
-    """Return whether a function changes its first argument in place."""
-    name = getattr(function, "__name__", "")
-    return (
-        _is_item(function)
-        or (name.endswith("_") and not name.endswith("__"))
-        or (
-            name.startswith("__i")
-            and name not in ("__invert__", "__int__", "__index__", "__iter__")
-        )
-    )
-
-
-def _written(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that a function changes in place."""
-    if kwargs.get("out") is not None:
-        return tensors_in(kwargs["out"])
-    return tensors_in(args[:1]) if changes_in_place(function) else []
-
-
-def _is_item(function: Callable[..., Any]) -> bool:
-    return getattr(function, "__name__", "") == "__setitem__"
 
 
 def recorded(
@@ -478,23 +455,6 @@ def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(module).update(kept)
-
-
-def _storage(tensor: Tensor) -> Any:
-    """Return the memory of a tensor. Sparse tensors, and those inside of vmap, stand for it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        form = tensor.slot.form if isinstance(tensor, Absent) else tensor
-        try:
-            return form.untyped_storage()
-        except NotImplementedError:
-            return form
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Return a number that tensors have in common if they share memory."""
-    storage = _storage(tensor)
-    key: int = storage._cdata if isinstance(storage, torch.UntypedStorage) else id(storage)
-    return key
 
 
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

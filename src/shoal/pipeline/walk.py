@@ -109,7 +109,7 @@ class Walk(ABC):
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward. Its frame is the first."""
-        before, _LOCAL.walk = _walk(), self
+        before, _LOCAL.walk = running_walk(), self
         try:
             with self._functions:
                 return forward(*args, **kwargs)
@@ -141,13 +141,14 @@ _LOCK = threading.Lock()
 _USERS = 0  # users of the changed call
 
 
-def _walk() -> Walk | None:
+def running_walk() -> Walk | None:
+    """Return the walk of this thread, if it is in one."""
     return getattr(_LOCAL, "walk", None)
 
 
 def is_walking() -> bool:
     """Return whether this thread is in a walk."""
-    return _walk() is not None
+    return running_walk() is not None
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ def eager_call(module: nn.Module) -> Callable[..., Any]:
 
 def _checkpoint(function: Any, *settings: Any, **kwargs: Any) -> Any:
     """Begin a checkpoint that is not reentrant: a generator, which torch goes on with after it."""
-    walk = _walk()
+    walk = running_walk()
     if walk is None or walk.is_aside or walk.is_checkpointed():
         return _CHECKPOINT(function, *settings, **kwargs)
     return _unchecked(walk)
@@ -184,7 +185,7 @@ class _Reentrant:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        walk = _walk()
+        walk = running_walk()
         if walk is None or walk.is_aside:
             return _REENTRANT.apply(function, preserve, *args)
         if walk.is_checkpointed():
