@@ -19,8 +19,8 @@ from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import EndLoss
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.expressions import (
+    EndResult,
     Expression,
-    Result,
     Unclear,
     described,
     forms_of,
@@ -152,7 +152,7 @@ class EndedForward:
                 "that makes both calls",
             )
 
-    def result(self, tensor: Tensor) -> Result | None:
+    def result(self, tensor: Tensor) -> EndResult | None:
         """Return the result that a number is, if it was told of this forward."""
         node: Any = tensor.grad_fn
         while type(node).__name__ == _BORDER:  # of the model, which changes no value
@@ -164,8 +164,8 @@ class EndedForward:
         look_into_dataclasses((args, kwargs))
         given = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, EndOutput)]
         expression = made_of(given, loss_fn, (tuple(args), kwargs))
-        self._compute([Result(expression, 0)], LOSS, loss=expression)
-        loss = self._told_number(Result(expression, 0), torch.is_grad_enabled())
+        self._compute([EndResult(expression, 0)], LOSS, loss=expression)
+        loss = self._told_number(EndResult(expression, 0), torch.is_grad_enabled())
         return _crossed(loss, given)
 
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
@@ -181,7 +181,7 @@ class EndedForward:
         return values
 
     def _compute(
-        self, results: Sequence[Result], purpose: str, *, loss: Expression | None = None
+        self, results: Sequence[EndResult], purpose: str, *, loss: Expression | None = None
     ) -> None:
         """Compute results for each rank's rows, where the end is (a collective)."""
         comm, pipeline, end = self.run.comm, self.run.pipeline, self.run.route.end
@@ -226,7 +226,7 @@ class EndedForward:
                 if each is loss:
                     _check_loss(output)
 
-    def _told_number(self, result: Result, grad: bool) -> Tensor:
+    def _told_number(self, result: EndResult, grad: bool) -> Tensor:
         """Bring each rank the number of its own rows (a collective)."""
         comm, end = self.run.comm, self.run.route.end
         numbers = {
@@ -247,7 +247,7 @@ class EndedForward:
             value = kind[0].to(_DTYPES[int(kind[1])])
         return self._with_gradient(result, value, [*numbers.values()]) if grad else value.clone()
 
-    def _with_gradient(self, result: Result, value: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    def _with_gradient(self, result: EndResult, value: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         """Return a number of this rank's rows, whose backward is that of all ranks."""
         parts = [p for p in self.run.pipeline.elsewhere if p.requires_grad]
         runs = [forward.run for forward in result.expression.forwards]

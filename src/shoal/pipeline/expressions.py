@@ -34,8 +34,8 @@ class Expression:
     Args:
         forwards: the forwards of the outputs, each once.
         function: the function; None for the output of a forward itself.
-        arguments: its arguments and those by name, with a `Result` in the place of each result of
-            another expression.
+        arguments: its arguments and those by name; an `EndResult` is in the place of each result
+            of another expression.
         forms: forms of the results, if they are known.
     """
 
@@ -72,9 +72,9 @@ class Expression:
         assert self.function is not None
 
         def value(leaf: Any) -> Any:
-            if isinstance(leaf, Result):
+            if isinstance(leaf, EndResult):
                 return leaf.expression.of_ranks[rank][leaf.number]
-            return slice(*leaf.bounds) if isinstance(leaf, _Slice) else leaf
+            return slice(*leaf.bounds) if isinstance(leaf, _SliceBounds) else leaf
 
         args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=_is_ours)
         with self.modes.again():
@@ -86,14 +86,14 @@ class Expression:
 
 
 @final
-class Result:
+class EndResult:
     """A result of an expression, by its number."""
 
     def __init__(self, expression: Expression, number: int) -> None:
         self.expression, self.number = expression, number
 
 
-class _Slice(NamedTuple):
+class _SliceBounds(NamedTuple):
     """A slice, of which a tree has the bounds as leaves."""
 
     bounds: tuple[Any, Any, Any]
@@ -104,7 +104,7 @@ class _Constant:
 
 
 def _is_ours(leaf: Any) -> bool:
-    return isinstance(leaf, _Slice)
+    return isinstance(leaf, _SliceBounds)
 
 
 def _kept(leaf: Any) -> Any:
@@ -116,7 +116,7 @@ def sliced(values: Any) -> Any:
     """Return values with the bounds of slices in the places of slices."""
     return pytree.tree_map(
         lambda leaf: (
-            _Slice((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else leaf
+            _SliceBounds((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else leaf
         ),
         values,
     )
@@ -130,7 +130,7 @@ def in_order(last: Sequence[Expression]) -> list[Expression]:
         if expression.is_computed or expression in found:
             return
         for leaf in pytree.tree_leaves(expression.arguments):
-            if isinstance(leaf, Result):
+            if isinstance(leaf, EndResult):
                 follow(leaf.expression)
         found[expression] = None
 
@@ -139,7 +139,7 @@ def in_order(last: Sequence[Expression]) -> list[Expression]:
     return list(found)
 
 
-def described(expressions: Sequence[Expression], results: Sequence[Result]) -> str:
+def described(expressions: Sequence[Expression], results: Sequence[EndResult]) -> str:
     """Return the functions, and which results each takes and which are told.
 
     It is the same text on every rank.
@@ -147,7 +147,7 @@ def described(expressions: Sequence[Expression], results: Sequence[Result]) -> s
     numbers = {expression: number for number, expression in enumerate(expressions)}
     forwards: dict[Any, int] = {}
 
-    def of(result: Result) -> str:
+    def of(result: EndResult) -> str:
         if (number := numbers.get(result.expression)) is not None:
             return f"{expressions[number].name} {number}.{result.number}"
         forward = result.expression.forwards[0]
@@ -159,7 +159,7 @@ def described(expressions: Sequence[Expression], results: Sequence[Result]) -> s
     texts = []
     for expression in expressions:
         leaves = pytree.tree_leaves(expression.arguments)
-        taken = [of(leaf) for leaf in leaves if isinstance(leaf, Result)]
+        taken = [of(leaf) for leaf in leaves if isinstance(leaf, EndResult)]
         texts.append(f"{expression.name}({', '.join(taken)})")
     return ", ".join([*texts, *map(of, results)])
 
@@ -233,15 +233,15 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
         Unclear: it draws random numbers, or its forms depend on values.
         Changing: it changes a result of another expression in place.
     """
-    results = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Result)]
-    watch = _Watch({memory_of(leaf.expression.forms[leaf.number]) for leaf in results})
+    results = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, EndResult)]
+    watch = _WatchedOps({memory_of(leaf.expression.forms[leaf.number]) for leaf in results})
     if function is Tensor.__getitem__:
         arguments = _without_masks(*arguments[0]), {}
 
     def formed(leaf: Any) -> Any:
-        if isinstance(leaf, Result):
+        if isinstance(leaf, EndResult):
             return leaf.expression.forms[leaf.number]
-        if isinstance(leaf, _Slice):
+        if isinstance(leaf, _SliceBounds):
             return slice(*leaf.bounds)
         return forms.form(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -261,7 +261,7 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
 def _without_masks(values: Any, index: Any) -> tuple[Any, Any]:
     """Return arguments of an index without masks: the form is that of the rows that are left."""
     parts: list[Any] = []
-    is_tuple = isinstance(index, tuple) and not isinstance(index, _Slice)
+    is_tuple = isinstance(index, tuple) and not isinstance(index, _SliceBounds)
     for part in index if is_tuple else (index,):
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
         parts += part.nonzero(as_tuple=True) if is_mask else [part]
@@ -277,7 +277,7 @@ class Changing(Exception):
 
 
 @final
-class _Watch(TorchDispatchMode):
+class _WatchedOps(TorchDispatchMode):
     """Sees whether random numbers are drawn, and whether some memory changes.
 
     Args:

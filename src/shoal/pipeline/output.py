@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
-from shoal.pipeline.expressions import Changing, Expression, Result, Unclear, sliced
+from shoal.pipeline.expressions import Changing, EndResult, Expression, Unclear, sliced
 from shoal.pipeline.memory import changes_in_place, memory_of
 from shoal.pipeline.walk import tensors_in
 
@@ -31,7 +31,7 @@ class Ended(Protocol):
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
 
-    def result(self, tensor: Tensor) -> Result | None:
+    def result(self, tensor: Tensor) -> EndResult | None:
         """Return the result that a number is, if it was told of this forward."""
 
 
@@ -76,9 +76,9 @@ class EndOutput(Tensor):
         return self.expression.forwards[0]
 
     @property
-    def result(self) -> Result:
+    def result(self) -> EndResult:
         """Its place among the results of its expression."""
-        return Result(self.expression, self.number)
+        return EndResult(self.expression, self.number)
 
     @property
     def form(self) -> Tensor:
