@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,30 @@ def _over_the_mean(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
 )
 def test_losses_without_a_loss_fn(step: Callable[..., None]) -> None:
     assert_as_one_process(Blocks(), step, ranks=3, rows=[(4, 4, 4), (1, 3, 2), (2, 0, 5)])
+
+
+def test_a_step_leaves_nothing_for_the_collector() -> None:
+    def loop(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> list[bool]:
+        x, y = batch(rank)
+        gone = []
+        for compute in (loss_fn, F.mse_loss):
+            output = model(x)
+            forward = weakref.ref(output.forward), weakref.ref(output.forward.run)
+            loss = compute(output, y) + model.term
+            loss.backward()
+            output[:, :2].tolist()
+            del output, loss
+            with torch.no_grad():
+                model(x).argmax(-1)  # another call, because modules keep a number of the last
+            gone += [each() is None for each in forward]
+        return gone
+
+    gc.disable()
+    try:
+        got = piped(KeepsTerm(), loop)
+    finally:
+        gc.enable()
+    assert got == [[True] * 4] * 2
 
 
 class KeepsTerms(Blocks):

@@ -256,6 +256,20 @@ def _of_parameters(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
     torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
 
 
+class _Held:
+    """An object with tensors, such as a cache of keys and values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensors = [tensor]
+
+    def sum(self, *_: Any) -> Tensor:
+        return self.tensors[0]
+
+
+def _in_an_object(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    squares(model(_Held(x)), y).backward()
+
+
 def _kept(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
     (loss_fn(model(x), y) + model.map.mean()).backward()
 
@@ -281,6 +295,7 @@ def _hooked(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
             pytest.param(*case, marks=slow)
             for case in (
                 (Blocks, _by_argument_in_place, "relu on the output.*would be of a copy"),
+                (Blocks, _in_an_object, "an argument of the model is an object with tensors"),
                 (Blocks, _of_unlike_rows, "two calls of the model that have unlike rows"),
                 (Blocks, _of_parameters, "torch.autograd.grad with respect to parameters"),
                 (Blocks, _hooked, "a backward hook is on a module"),

@@ -125,18 +125,18 @@ def sliced(values: Any) -> Any:
 def in_order(last: Sequence[Expression]) -> list[Expression]:
     """Return expressions behind all that they are made of, but for computed ones."""
     found: dict[Expression, None] = {}
-
-    def follow(expression: Expression) -> None:
-        if expression.is_computed or expression in found:
-            return
-        for leaf in pytree.tree_leaves(expression.arguments):
-            if isinstance(leaf, EndResult):
-                follow(leaf.expression)
-        found[expression] = None
-
     for expression in last:
-        follow(expression)
+        _follow(expression, found)
     return list(found)
+
+
+def _follow(expression: Expression, found: dict[Expression, None]) -> None:
+    if expression.is_computed or expression in found:
+        return
+    for leaf in pytree.tree_leaves(expression.arguments):
+        if isinstance(leaf, EndResult):
+            _follow(leaf.expression, found)
+    found[expression] = None
 
 
 def described(expressions: Sequence[Expression], results: Sequence[EndResult]) -> str:

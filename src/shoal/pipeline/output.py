@@ -260,7 +260,7 @@ def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expres
             "get none",
             where=getattr(function, "__name__", type(function).__name__),
             got=f"a tensor of shape {tuple(others[0].shape)} beside the output",
-            do="detach it; or compute all of it in the loss_fn that you give parallelize, or in "
+            do="detach it, or compute all of it in the loss_fn that you give parallelize, or in "
             "the model's forward",
         )
     return Expression(forwards, function, arguments)

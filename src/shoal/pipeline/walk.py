@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -123,12 +124,14 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()
-        self._walk = walk
+        # no circle: a replay has what its station has computed, and shall not wait for a collector
+        self._walk = ref(walk)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._walk.is_aside or func in _OF_THREAD:
+        walk = self._walk()
+        if walk is None or walk.is_aside or func in _OF_THREAD:
             return func(*args, **(kwargs or {}))
-        return self._walk.function(func, args, kwargs or {})
+        return walk.function(func, args, kwargs or {})
 
 
 # Settings of a thread are no events: a walk that ends within a context leaves it as it was.
