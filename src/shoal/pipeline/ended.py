@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.batch import tensors_of
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.calls import ModelCall, Shape
@@ -29,7 +28,7 @@ from shoal.pipeline.expressions import (
     with_constants,
     without_constants,
 )
-from shoal.pipeline.kept import KeptNumbers, WithKept
+from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
 from shoal.pipeline.model import BACKWARD, LOSS, READING, PipelinedModel
 from shoal.pipeline.moving import Counters
 from shoal.pipeline.output import EndOutput, made_of, way_back
@@ -59,7 +58,7 @@ class PipelineCalls:
         args, kwargs = pytree.tree_map(
             lambda leaf: leaf.seen() if _is_value(leaf) else leaf, (args, kwargs)
         )
-        _check_objects((args, kwargs))
+        check_objects((args, kwargs))
         self.pipeline.comm.reached("a call of the model, which is in a pipeline")
         self.pipeline.outbox.finish()
         check_hooks(self.pipeline.model, "")
@@ -297,20 +296,6 @@ class EndedForward:
         return [slopes[rank].to(grad.dtype).reshape(()) for rank in range(comm.size)]
 
 
-def _check_objects(arguments: Any) -> None:
-    """Raise UsageError if tensors are in an object, which other ranks would not get."""
-    look_into_dataclasses(arguments)
-    for leaf in pytree.tree_leaves(arguments):
-        if not isinstance(leaf, _PLAIN) and tensors_of(leaf):
-            raise UsageError(
-                "an argument of the model is an object with tensors, which a pipeline does not "
-                "take to other ranks",
-                got=type(leaf).__name__,
-                do="give tensors in tuples, lists, dicts or dataclasses (generate() of "
-                "transformers: use_cache=False)",
-            )
-
-
 def _crossed(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
     after = way_back(given)
     return after(loss) if after is not None and loss.requires_grad else loss
@@ -334,5 +319,4 @@ def _form(leaf: Tensor) -> Tensor:
 
 
 _BORDER = "_IdentityBackward"  # nodes of the model's border
-_PLAIN = (Tensor, int, float, str, bool, type(None))  # leaves that hold no other tensors
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

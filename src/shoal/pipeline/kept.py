@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.batch import tensors_of
 from shoal.contracts.kept import keep, kept_by
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent
+from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.record import Recording
 from shoal.pipeline.walk import running_walk
 
@@ -49,6 +51,7 @@ class KeptNumbers:
         def called(*args: Any, **kwargs: Any) -> WithKept:
             output = forward(*args, **kwargs)
             if isinstance(running_walk(), Recording):
+                check_objects((args, kwargs))  # it may have filled a cache
                 found = self._found()
                 self._written |= found
                 return WithKept(output, {p: v for p, v in found.items() if _are_numbers(v)})
@@ -106,3 +109,20 @@ def _are_numbers(value: Any) -> bool:
 def _copied(value: Any) -> Any:
     """Return a list or dict of its own with the same values."""
     return pytree.tree_map(lambda leaf: leaf, value)
+
+
+def check_objects(arguments: Any) -> None:
+    """Raise UsageError if tensors are in an object, which other ranks would not get."""
+    look_into_dataclasses(arguments)
+    for leaf in pytree.tree_leaves(arguments):
+        if not isinstance(leaf, _PLAIN) and tensors_of(leaf):
+            raise UsageError(
+                "an argument of the model is an object with tensors, which a pipeline does not "
+                "take to other ranks",
+                got=type(leaf).__name__,
+                do="give tensors in tuples, lists, dicts or dataclasses (generate() of "
+                "transformers: use_cache=False)",
+            )
+
+
+_PLAIN = (Tensor, int, float, str, bool, type(None))  # leaves that hold no other tensors
