@@ -134,6 +134,15 @@ class KeepsTerm(Blocks):
         return x
 
 
+class KeepsMap(Blocks):
+    """Keeps a tensor of its rows, which the loop reads."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        self.map = x * 2
+        return x
+
+
 class Counts(Blocks):
     """Counts its calls in a buffer of its own, and in one of each block."""
 

@@ -113,8 +113,14 @@ def _evaluates(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
 def _looks(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
     output = model(x)
     if rank:  # which has the end
-        output.sum()
+        output.tolist()
     loss_fn(output, y).backward()
+
+
+def _adds_a_loss(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
+    output = model(x)
+    loss = output.sum() if rank else output.mean()
+    loss.backward()
 
 
 def _reads_state(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
@@ -159,6 +165,7 @@ def _without_gradients(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> N
     [
         (_evaluates, "with gradients: "),
         (_looks, "reading of the model's output"),
+        (_adds_a_loss, r"functions: (sum|mean)\(output 0.0\)"),
         (_reads_state, r"reading of first.weight \(state_dict"),
         (_skips_backward, "pipeline: backward"),
         (_skips_loss, "pipeline: loss"),

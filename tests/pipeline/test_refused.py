@@ -17,7 +17,7 @@ from odd_models import (
     Counts,
     FillsZeros,
     InnerCheckpoint,
-    KeepsTerm,
+    KeepsMap,
     LikeTransformers,
     Looks,
     PartsViews,
@@ -28,6 +28,7 @@ from odd_models import (
     WithinNoGrad,
 )
 from pipeline_trials import (
+    CLASSES,
     PINS,
     Blocks,
     a_step,
@@ -216,12 +217,29 @@ def test_backward_hooks_run_where_the_layer_is() -> None:
     assert sorted([*first, *second]) == sorted("01230123")  # once a micro-batch
 
 
-def _direct(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
-    nn.functional.mse_loss(model(x), y).backward()
+def _at_random(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    squares(nn.functional.dropout(model(x)), y).backward()
 
 
-def _scaled(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
-    loss_fn(model(x) * 2, y).backward()
+def _with_a_head(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    squares(nn.Linear(CLASSES, CLASSES).double()(model(x)), y).backward()
+
+
+def _in_place(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    output = model(x)
+    output /= 2
+    squares(output, y).backward()
+
+
+def _by_argument_in_place(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    output = model(x)
+    nn.functional.relu(output, inplace=True)
+    squares(output, y).backward()
+
+
+def _of_unlike_rows(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    more = model(torch.cat([x, x[: len(x) // 2]]) if x[0, 0] > 0 else x)
+    squares(model(x).mean(0), more.mean(0)).backward()
 
 
 def _twice(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
@@ -238,8 +256,22 @@ def _of_parameters(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
     torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
 
 
+class _Held:
+    """An object with tensors, such as a cache of keys and values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensors = [tensor]
+
+    def sum(self, *_: Any) -> Tensor:
+        return self.tensors[0]
+
+
+def _in_an_object(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    squares(model(_Held(x)), y).backward()
+
+
 def _kept(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
-    (loss_fn(model(x), y) + model.term).backward()
+    (loss_fn(model(x), y) + model.map.mean()).backward()
 
 
 def _hooked(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
@@ -250,15 +282,19 @@ def _hooked(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("made", "step", "said"),
     [
-        (Blocks, _direct, "something else than the loss.*\n.*the loss_fn that parallelize"),
+        (Blocks, _at_random, "something else than a loss.*\n.*the loss_fn that parallelize"),
+        (Blocks, _with_a_head, "meets something else that takes a gradient"),
+        (Blocks, _in_place, "would be of a copy"),
         (Blocks, _twice, "a second backward"),
         (Blocks, _of_input, "an input of the model takes a gradient"),
-        (KeepsTerm, _kept, "forward has kept belongs to another rank"),
+        (KeepsMap, _kept, "forward has kept belongs to another rank"),
         (SkipsInTurn, a_step, "another way than it went for the sample"),
         *(
             pytest.param(*case, marks=slow)
             for case in (
-                (Blocks, _scaled, "something else than the loss"),
+                (Blocks, _by_argument_in_place, "relu on the output.*would be of a copy"),
+                (Blocks, _in_an_object, "an argument of the model is an object with tensors"),
+                (Blocks, _of_unlike_rows, "two calls of the model that have unlike rows"),
                 (Blocks, _of_parameters, "torch.autograd.grad with respect to parameters"),
                 (Blocks, _hooked, "a backward hook is on a module"),
                 (SkipsBlocks, a_step, "another way than it went|uses parameters"),

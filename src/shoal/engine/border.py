@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import DEPTH, OPAQUE
+from shoal.contracts.kept import keep, kept_by
 from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
@@ -41,7 +42,6 @@ from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.output import EndOutput
-from shoal.profiling.terms import keep, kept_by
 from shoal.remote.stage_output import StageOutput
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput

@@ -39,7 +39,7 @@ class Forms:
     """Computes forms of tensors: shape, type, device and strides, without values."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def form(self, tensor: Tensor) -> Tensor:
         """Return the form of a tensor."""
@@ -47,16 +47,16 @@ class Forms:
             return tensor.slot.form if tensor.slot.value is None else self.form(tensor.slot.value)
         if is_cut(tensor):
             like = cut_of(tensor).layout
-            with self._mode:
+            with self.mode:
                 return torch.empty_strided(
                     like.shape, like.stride(), dtype=like.dtype, device=_device(tensor)
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            return self._mode.from_tensor(tensor.detach())
+            return self.mode.from_tensor(tensor.detach())
 
     def absent(self, shape: Any, dtype: torch.dtype, device: torch.device, *, grad: bool) -> Absent:
         """Return an absent tensor of this form, with usual strides."""
-        with self._mode:
+        with self.mode:
             form = torch.empty(shape, dtype=dtype, device=device)
         return Absent.of(self, form, grad=grad)
 
@@ -85,7 +85,7 @@ class Forms:
 
         formed_args, formed_kwargs = pytree.tree_map(formed, (tuple(args), dict(kwargs)))
         try:
-            with self._mode, torch.no_grad():
+            with self.mode, torch.no_grad():
                 returned = function(*formed_args, **formed_kwargs)
         except _UNDECIDED as error:
             raise Undecided(getattr(function, "__name__", str(function))) from error

@@ -31,7 +31,7 @@ class Gradients(Protocol):
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
         """Wait for the gradients of the values that were sent to the station behind."""
 
-    def slopes(self, number: int, grad: Tensor) -> Sequence[Tensor]:
+    def slopes(self, grad: Tensor) -> Sequence[Tensor]:
         """Tell the holder of the end this rank's gradient of its loss; the holder gets all."""
 
 
@@ -77,6 +77,7 @@ class EndLoss(torch.autograd.Function):
     """This rank's loss, and the losses of all ranks where the end of the model is.
 
     Args:
+        result: its place among the results at the end.
         value: the loss of this rank's rows.
         num_losses: the number of losses, which come first in `others`: of every rank's rows where
             the end is, else none.
@@ -88,20 +89,20 @@ class EndLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: Gradients,
-        number: int,
+        result: Any,
         value: Tensor,
         num_losses: int,
         num_parts: int,
         *others: Tensor,
     ) -> Tensor:
-        ctx.run, ctx.number, ctx.counts = run, number, (num_losses, num_parts)
+        ctx.run, ctx.result, ctx.counts = run, result, (num_losses, num_parts)
         ctx.others = [(other.dtype, other.device, other.shape) for other in others]
         return value.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         run = once(ctx)
-        slopes = run.slopes(ctx.number, grad)
+        slopes, ctx.result = run.slopes(grad), None
         num_losses, _ = ctx.counts
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device)

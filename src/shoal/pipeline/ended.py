@@ -6,7 +6,7 @@ and tells each rank its own. In backward each rank tells it the gradient of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -17,9 +17,21 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import EndLoss
-from shoal.pipeline.model import BACKWARD, LOSS, PipelinedModel
+from shoal.pipeline.dataclass_trees import look_into_dataclasses
+from shoal.pipeline.expressions import (
+    EndResult,
+    Expression,
+    Unclear,
+    described,
+    forms_of,
+    in_order,
+    with_constants,
+    without_constants,
+)
+from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
+from shoal.pipeline.model import BACKWARD, LOSS, READING, PipelinedModel
 from shoal.pipeline.moving import Counters
-from shoal.pipeline.output import EndOutput
+from shoal.pipeline.output import EndOutput, made_of, way_back
 from shoal.pipeline.replay import Replay, check_hooks
 from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
@@ -35,18 +47,28 @@ class PipelineCalls:
     """
 
     def __init__(self, pipeline: PipelinedModel) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self._kept = pipeline, KeptNumbers(pipeline.model)
         self.runs = False
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, together with all ranks."""
         if self.runs:
             return forward(*args, **kwargs)
+        # an output of before, which this rank looks at
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.seen() if _is_value(leaf) else leaf, (args, kwargs)
+        )
+        check_objects((args, kwargs))
+        self.pipeline.comm.reached("a call of the model, which is in a pipeline")
         self.pipeline.outbox.finish()
         check_hooks(self.pipeline.model, "")
         self.runs = True
         try:
-            return EndedForward(ForwardRun(self.pipeline, forward, args, kwargs)).output()
+            self._kept.begin()
+            run = ForwardRun(self.pipeline, self._kept.around(forward), args, kwargs)
+            output, kept = EndedForward(run).output()
+            self._kept.ended(kept)
+            return output
         finally:
             self.runs = False
 
@@ -60,178 +82,213 @@ class EndedForward:
     """
 
     def __init__(self, run: ForwardRun) -> None:
-        self._run = run
+        self.run = run
         self._call_of = run.pipeline.weighs.call()
-        self._looked: dict[int, Tensor] = {}
-        self._losses = 0
-        self._scalars: dict[int, int] = {}  # numbers of losses that are tensors of the output
+        self._num_computed = 0  # expressions that the end has computed
 
-    def output(self) -> Any:
-        """Return the output of this rank's rows: the end has its values."""
-        rank, route = self._run.comm.rank, self._run.route
-        number = self._run.numbers[rank]
-        if number not in route.output:
-            route.output[number] = self._form_of_output()
-        count, scalars = 0, list[int]()
+    def output(self) -> WithKept:
+        """Return the output of this rank's rows: the end has its values, and numbers are told."""
+        number, outputs = self.run.numbers[self.run.comm.rank], self.run.route.output
+        if number not in outputs:
+            outputs[number] = self._form_of_output()
+        # a form for other shapes knows neither gradients nor the numbers that this call keeps
+        recorded = next(iter(outputs.values()))
+        form = WithKept(outputs[number].output, recorded.kept)
+        takes_grad = [self.run.grad and leaf.requires_grad for leaf in tensors_in(recorded)]
+        ended = Expression((self,), None, forms=[_form(leaf) for leaf in tensors_in(form)])
+        ended.of_ranks = {
+            rank: tensors_in((output, [kept[place] for place in recorded.kept]))
+            for rank, (output, kept) in sorted(self.run.outputs.items())
+        }
+        count = 0
 
         def placed(leaf: Any) -> Any:
             nonlocal count
             if not isinstance(leaf, Tensor):
                 return leaf
             index, count = count, count + 1
-            grad = self._run.grad and leaf.requires_grad
+            grad = takes_grad[index]
+            end = EndOutput.of(ended, index, _form(leaf), takes_grad=grad)
             if not leaf.dim() and leaf.is_floating_point():
-                scalars.append(index)
-                return self._loss_of_model(index, grad)
-            return EndOutput.of(self, index, _form(leaf), takes_grad=grad)
+                return self._told_number(end.result, grad)
+            return end
 
-        return pytree.tree_map(placed, route.output[number])
+        placed_form: WithKept = pytree.tree_map(placed, form)
+        return placed_form
 
     def _form_of_output(self) -> Any:
-        pipeline = self._run.pipeline
-        replay = Replay(
-            self._run.route.record, None, pipeline.forms, pipeline.modules, lambda _: ()
-        )
-        absent = [pipeline.forms.like(tensor) for tensor in self._run.call.tensors]
+        pipeline = self.run.pipeline
+        replay = Replay(self.run.route.record, None, pipeline.forms, pipeline.modules, lambda _: ())
+        absent = [pipeline.forms.like(tensor) for tensor in self.run.call.tensors]
         tensors = [
-            tensor if number in self._run.route.record.looked_at else absent[number]
-            for number, tensor in enumerate(self._run.call.tensors)
+            tensor if number in self.run.route.record.looked_at else absent[number]
+            for number, tensor in enumerate(self.run.call.tensors)
         ]
-        args, kwargs = self._run.call.with_tensors(tensors)
-        counters = Counters(self._run.route.record.countings)
+        args, kwargs = self.run.call.with_tensors(tensors)
+        counters = Counters(self.run.route.record.countings)
         with walking():
-            output = replay.run(self._run.forward, args, kwargs)
+            output = replay.run(self.run.forward, args, kwargs)
         counters.put_back()
         return output
 
-    def _loss_of_model(self, index: int, grad: bool) -> Tensor:
-        """Return a number that the model itself has put out for this rank's rows."""
-        self._scalars[self._losses] = index
-        losses = {
-            micro: tensors_in(output)[index] for micro, output in sorted(self._run.outputs.items())
-        }
-        return self._told_loss(losses, grad)
+    def forms_of(self, function: Callable[..., Any], arguments: Any) -> Any:
+        """Return a function's results, with forms in the places of tensors."""
+        return forms_of(self.run.pipeline.forms, function, arguments)
+
+    def check_together(self, forwards: Sequence[EndedForward]) -> None:
+        """Check that one function may take the outputs of these forwards, of which this is one.
+
+        Raises:
+            UsageError: ranks have unlike shares of the rows in these calls.
+            Unclear: the outputs are of several models.
+        """
+        ends = {(id(each.run.pipeline), each.run.route.end) for each in forwards}
+        if len(ends) > 1:
+            raise Unclear
+        weights = {id(each._call_of) for each in forwards}  # one if they are called in one function
+        if len(weights) > 1 and len({tuple(each.run.rows) for each in forwards}) > 1:
+            raise UsageError(
+                "a loss takes the outputs of two calls of the model that have unlike rows",
+                got=" and ".join(str(each.run.rows) for each in forwards) + " rows of the ranks",
+                do="compute a loss of each call and add these; or give parallelize a compute_loss "
+                "that makes both calls",
+            )
+
+    def result(self, tensor: Tensor) -> EndResult | None:
+        """Return the result that a number is, if it was told of this forward."""
+        node: Any = tensor.grad_fn
+        while type(node).__name__ == _BORDER:  # of the model, which changes no value
+            node = node.next_functions[0][0]
+        return node.result if getattr(node, "run", None) is self else None
 
     def loss(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """Return the loss of this rank's rows, which the end computes (a collective)."""
-        own = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, EndOutput)]
-        named = pytree.tree_map(self._named, (args, kwargs))
-        call = ModelCall(named[0], named[1], {"with gradients": self._run.grad})
-        if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
-            raise UsageError(
-                "the loss is given something beside the output that takes a gradient, which would "
-                "get none",
-                do="detach it, or leave out the pipeline",
-            )
-        shapes = self._run.pipeline.tell(call, LOSS)[0]
-        self._run.comm.begins(LOSS)
-        losses = {}
-        if self._run.comm.rank == self._run.route.end:
-            losses = self._computed(loss_fn, call, shapes)
+        look_into_dataclasses((args, kwargs))
+        given = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, EndOutput)]
+        expression = made_of(given, loss_fn, (tuple(args), kwargs))
+        self._compute([EndResult(expression, 0)], LOSS, loss=expression)
+        loss = self._told_number(EndResult(expression, 0), torch.is_grad_enabled())
+        return _crossed(loss, given)
+
+    def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
+        """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
+        purpose = LOSS if any(each.takes_grad for each in outputs) else READING
+        self._compute([each.result for each in outputs], purpose)
+        values = []
+        for each in outputs:
+            if each.form.dim() or not each.form.is_floating_point():
+                values.append(self._told_values(each))
+            else:
+                values.append(_crossed(self._told_number(each.result, each.takes_grad), [each]))
+        return values
+
+    def _compute(
+        self, results: Sequence[EndResult], purpose: str, *, loss: Expression | None = None
+    ) -> None:
+        """Compute results for each rank's rows, where the end is (a collective)."""
+        comm, pipeline, end = self.run.comm, self.run.pipeline, self.run.route.end
+        order = in_order([each.expression for each in results])
+        arguments, constants = without_constants(
+            [each.arguments for each in order], self.run.device
+        )
+        modes = {
+            "functions": described(order, results),
+            "with gradients": torch.is_grad_enabled(),
+        }
+        call = ModelCall((arguments, constants), {}, modes)
+        comm.reached(purpose)
+        shapes = pipeline.tell(call, purpose)[0]
+        comm.begins(purpose)
+        if comm.rank == end:
+            self._compute_all(order, call, shapes, loss=loss)
         else:
             for tensor in call.tensors:
-                self._run.pipeline.outbox.send(tensor, self._run.route.end)
-        loss = self._told_loss(losses, torch.is_grad_enabled())
-        return own[0].crossed(loss) if loss.requires_grad else loss
+                pipeline.outbox.send(tensor, end)
+        for each in order:
+            each.computed(self._num_computed)
+            self._num_computed += 1
 
-    def _named(self, leaf: Any) -> Any:
-        """Return the name of a tensor of the output, or else the value itself."""
-        if isinstance(leaf, EndOutput):
-            return _OutputNumber(leaf.number)
-        node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
-        for _ in range(_BORDERS):
-            if getattr(node, "run", None) is self and node.number in self._scalars:
-                return _OutputNumber(self._scalars[node.number])
-            node = node.next_functions[0][0] if node and node.next_functions else None
-        return leaf
+    def _compute_all(
+        self,
+        order: Sequence[Expression],
+        call: ModelCall,
+        shapes: Sequence[Sequence[Shape]],
+        *,
+        loss: Expression | None,
+    ) -> None:
+        """Compute expressions for each rank's rows, with that rank's tensors."""
+        comm = self.run.comm
+        coming = {rank: Coming(comm, rank, shapes[rank], self.run.device) for rank in comm.others}
+        for rank in range(comm.size):
+            tensors = call.tensors if rank == comm.rank else coming[rank].wait()
+            (arguments, constants), _ = call.with_tensors(tensors)
+            for each, (args, kwargs) in zip(
+                order, with_constants(arguments, constants), strict=True
+            ):
+                output = each.compute(rank, args, kwargs)
+                if each is loss:
+                    _check_loss(output)
 
-    def _computed(
-        self, loss_fn: Callable[..., Any], call: ModelCall, shapes: Sequence[Sequence[Shape]]
-    ) -> dict[int, Tensor]:
-        """Return the loss of each rank's rows, where the end is."""
-        comm = self._run.comm
-        coming = {rank: Coming(comm, rank, shapes[rank], self._run.device) for rank in comm.others}
-        losses: dict[int, Tensor] = {}
-        for micro in range(comm.size):
-            tensors = call.tensors if micro == comm.rank else coming[micro].wait()
-            outputs = tensors_in(self._run.outputs[micro])
-            args, kwargs = pytree.tree_map(
-                lambda leaf, outputs=outputs: (
-                    outputs[leaf.number] if isinstance(leaf, _OutputNumber) else leaf
-                ),
-                call.with_tensors(tensors),
-            )
-            loss = loss_fn(*args, **kwargs)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise UsageError(
-                    "a loss of a pipeline's output is one number",
-                    got=f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}",
-                    do='take its mean: reduction="mean"',
-                )
-            losses[micro] = loss
-        return losses
-
-    def _told_loss(self, losses: Mapping[int, Tensor], grad: bool) -> Tensor:
+    def _told_number(self, result: EndResult, grad: bool) -> Tensor:
         """Bring each rank the number of its own rows (a collective)."""
-        comm, end = self._run.comm, self._run.route.end
-        kind = torch.zeros(2, dtype=torch.float64, device=self._run.device)
+        comm, end = self.run.comm, self.run.route.end
+        numbers = {
+            rank: tensors[result.number]
+            for rank, tensors in sorted(result.expression.of_ranks.items())
+        }
+        kind = torch.zeros(2, dtype=torch.float64, device=self.run.device)
         if comm.rank == end:
             for rank in comm.others:
-                told = losses[rank].detach().to(torch.float64).reshape(1)
+                told = numbers[rank].detach().to(torch.float64).reshape(1)
                 code = torch.tensor(
-                    [_DTYPES.index(losses[rank].dtype)], dtype=torch.float64, device="cpu"
+                    [_DTYPES.index(numbers[rank].dtype)], dtype=torch.float64, device="cpu"
                 )
-                self._run.pipeline.outbox.send(torch.cat([told, code.to(told.device)]), rank)
-            value = losses[comm.rank].detach()
+                self.run.pipeline.outbox.send(torch.cat([told, code.to(told.device)]), rank)
+            value = numbers[comm.rank].detach()
         else:
             comm.finish([comm.receive(kind, end)])
             value = kind[0].to(_DTYPES[int(kind[1])])
-        number, self._losses = self._losses, self._losses + 1
-        if not grad:
-            return value.clone()
-        graded = [losses[micro] for micro in sorted(losses)]
-        parts = [p for p in self._run.pipeline.elsewhere if p.requires_grad]
+        return self._with_gradient(result, value, [*numbers.values()]) if grad else value.clone()
+
+    def _with_gradient(self, result: EndResult, value: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        """Return a number of this rank's rows, whose backward is that of all ranks."""
+        parts = [p for p in self.run.pipeline.elsewhere if p.requires_grad]
+        runs = [forward.run for forward in result.expression.forwards]
         with torch._C.DisableTorchFunctionSubclass():
-            loss: Tensor = EndLoss.apply(  # type: ignore[no-untyped-call]
+            number: Tensor = EndLoss.apply(  # type: ignore[no-untyped-call]
                 self,
-                number,
+                result,
                 value,
-                len(graded),
+                len(numbers),
                 len(parts),
-                *graded,
+                *numbers,
                 *parts,
-                *self._run.tickets,
-                *self._run.tokens.values(),
-                self._run.pipeline.anchor,
+                *(ticket for run in runs for ticket in run.tickets),
+                *(token for run in runs for token in run.tokens.values()),
+                self.run.pipeline.anchor,
             )
-        return loss
+        return number
 
-    def look(self, number: int) -> Tensor:
-        """Return a tensor of the output of this rank's rows (a collective, once)."""
-        if number not in self._looked:
-            comm, end = self._run.comm, self._run.route.end
-            form = tensors_in(self._run.route.output[self._run.numbers[comm.rank]])[number]
-            comm.numbers([number] * comm.size, "pipeline: reading of the model's output")
-            if comm.rank == end:
-                for rank in comm.others:
-                    self._run.pipeline.outbox.send(
-                        tensors_in(self._run.outputs[rank])[number], rank
-                    )
-                self._looked[number] = tensors_in(self._run.outputs[comm.rank])[number].detach()
-            else:
-                shape = tuple(form.shape), form.dtype
-                (self._looked[number],) = Coming(comm, end, [shape], self._run.device).wait()
-        return self._looked[number]
+    def _told_values(self, output: EndOutput) -> Tensor:
+        """Bring each rank the values of its own rows (a collective)."""
+        comm, end, result = self.run.comm, self.run.route.end, output.result
+        if comm.rank != end:
+            shape = tuple(output.form.shape), output.form.dtype
+            return Coming(comm, end, [shape], self.run.device).wait()[0]
+        of_ranks = result.expression.of_ranks
+        for rank in comm.others:
+            self.run.pipeline.outbox.send(of_ranks[rank][result.number], rank)
+        return of_ranks[comm.rank][result.number].detach()
 
-    def slopes(self, number: int, grad: Tensor) -> Sequence[Tensor]:
+    def slopes(self, grad: Tensor) -> Sequence[Tensor]:
         """Tell the end the gradient of this rank's loss, weighed; the end returns all."""
-        comm, end = self._run.comm, self._run.route.end
+        comm, end = self.run.comm, self.run.route.end
         comm.begins(BACKWARD)
-        weight = self._run.pipeline.weighs(self._call_of)
+        weight = self.run.pipeline.weighs(self._call_of)
         own = grad.detach().to(torch.float64).reshape(1) / comm.size
         own = own if weight is None else own * weight
         if comm.rank != end:
-            self._run.pipeline.outbox.send(own, end)
+            self.run.pipeline.outbox.send(own, end)
             return ()
         slopes = {rank: torch.empty_like(own) for rank in comm.others}
         comm.finish([comm.receive(slope, rank) for rank, slope in slopes.items()])
@@ -239,17 +296,27 @@ class EndedForward:
         return [slopes[rank].to(grad.dtype).reshape(()) for rank in range(comm.size)]
 
 
-@final
-class _OutputNumber:
-    """A tensor of the output, by its number."""
+def _crossed(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
+    after = way_back(given)
+    return after(loss) if after is not None and loss.requires_grad else loss
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(
+            "a loss of a pipeline's output is one number",
+            got=f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}",
+            do='take its mean: reduction="mean"',
+        )
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, EndOutput) and not leaf.takes_grad
 
 
 def _form(leaf: Tensor) -> Tensor:
     return leaf.slot.form if isinstance(leaf, Absent) else leaf
 
 
-_BORDERS = 4  # nodes at most between a number of the output and an argument of the loss
+_BORDER = "_IdentityBackward"  # nodes of the model's border
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -19,6 +19,7 @@ from shoal.pipeline.route import Outbox, StationRoute
 from shoal.pipeline.stations import Stations, stations
 
 FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
+READING = "pipeline: reading of the model's output"
 
 
 @final
@@ -44,7 +45,7 @@ class PipelinedModel:
         self.comm, self.weighs, self.forms = comm, weighs, Forms()
         self.modules = Modules.of(model)
         self.model, self.holders, self._layers = model, holders, layers
-        self._told = {FORWARD: CallsTold(comm), LOSS: CallsTold(comm)}
+        self._told = {purpose: CallsTold(comm) for purpose in (FORWARD, LOSS, READING)}
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
@@ -62,8 +63,8 @@ class PipelinedModel:
         """Tell the forms of a call's arguments, and return the forms of all ranks (a collective).
 
         Args:
-            call: the model's call, or the loss's.
-            purpose: `FORWARD` or `LOSS`.
+            call: the model's call, or that of functions of its output.
+            purpose: `FORWARD`, `LOSS` or `READING`.
         """
         return self._told[purpose].tell(call, purpose)
 

@@ -1,12 +1,13 @@
 """The output of a model in a pipeline: the rank that holds the end has it.
 
-`loss_fn` takes it as it is, and so do shapes. Whoever looks at its values gets them, without a
-gradient: all ranks look together.
+Functions of it are expressions, which the end computes. `loss_fn` takes it as it is. Shapes cost
+nothing. Whoever looks at its values gets them, without a gradient: all ranks look together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, Protocol, final
 
 import torch
@@ -14,84 +15,267 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
+from shoal.pipeline.expressions import Changing, EndResult, Expression, Unclear, sliced
+from shoal.pipeline.memory import changes_in_place, memory_of
+from shoal.pipeline.walk import tensors_in
+
+_After = Callable[[Tensor], Tensor]
 
 
 class Ended(Protocol):
     """One forward of all ranks up to its end."""
 
-    def look(self, number: int) -> Tensor:
-        """Return a tensor of the output of this rank's rows (a collective)."""
+    def forms_of(self, function: Callable[..., Any], arguments: Any) -> Any:
+        """Return a function's results, with forms in the places of tensors."""
+
+    def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
+        """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
+
+    def result(self, tensor: Tensor) -> EndResult | None:
+        """Return the result that a number is, if it was told of this forward."""
 
 
 @final
 class EndOutput(Tensor):
-    """A tensor of the output, which is at the end of the pipeline.
+    """A tensor of the output, or a function of it, which is at the end of the pipeline.
 
     Args:
-        run: the forward.
-        number: its number among the output's tensors.
+        expression: computes it.
+        number: its number among the expression's results.
         form: its form.
         takes_grad: whether it takes a gradient.
+        after: brings its gradient back the way the output came.
     """
 
-    _run: Any
+    expression: Expression
     number: int
     _form: Tensor
     _takes_grad: bool
-    _after: Callable[[Tensor], Tensor] | None
+    after: _After | None
+    _view_of: Any  # function and arguments of a view
 
     @classmethod
-    def of(cls, run: Ended, number: int, form: Tensor, *, takes_grad: bool) -> EndOutput:
+    def of(
+        cls,
+        expression: Expression,
+        number: int,
+        form: Tensor,
+        *,
+        takes_grad: bool,
+        after: _After | None = None,
+    ) -> EndOutput:
         """Return a tensor of an output."""
         output = torch.empty(0, device="cpu").as_subclass(cls)
-        output._run, output.number, output._form = run, number, form
-        output._takes_grad, output._after = takes_grad, None
+        output.expression, output.number, output._form = expression, number, form
+        output._takes_grad, output.after, output._view_of = takes_grad, after, None
         return output
 
     @property
-    def run(self) -> Any:
-        """The forward of which this is the output."""
-        return self._run
+    def forward(self) -> Any:
+        """The forward of which this is the output; the first of several."""
+        return self.expression.forwards[0]
 
-    def over(self, after: Callable[[Tensor], Tensor]) -> EndOutput:
+    @property
+    def result(self) -> EndResult:
+        """Its place among the results of its expression."""
+        return EndResult(self.expression, self.number)
+
+    @property
+    def form(self) -> Tensor:
+        """Its form."""
+        return self._form
+
+    def over(self, after: _After) -> EndOutput:
         """Return the same output, with gradients that come back through `after`."""
-        output = EndOutput.of(self._run, self.number, self._form, takes_grad=self._takes_grad)
-        before = self._after
-        output._after = after if before is None else lambda tensor: after(before(tensor))
-        return output
+        before = self.after
+        return EndOutput.of(
+            self.expression,
+            self.number,
+            self._form,
+            takes_grad=self._takes_grad,
+            after=after if before is None else lambda tensor: after(before(tensor)),
+        )
 
-    def crossed(self, loss: Tensor) -> Tensor:
-        """Return a loss of the output, with a gradient that comes back the way the output came."""
-        return loss if self._after is None else self._after(loss)
+    @property
+    def takes_grad(self) -> bool:
+        """Whether a function of it takes a gradient now."""
+        return self._takes_grad and torch.is_grad_enabled()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, EndOutput) and func == _REQUIRES_GRAD:
-            return first._takes_grad
-        if isinstance(first, EndOutput) and func in _OF_FORM:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(first._form, *args[1:], **kwargs)
-
-        def looked(leaf: Any) -> Any:
-            return leaf.looked() if isinstance(leaf, EndOutput) else leaf
-
-        args, kwargs = pytree.tree_map(looked, (tuple(args), kwargs))
+        name = getattr(func, "__name__", "")
+        if isinstance(first, EndOutput):
+            if func == _REQUIRES_GRAD:
+                return first._takes_grad
+            if func == _GRAD_FN:
+                return None
+            if func in _OF_FORM:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(first._form, *args[1:], **kwargs)
+            if changes_in_place(func) or name in _HOOKS:
+                return _changed(func, first, args, kwargs)
+        if name not in _LOOKS and not changes_in_place(func) and kwargs.get("out") is None:
+            try:
+                return _expressed(func, args, kwargs)
+            except Unclear:
+                pass
+            except Changing:
+                return _changed(func, first, args, kwargs)
+        args, kwargs = pytree.tree_map(_looked, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def looked(self) -> Tensor:
         """Return the values (a collective); a backward through them is an error."""
-        seen: Tensor = self._run.look(self.number)
-        if not torch.is_grad_enabled() or not self._takes_grad:
+        seen = self.seen()
+        if not self.takes_grad:
             return seen
-        looked: Tensor = _LookedOutput.apply(
-            seen, torch.zeros((), requires_grad=True, device="cpu")
-        )  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), requires_grad=True, device="cpu")
+        looked: Tensor = _LookedOutput.apply(seen, anchor)  # type: ignore[no-untyped-call]
         return looked
+
+    def seen(self) -> Tensor:
+        """Return the values without a gradient (a collective, once)."""
+        if self.number not in self.expression.seen:
+            if any(each.is_seen for each in self._bases()):
+                return self.in_memory()
+            with torch.no_grad():
+                self.expression.seen[self.number] = self.forward.told([self])[0]
+        return self.expression.seen[self.number]
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this rank has the values, or has them of a tensor of which this is a view."""
+        return self.number in self.expression.seen or any(each.is_seen for each in self._bases())
+
+    def in_memory(self) -> Tensor:
+        """Return the values. A view shares memory with its base."""
+        if self._view_of is not None:
+            func, arguments = self._view_of
+            args, kwargs = pytree.tree_map(
+                lambda leaf: leaf.in_memory() if isinstance(leaf, EndOutput) else leaf, arguments
+            )
+            with torch.no_grad():
+                made = tensors_in(func(*args, **kwargs))[self.number]
+            self._view_of, self.expression.seen[self.number] = None, made
+        return self.seen()
+
+    def _bases(self) -> list[EndOutput]:
+        given = tensors_in(self._view_of[1]) if self._view_of is not None else []
+        return [leaf for leaf in given if isinstance(leaf, EndOutput)]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"EndOutput({tuple(self._form.shape)}, {self._form.dtype})"
+
+
+def _looked(leaf: Any) -> Any:
+    return leaf.looked() if isinstance(leaf, EndOutput) else leaf
+
+
+def _changed(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
+    """Change an output in place, of which this rank has looked at the values."""
+    name = getattr(func, "__name__", "")
+    if not isinstance(first, EndOutput) or (
+        first._takes_grad and (first.takes_grad or name in _HOOKS)
+    ):
+        raise UsageError(
+            f"{name} on the output of a pipeline would be of a copy of it",
+            do="write it out of place (out = out / 2), or let the model do it in its forward",
+        )
+    args, kwargs = pytree.tree_map(_looked, (tuple(args[1:]), kwargs))
+    with torch.no_grad():
+        func(first.in_memory(), *args, **kwargs)
+    return first
+
+
+def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a function's results as expressions, numbers and small results told.
+
+    Raises:
+        Unclear: this rank computes it by itself, of values that it has looked at.
+    """
+    arguments = pytree.tree_map(_as_seen, (tuple(args), kwargs))
+    given = [leaf for leaf in tensors_in(arguments) if isinstance(leaf, EndOutput)]
+    if not given:
+        return func(*arguments[0], **arguments[1])
+    expression = made_of(given, func, sliced(arguments))
+    form = given[0].forward.forms_of(func, expression.arguments)
+    forms = tensors_in(form)
+    if not forms:  # a property of the form, such as its strides
+        return form
+    expression.forms = forms
+    grad = any(each.takes_grad for each in given) and func not in _DETACH
+    after = way_back(given)
+    made = [
+        EndOutput.of(
+            expression,
+            number,
+            its_form,
+            takes_grad=grad and its_form.is_floating_point(),
+            after=after,
+        )
+        for number, its_form in enumerate(forms)
+    ]
+    name = getattr(func, "__name__", "")
+    at_once = [not each.form.dim() or (not each._takes_grad and name in _SMALL) for each in made]
+    if not any(each._takes_grad for each in made):
+        memory = {memory_of(leaf.form) for leaf in given}
+        for each in made:
+            each._view_of = (func, arguments) if memory_of(each.form) in memory else None
+        later = name in _LATER or all(each._view_of is not None for each in made)
+        if not later and not all(at_once):
+            raise Unclear
+    wanted = list(compress(made, at_once))
+    told = iter(given[0].forward.told(wanted) if wanted else ())
+    results = iter([next(told) if now else each for each, now in zip(made, at_once, strict=True)])
+    return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, Tensor) else leaf, form)
+
+
+def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expression:
+    """Return the expression of a function of outputs.
+
+    Raises:
+        UsageError: something else that takes a gradient is among the arguments.
+        Unclear: the outputs are of several models.
+    """
+    forwards = tuple(dict.fromkeys(f for each in given for f in each.expression.forwards))
+    forwards[0].check_together(forwards)
+
+    def named(leaf: Any) -> Any:
+        if isinstance(leaf, EndOutput):
+            return leaf.result
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            results = (forward.result(leaf) for forward in forwards)
+            return next((each for each in results if each is not None), leaf)
+        return leaf
+
+    arguments = pytree.tree_map(named, arguments)
+    others = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
+    if others and torch.is_grad_enabled():
+        if not any(each.takes_grad for each in given):
+            raise Unclear
+        raise UsageError(
+            "the output of a pipeline meets something else that takes a gradient, which would "
+            "get none",
+            where=getattr(function, "__name__", type(function).__name__),
+            got=f"a tensor of shape {tuple(others[0].shape)} beside the output",
+            do="detach it, or compute all of it in the loss_fn that you give parallelize, or in "
+            "the model's forward",
+        )
+    return Expression(forwards, function, arguments)
+
+
+def way_back(given: Sequence[EndOutput]) -> _After | None:
+    """Return the way back of the gradient of these outputs."""
+    return next((each.after for each in given if each.after is not None), None)
+
+
+def _as_seen(leaf: Any) -> Any:
+    """Return values that this rank has looked at; with gradients the output itself."""
+    if not isinstance(leaf, EndOutput) or leaf.takes_grad:
+        return leaf
+    return leaf.expression.seen.get(leaf.number, leaf)
 
 
 class _LookedOutput(torch.autograd.Function):
@@ -104,16 +288,45 @@ class _LookedOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         raise UsageError(
-            "the output of a pipeline goes into something else than the loss",
-            do="train by the loss_fn that parallelize returned, called with the model's output as "
-            "it is; or let the model return its loss",
+            "the output of a pipeline goes into something else than a loss of torch functions",
+            do="train by the loss_fn that parallelize returned, called with the model's output; or "
+            "let the model return its loss",
         )
 
 
-_REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_REQUIRES_GRAD, _GRAD_FN = _getter("requires_grad"), _getter("grad_fn")
+_DETACH = (Tensor.detach, _getter("data"))
+_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
+# functions that are computed at once if nothing of them takes a gradient: results are small
+_SMALL = frozenset(
+    (
+        *("argmax", "argmin", "topk", "max", "min", "amax", "amin", "sum", "mean", "any", "all"),
+        *("cross_entropy", "nll_loss", "gather", "logsumexp", "norm", "std", "var"),
+    )
+)
+# functions that wait for one of these, beside views; all others are computed of the values
+_LATER = frozenset(
+    (
+        *("softmax", "log_softmax", "sigmoid", "logsigmoid", "round", "float", "double", "half"),
+        *("to", "type", "bfloat16", "contiguous", "reshape", "flatten", "clone", "__getitem__"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__"),
+        *("__ge__", "index_select", "squeeze", "detach"),
+    )
+)
+# functions that a rank computes by itself, of the values
+_LOOKS = frozenset(
+    (
+        *("cpu", "numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "backward"),
+        *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__contains__", "grad"),
+    )
+)
 _OF_FORM = frozenset(
     [
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+        *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout")),
         Tensor.size,
         Tensor.dim,
         Tensor.numel,

@@ -7,11 +7,13 @@ and are used after it. Values that every rank computes for itself from the input
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -20,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.core.errors import UsageError
-from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
+from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
-from shoal.pipeline.lives import LiveBytes
+from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
 from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
@@ -71,6 +73,33 @@ class Alias:
     """The number of a tensor among a call's arguments."""
 
     number: int
+
+
+Life = tuple[Position, Position, int]  # behind which a value is there, its last use, its bytes
+
+
+@final
+class LiveBytes:
+    """Bytes of values that were made before a place and are used behind it.
+
+    Args:
+        lives: the life of each value.
+    """
+
+    def __init__(self, lives: Iterable[Life]) -> None:
+        known = list(lives)
+        self._made, self._begun = _sums((made, nbytes) for made, _, nbytes in known)
+        self._last, self._ended = _sums((max(made, last), nbytes) for made, last, nbytes in known)
+
+    def at(self, cut: Position) -> int:
+        """Return the bytes that cross a cut."""
+        return self._begun[bisect_left(self._made, cut)] - self._ended[bisect_left(self._last, cut)]
+
+
+def _sums(sizes: Iterable[tuple[Position, int]]) -> tuple[list[Position], list[int]]:
+    """Return places in order, and the bytes at places before each."""
+    ordered = sorted(sizes)
+    return [place for place, _ in ordered], [0, *accumulate(nbytes for _, nbytes in ordered)]
 
 
 @dataclass
@@ -217,7 +246,7 @@ class Recording(Walk):
             return self._looked_at(function, used, args, kwargs)
         parameters = {self._parameters[t] for t in used if t in self._parameters}
         given = not parameters and not any(map(is_empty, used))
-        written = _written(function, args, kwargs)
+        written = written_by(function, args, kwargs)
         self._writes(written, given=given)
         given = given and self.here not in self._filled
         output, given = self._run(function, args, kwargs, written, given=given)
@@ -241,7 +270,7 @@ class Recording(Walk):
         for tensor in written:
             if tensor not in self._names:
                 continue  # a buffer
-            key = _memory(tensor)
+            key = memory_of(tensor)
             self.record.writes.append((self.here, key))
             value = self.record.values[self._names[tensor]]
             if value.is_given and not given:
@@ -265,7 +294,7 @@ class Recording(Walk):
         if written:  # a buffer, which a record leaves as it is
             self._kept.update(dict.fromkeys(written))
             self.record.countings.append(CountingBuffer(args[0], function, args[1:], kwargs))
-            return (None if _is_item(function) else args[0]), True
+            return (None if is_item(function) else args[0]), True
         before = torch.random.get_rng_state()
         output = function(*args, **kwargs)
         if torch.equal(before, torch.random.get_rng_state()):
@@ -369,8 +398,8 @@ class Recording(Walk):
     ) -> None:
         if tensor in self._parameters or tensor in self._kept:
             return
-        key = _memory(tensor)
-        self._memory.setdefault(key, (_storage(tensor), name[0]))
+        key = memory_of(tensor)
+        self._memory.setdefault(key, (storage_of(tensor), name[0]))
         self.record.memory[name] = key
         nbytes = tensor.numel() * tensor.element_size()
         self.record.values[name] = Value(made, given, nbytes, tensor.requires_grad, inputs)
@@ -398,25 +427,6 @@ def undecided(function: str, module: str) -> UsageError:
         where=f"the forward of {module or 'the model itself'}",
         do="leave out the pipeline, or compute without looking (torch.where in place of if)",
     )
-
-
-def _changes(function: Callable[..., Any]) -> bool:
-    """Return whether a function changes its first argument in place."""
-    name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
-    )
-
-
-def _written(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that a function changes in place."""
-    if kwargs.get("out") is not None:
-        return tensors_in(kwargs["out"])
-    return tensors_in(args[:1]) if _is_item(function) or _changes(function) else []
-
-
-def _is_item(function: Callable[..., Any]) -> bool:
-    return getattr(function, "__name__", "") == "__setitem__"
 
 
 def recorded(
@@ -476,22 +486,6 @@ def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(module).update(kept)
-
-
-def _storage(tensor: Tensor) -> Any:
-    """Return the memory of a tensor. Sparse tensors, and those inside of vmap, stand for it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        form = tensor.slot.form if isinstance(tensor, Absent) else tensor
-        try:
-            return form.untyped_storage()
-        except NotImplementedError:
-            return form
-
-
-def _memory(tensor: Tensor) -> int:
-    storage = _storage(tensor)
-    key: int = storage._cdata if isinstance(storage, torch.UntypedStorage) else id(storage)
-    return key
 
 
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

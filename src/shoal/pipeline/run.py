@@ -65,12 +65,16 @@ class ForwardRun:
         self.comm.begins(FORWARD)
         self._compute()
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each rank's first input."""
+        return [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
+
     def _compute(self) -> None:
         """Compute this rank's stations for the rows of every rank."""
         inputs = self._dealt()
         mine = self.route.of(self.comm.rank)
         coming = self._expected(mine)
-        rows = [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
         counters = Counters(self.route.record.countings)
         with walking():
             for station in mine:
@@ -80,7 +84,7 @@ class ForwardRun:
                         moving.begin()
                         self._station(station, micro, inputs[micro], coming.get((station, micro)))
                         moving.passed()
-                moving.join(rows)
+                moving.join(self.rows)
         counters.count()
 
     def _dealt(self) -> list[list[Any]]:

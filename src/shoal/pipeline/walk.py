@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Walk(ABC):
     def __init__(self) -> None:
         self._frames: list[list[Any]] = [[(), 0.0]]  # position, number of the last event
         self._aside = 0  # depth of calls that nobody walks into
-        self._functions: _Functions  # while it runs
+        self._functions = _Functions(self)
 
     @property
     def here(self) -> Position:
@@ -109,14 +110,12 @@ class Walk(ABC):
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward. Its frame is the first."""
-        before, _LOCAL.walk = _walk(), self
-        self._functions = _Functions(self)
+        before, _LOCAL.walk = running_walk(), self
         try:
             with self._functions:
                 return forward(*args, **kwargs)
         finally:
             _LOCAL.walk = before
-            del self._functions  # no cycle keeps the values of a walk
 
 
 @final
@@ -125,12 +124,14 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()
-        self._walk = walk
+        # no circle: a replay has what its station has computed, and shall not wait for a collector
+        self._walk = ref(walk)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._walk.is_aside or func in _OF_THREAD:
+        walk = self._walk()
+        if walk is None or walk.is_aside or func in _OF_THREAD:
             return func(*args, **(kwargs or {}))
-        return self._walk.function(func, args, kwargs or {})
+        return walk.function(func, args, kwargs or {})
 
 
 # Settings of a thread are no events: a walk that ends within a context leaves it as it was.
@@ -143,13 +144,14 @@ _LOCK = threading.Lock()
 _USERS = 0  # users of the changed call
 
 
-def _walk() -> Walk | None:
+def running_walk() -> Walk | None:
+    """Return the walk of this thread, if it is in one."""
     return getattr(_LOCAL, "walk", None)
 
 
 def is_walking() -> bool:
     """Return whether this thread is in a walk."""
-    return _walk() is not None
+    return running_walk() is not None
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +171,7 @@ def eager_call(module: nn.Module) -> Callable[..., Any]:
 
 def _checkpoint(function: Any, *settings: Any, **kwargs: Any) -> Any:
     """Begin a checkpoint that is not reentrant: a generator, which torch goes on with after it."""
-    walk = _walk()
+    walk = running_walk()
     if walk is None or walk.is_aside or walk.is_checkpointed():
         return _CHECKPOINT(function, *settings, **kwargs)
     return _unchecked(walk)
@@ -186,7 +188,7 @@ class _Reentrant:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        walk = _walk()
+        walk = running_walk()
         if walk is None or walk.is_aside:
             return _REENTRANT.apply(function, preserve, *args)
         if walk.is_checkpointed():

@@ -27,10 +27,11 @@ from math import prod
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import tensors_of
+from shoal.contracts.kept import kept_by
 from shoal.contracts.sample import LossFn, Sample, arguments, describe
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OUTPUT, TARGET, LossOfParts, Targets, Terms
@@ -65,7 +66,6 @@ from shoal.profiling.trials import (
 )
 
 _SMALL_BYTES = 16 << 20  # an output of which a copy is kept
-_OF_MODULES = frozenset(vars(nn.Module()))
 _COUNT = (
     "say how many terms the loss of a batch is a mean over: "
     "parallelize(…, compute_loss=f, count=lambda batch: len(batch[0]))"
@@ -155,28 +155,6 @@ def seen(
     if counted and found.kind == NEITHER:  # the caller knows it
         found = replace(found, kind=UNKNOWN)
     return replace(found, kept=kept)
-
-
-def kept_by(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes that may hold what it has computed."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor | list | tuple | dict) and name not in _OF_MODULES
-    }
-
-
-def keep(module: nn.Module, name: str, value: Any) -> None:
-    """Put another value into an attribute; a list or dict, which others may have, changes."""
-    before = vars(module)[name]
-    if value is before:
-        return
-    if isinstance(before, list):
-        before[:] = value
-    elif isinstance(before, dict):
-        before.update(value)
-    else:
-        vars(module)[name] = value
 
 
 def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:

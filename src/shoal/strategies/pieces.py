@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.kept import keep, kept_by
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.profiling.terms import keep, kept_by
 from shoal.remote.stage_output import StageOutput
 
 Place = tuple[nn.Module, str]  # an attribute of a module

@@ -206,5 +206,7 @@ class _LossAtEnd:
         given = pytree.tree_leaves((args, kwargs))
         output = next((each for each in given if isinstance(each, EndOutput)), None)
         return (
-            forward(*args, **kwargs) if output is None else output.run.loss(forward, args, kwargs)
+            forward(*args, **kwargs)
+            if output is None
+            else output.forward.loss(forward, args, kwargs)
         )
