@@ -55,6 +55,7 @@ from shoal.session.opening import Prepared
 from shoal.session.session import Session, found
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
+from shoal.strategies.row_parts import check_row_parts, is_pipelined
 from shoal.tensors.crossing import RowCrossing
 
 
@@ -102,7 +103,7 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
     comm.reached("parallelize: measuring the model")
-    how = how_profiled(options, _micro_batches(session, request))
+    how = how_profiled(options, _micro_batches(session, request), request.draft)
     profile = profiled(job, sample, comm, request.features, how)
     alike = job.loss_fn is not None and inputs_alike(comm, *sample)
     stages.done("measuring the model")
@@ -169,15 +170,17 @@ def follow(
     return loss
 
 
-def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
+def how_profiled(options: Options, micro_batches: int | None, draft: Plan) -> ProfileOptions:
     """Return the options for profiling a model.
 
     Args:
         options: the options that are asked for.
         micro_batches: number per batch; None if the end of the model is not elsewhere.
+        draft: the draft of the plan.
     """
     return ProfileOptions(
         micro_batches,
+        row_parts=draft.micro_batches if is_pipelined(draft) else 1,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
         counted=options.count is not None or options.weigh == "ranks",
@@ -261,6 +264,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
     cluster = draft.on(cluster)
     if request.given_plan is not None and not anew:
         check_served(draft, profile, cluster)
+        check_row_parts(draft, profile)
         plan = with_sharing(repredicted(draft, profile, cluster), profile, cluster)
     else:
         plan = plan_for(
@@ -275,6 +279,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             options=options.search_options,
             codecs=codecs_of(options.codecs),
         )
+        check_row_parts(plan, profile)
     return planned(plan, request.features, facts)
 
 

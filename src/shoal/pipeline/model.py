@@ -13,6 +13,7 @@ from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.calls import CallsTold, ModelCall, Shape
 from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
 from shoal.pipeline.replay import Modules, spans
 from shoal.pipeline.route import Outbox, StationRoute
@@ -45,6 +46,7 @@ class PipelinedModel:
         self.modules = Modules.of(model)
         self.model, self.holders, self._layers = model, holders, layers
         self._told = {FORWARD: CallsTold(comm), LOSS: CallsTold(comm)}
+        self.parts = RowParts()  # parts of each rank's rows
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
@@ -53,9 +55,8 @@ class PipelinedModel:
             for name, parameter in model.named_parameters()
             if name in layers and holders[layers[name]] != comm.rank
         ]
-        self.shapes: dict[
-            tuple[int, int], list[Shape]
-        ] = {}  # shapes of values that arrive at a station
+        # shapes of values that arrive at a station, by the number of a call's forms, and by rows
+        self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
         self.buffers: list[MovingBuffer] = []  # buffers of the layers that are here
 
     def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:

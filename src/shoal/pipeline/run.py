@@ -30,6 +30,7 @@ from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
 from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import Counters, MovingBuffers
+from shoal.pipeline.parts import RowPart, joined
 from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import Coming
 from shoal.pipeline.walk import tensors_in, walking
@@ -53,13 +54,14 @@ class ForwardRun:
         self.grad = torch.is_grad_enabled()
         self.call = _call(pipeline, args, kwargs)
         self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
+        self.parts = pipeline.parts.of_ranks(self.call, self._shapes)
         self.route = pipeline.route(self.call, forward, self.numbers[self.comm.rank])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))
         self.tickets: list[Tensor] = []  # tickets of values that were sent to other stations
         self.tokens: dict[
             int, Tensor
         ] = {}  # tokens of values that have arrived at the end, by micro-batch
-        self.outputs: dict[int, Any] = {}  # outputs of the end, by micro-batch
+        self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.begins(FORWARD)
@@ -70,18 +72,21 @@ class ForwardRun:
         inputs = self._dealt()
         mine = self.route.of(self.comm.rank)
         coming = self._expected(mine)
-        rows = [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
+        rows = [part.size for part in self.parts]
+        ended: dict[int, list[Any]] = {rank: [] for rank in range(self.comm.size)}
         counters = Counters(self.route.record.countings)
         with walking():
             for station in mine:
                 with MovingBuffers(self.pipeline.buffers) as moving:
-                    for micro in range(self.comm.size):
+                    for micro, part in enumerate(self.parts):
                         counters.put_back()
                         moving.begin()
-                        self._station(station, micro, inputs[micro], coming.get((station, micro)))
+                        arriving = coming.get((station, micro))
+                        ended[part.rank] += self._station(station, micro, inputs[micro], arriving)
                         moving.passed()
                 moving.join(rows)
         counters.count()
+        self.outputs = {rank: joined(outputs) for rank, outputs in ended.items() if outputs}
 
     def _dealt(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
@@ -100,21 +105,28 @@ class ForwardRun:
         for rank in comm.others:
             for number in sorted(needed[rank]):
                 self.pipeline.outbox.send(copies[number], rank)
+        here = [
+            {number: self.call.tensors[number] for number in own}
+            if rank == comm.rank
+            else dict(zip(sorted(own), coming[rank].wait(), strict=True))
+            for rank in range(comm.size)
+        ]
+        return [self._inputs(part, here[part.rank]) for part in self.parts]
+
+    def _inputs(self, part: RowPart, here: Mapping[int, Tensor]) -> list[Any]:
+        """Return the inputs of a micro-batch, of which some are here."""
         absent = self.pipeline.forms.absent
-        found: list[list[Any]] = []
-        for rank, shapes in enumerate(self._shapes):
-            here = (
-                {number: self.call.tensors[number] for number in own}
-                if rank == comm.rank
-                else dict(zip(sorted(own), coming[rank].wait(), strict=True))
-            )
-            found.append(
-                [
-                    here.get(number, absent(shape, dtype, self.device, grad=False))
-                    for number, (shape, dtype) in enumerate(shapes)
-                ]
-            )
-        return found
+        return [
+            part.of(number, here[number])
+            if number in here
+            else absent(part.shape(number, shape), dtype, self.device, grad=False)
+            for number, (shape, dtype) in enumerate(self._shapes[part.rank])
+        ]
+
+    def _form(self, station: int, micro: int) -> tuple[int, int, int]:
+        """Return a key for the forms of what arrives at a station."""
+        part = self.parts[micro]
+        return station, self.numbers[part.rank], part.size
 
     def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
         """Begin to receive values of these stations, up to one of unknown form.
@@ -122,8 +134,8 @@ class ForwardRun:
         Messages come in order: a message behind one of unknown form is received in its turn.
         """
         coming: dict[tuple[int, int], Coming] = {}
-        for station, micro in product(filter(None, mine), range(self.comm.size)):
-            known = self.pipeline.shapes.get((station, self.numbers[micro]))
+        for station, micro in product(filter(None, mine), range(len(self.parts))):
+            known = self.pipeline.shapes.get(self._form(station, micro))
             if known is None:
                 break
             coming[station, micro] = self._coming(station, known)
@@ -134,8 +146,10 @@ class ForwardRun:
         source = self.route.holders[station - 1]
         return Coming(self.comm, source, [flags, *shapes], self.device)
 
-    def _station(self, station: int, micro: int, inputs: Any, coming: Coming | None) -> None:
-        """Compute a station for one micro-batch."""
+    def _station(
+        self, station: int, micro: int, inputs: Any, coming: Coming | None
+    ) -> Sequence[Any]:
+        """Compute a station for one micro-batch; the last one returns an output."""
         route, pipeline = self.route, self.pipeline
         token: list[Tensor] = []
         replay = Replay(
@@ -153,10 +167,10 @@ class ForwardRun:
             output = replay.run(self.forward, args, kwargs)
         except Departed:
             self._depart(station, micro, replay.leaving(), token)
-            return
-        self.outputs[micro] = present(output)
+            return []
         if token:
             self.tokens[micro] = token[0]
+        return [present(output)]
 
     def _arrived(
         self,
@@ -169,7 +183,7 @@ class ForwardRun:
         """Return the values that have come to a station."""
         if coming is None:
             shapes = [(tuple(each.shape), each.dtype) for each in absent]
-            self.pipeline.shapes[station, self.numbers[micro]] = shapes
+            self.pipeline.shapes[self._form(station, micro)] = shapes
             coming = self._coming(station, shapes)
         flags, *values = coming.wait()
         if not self.grad:

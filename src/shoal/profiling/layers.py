@@ -69,6 +69,7 @@ class ProfileOptions:
 
     # parts of a batch, if the end of the model may run on hosts of its own
     micro_batches: int | None = None
+    row_parts: int = 1  # parts of a rank's batch in a pipeline
     # what measures for strategies; None: all that any known strategy asks for
     probes: Iterable[type[Probe]] | None = None
     buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it
@@ -123,6 +124,7 @@ def profile_model(
             tuple(optimizers),
             comm.size,
             options.micro_batches,
+            options.row_parts,
             step,
             frozenset(readers.read),
         )

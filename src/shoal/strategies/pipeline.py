@@ -38,6 +38,7 @@ from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
 from shoal.profiling.identity import ROOT
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
+from shoal.strategies.row_parts import RowProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.on_rank import OnRank
@@ -89,7 +90,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     role = Role.PIPELINE
-    probes = (TieProbe, UpdateProbe)
+    probes = (TieProbe, UpdateProbe, RowProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         return layer.measured(UpdateFacts).joint or None
