@@ -29,8 +29,10 @@ from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError
 from shoal.front.joining import using
 from shoal.pipeline.calls import ModelCall
+from shoal.pipeline.draws import drawing_for, undrawn
 from shoal.pipeline.parts import RowPart, RowParts, joined
 from shoal.pipeline.run import ForwardRun
+from shoal.profiling.untraced import RANDOM_STATE
 
 QUICK = [("mlp", "clipped", 2, 2), ("tied", "with evaluation", 3, 2)]
 MORE = [
@@ -86,6 +88,18 @@ def test_rows_are_cut_in_order() -> None:
     assert expected[1].of(1, mask) is mask and expected[1].shape(1, (3, 3)) == (3, 3)
     other = ModelCall((torch.zeros(3, 5), None), {}, {})
     assert parts.of_ranks(other, [[((3, 5), torch.float32)]]) == [RowPart(0, 0, 3)]
+
+
+def test_each_station_and_part_draws_its_own() -> None:
+    with RANDOM_STATE, torch.random.fork_rng(devices=()):
+        before, numbers = torch.random.get_rng_state(), []
+        for seeds in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0)):
+            with drawing_for(*seeds, torch.device("cpu")):
+                numbers.append(float(torch.rand(())))
+        with undrawn():
+            torch.rand(3)
+        assert torch.equal(before, torch.random.get_rng_state())
+    assert len(set(numbers)) == 4 and numbers[0] == numbers[-1]
 
 
 def test_outputs_of_parts_are_joined() -> None:

@@ -16,6 +16,7 @@ Reference: Huang et al., "GPipe", 2019, section 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any, final
@@ -28,6 +29,7 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
+from shoal.pipeline.draws import drawing_for, drawn_for_call
 from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import Counters, MovingBuffers
 from shoal.pipeline.parts import RowPart, joined
@@ -62,6 +64,8 @@ class ForwardRun:
             int, Tensor
         ] = {}  # tokens of values that have arrived at the end, by micro-batch
         self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
+        is_training = pipeline_mode(pipeline.modules.names) is not False
+        self._drawn = drawn_for_call() if is_training else None
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.begins(FORWARD)
@@ -164,13 +168,20 @@ class ForwardRun:
             args, kwargs = pytree.tree_map(_own, (args, kwargs))
         self.comm.reached(f"station {station} of the pipeline, micro-batch {micro}")
         try:
-            output = replay.run(self.forward, args, kwargs)
+            with self._drawing(station, micro):
+                output = replay.run(self.forward, args, kwargs)
         except Departed:
             self._depart(station, micro, replay.leaving(), token)
             return []
         if token:
             self.tokens[micro] = token[0]
         return [present(output)]
+
+    def _drawing(self, station: int, micro: int) -> AbstractContextManager[None]:
+        """Let a station draw numbers of its own. In evaluation it draws as any forward does."""
+        if self._drawn is None:
+            return nullcontext()
+        return drawing_for(self._drawn, station, micro, self.device)
 
     def _arrived(
         self,

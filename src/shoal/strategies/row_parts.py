@@ -113,8 +113,7 @@ def _tried(trial: Trial) -> RowFacts:
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad():
-            trial.sample.output()
+        trial.sample.output()
     finally:
         hook.remove()
     found: dict[str, tuple[bool, ...]] = {}
@@ -152,12 +151,12 @@ def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
 def _differs(model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: int) -> str:
     """Return why parts of a call are not the call; '' if they are."""
     slots = [slot for slot in states(model, None).values() if slot.is_buffer]
-    with _kept(slots) as put_back, torch.no_grad():
+    with _kept(slots) as put_back:
 
         def run(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
             put_back()
             args, kwargs = call.with_tensors(_copied(tensors))
-            output = model(*args, **kwargs)
+            output = _detached(model(*args, **kwargs))
             return output, [slot.tensor.clone() for slot in slots if slot.tensor is not None]
 
         with _repeating(model, lambda: run(call.tensors)[0]):
@@ -236,3 +235,7 @@ def _copied(values: Any) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values
     )
+
+
+def _detached(values: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
