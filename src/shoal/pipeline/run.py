@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
@@ -52,7 +53,7 @@ class ForwardRun:
     def __init__(
         self, pipeline: PipelinedModel, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
-        self.pipeline, self.comm, self.forward = pipeline, pipeline.comm, forward
+        self.pipeline, self.forward = pipeline, forward
         self.grad = torch.is_grad_enabled()
         self.call = _call(pipeline, args, kwargs)
         self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
@@ -70,6 +71,11 @@ class ForwardRun:
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.begins(FORWARD)
         self._compute()
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks."""
+        return self.pipeline.comm
 
     def _compute(self) -> None:
         """Compute this rank's stations for the rows of every rank."""
