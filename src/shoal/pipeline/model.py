@@ -12,6 +12,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.calls import CallsTold, ModelCall, Shape
+from shoal.pipeline.homes import homes_of
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
@@ -44,7 +45,7 @@ class PipelinedModel:
     ) -> None:
         self.comm, self.weighs, self.forms = comm, weighs, Forms()
         self.modules = Modules.of(model)
-        self.model, self.holders, self._layers = model, holders, layers
+        self.model, self.holders, self._layers = model, dict(holders), dict(layers)
         self._told = {FORWARD: CallsTold(comm), LOSS: CallsTold(comm)}
         self.parts = RowParts()  # parts of each rank's rows
         self._routes: dict[str, StationRoute] = {}
@@ -57,6 +58,9 @@ class PipelinedModel:
         ]
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
+        # frozen parameters that every rank has, and a function that leaves them with a rank
+        self.frozen: dict[str, nn.Parameter] = {}
+        self.hold: Callable[[str, nn.Parameter, int], None] = _nothing
         self.buffers: list[MovingBuffer] = []  # buffers of the layers that are here
 
     def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
@@ -76,11 +80,24 @@ class PipelinedModel:
         args, kwargs = call.with_tensors(call.tensors)
         record, output = recorded(self.model, self.forms, forward, args, kwargs)
         found = stations(record, self.holders, self._layers)
-        holders, cuts = self.comm.gather_objects(
-            ([*found.holders], [list(cut) for cut in found.cuts]), "pipeline: stations"
+        homes = homes_of(record.parameters, found, self.frozen)
+        holders, cuts, homes = self.comm.gather_objects(
+            ([*found.holders], [list(cut) for cut in found.cuts], homes), "pipeline: stations"
         )[0]
+        self._settle(homes)
         found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))
         route = StationRoute(record, spans(record, found.cuts), found.holders)
         route.output[number] = output
         self._routes[call.common] = route
         return route
+
+    def _settle(self, homes: Mapping[str, int]) -> None:
+        """Leave frozen parameters with the ranks that use them (a collective)."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name, rank in homes.items():
+                self.hold(name, self.frozen.pop(name), rank)
+                self._layers[name], self.holders[name] = name, rank
+
+
+def _nothing(name: str, parameter: nn.Parameter, rank: int) -> None:
+    """Leave a parameter where it is."""

@@ -84,6 +84,7 @@ class ForwardRecord:
     parameters: dict[Position, set[str]] = field(
         default_factory=dict
     )  # parameters that functions use
+    buffers: dict[Position, set[str]] = field(default_factory=dict)  # buffers that functions use
     inputs: dict[Position, frozenset[int]] = field(
         default_factory=dict
     )  # inputs that an event needs
@@ -203,6 +204,9 @@ class Recording(Walk):
         self._parameters: Any = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._parameters[parameter] = name
+        self._buffers: Any = WeakIdKeyDictionary()
+        for name, buffer in model.named_buffers():
+            self._buffers[buffer] = name
         self._kept: Any = WeakIdKeyDictionary()  # buffers that forward changes
         self._moved = set[int]()  # identities of tensors that it changes not by constants alone
         for number, tensor in enumerate(inputs):
@@ -213,6 +217,8 @@ class Recording(Walk):
         if function in LOOKS:
             return self._looked_at(function, used, args, kwargs)
         parameters = {self._parameters[t] for t in used if t in self._parameters}
+        if buffers := {self._buffers[t] for t in used if t in self._buffers}:
+            self.record.buffers.setdefault(self.here, set()).update(buffers)
         given = not parameters and not any(map(is_empty, used))
         written = _written(function, args, kwargs)
         self._writes(written, given=given)

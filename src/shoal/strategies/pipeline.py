@@ -120,12 +120,14 @@ class Pipeline(Strategy):
         for name, parameter in place.parameters.items():
             holder = place.ways.holders[layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
-        for module in place.ways.model.modules():
-            own = [cut_of(p) for p in module.parameters(recurse=False) if is_cut(p)]
-            here = any(isinstance(each, OnRank) and each.is_here for each in own)
-            if here and module is not place.ways.model:
-                run_by(module, _Held(module, calls))
+        _run_held(place.ways.model, calls)
         run_by(place.ways.model, calls)
+        pipeline.frozen = {
+            name: parameter
+            for name, parameter in place.ways.model.named_parameters()
+            if type(parameter) is nn.Parameter and not parameter.requires_grad
+        }
+        pipeline.hold = functools.partial(_hold, calls)
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -133,8 +135,25 @@ class Pipeline(Strategy):
         pipeline_of(place.ways.model).outbox.finish()
         for module in place.ways.model.modules():
             run_no_more(module)
-        for parameter in filter(is_cut, place.parameters.values()):
+        for parameter in filter(is_cut, place.ways.model.parameters()):
             restore(parameter)
+
+
+def _hold(calls: PipelineCalls, name: str, parameter: nn.Parameter, rank: int) -> None:
+    """Leave a parameter with a rank."""
+    pipeline = calls.pipeline
+    cut(parameter, OnRank(name, parameter, rank, pipeline.comm, pipeline.weighs))
+    _run_held(pipeline.model, calls)
+
+
+def _run_held(model: nn.Module, calls: PipelineCalls) -> None:
+    """Let layers run that have parameters here."""
+    for module in model.modules():
+        if module is model or runs_by(module) is not None:
+            continue
+        own = [cut_of(p) for p in module.parameters(recurse=False) if is_cut(p)]
+        if any(isinstance(each, OnRank) and each.is_here for each in own):
+            run_by(module, _Held(module, calls))
 
 
 @final
