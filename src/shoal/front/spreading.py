@@ -55,7 +55,7 @@ from shoal.session.opening import Prepared
 from shoal.session.session import Session, found
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
-from shoal.strategies.row_parts import check_row_parts, is_pipelined
+from shoal.strategies.row_parts import check_buffers, check_row_parts, is_pipelined
 from shoal.tensors.crossing import RowCrossing
 
 
@@ -280,6 +280,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             codecs=codecs_of(options.codecs),
         )
         check_row_parts(plan, profile)
+    check_buffers(plan, profile)
     return planned(plan, request.features, facts)
 
 

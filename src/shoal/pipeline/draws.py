@@ -48,7 +48,7 @@ def drawing_for(call: int, station: int, micro: int, device: torch.device) -> It
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Take back what is drawn inside."""
+    """Take back all draws inside."""
     before = torch.random.get_rng_state()
     try:
         yield

@@ -18,7 +18,7 @@ from shoal.pipeline.absent import Absent
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import EndLoss
 from shoal.pipeline.model import BACKWARD, LOSS, PipelinedModel
-from shoal.pipeline.moving import Counters
+from shoal.pipeline.moving import Counters, aside
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.replay import Replay, check_hooks
 from shoal.pipeline.route import Coming
@@ -99,7 +99,7 @@ class EndedForward:
         ]
         args, kwargs = self._run.call.with_tensors(tensors)
         counters = Counters(self._run.route.record.countings)
-        with walking():
+        with walking(), aside([*pipeline.homes.moving.values()]):
             output = replay.run(self._run.forward, args, kwargs)
         counters.put_back()
         return output

@@ -12,8 +12,8 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.calls import CallsTold, ModelCall, Shape
-from shoal.pipeline.homes import homes_of
-from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.homes import Homes, homes_of
+from shoal.pipeline.moving import MovingBuffer, aside
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
 from shoal.pipeline.replay import Modules, spans
@@ -58,10 +58,7 @@ class PipelinedModel:
         ]
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
-        # frozen parameters that every rank has, and a function that leaves them with a rank
-        self.frozen: dict[str, nn.Parameter] = {}
-        self.hold: Callable[[str, nn.Parameter, int], None] = _nothing
-        self.buffers: list[MovingBuffer] = []  # buffers of the layers that are here
+        self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
 
     def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
         """Tell the forms of a call's arguments, and return the forms of all ranks (a collective).
@@ -78,26 +75,30 @@ class PipelinedModel:
         if known is not None:
             return known
         args, kwargs = call.with_tensors(call.tensors)
-        record, output = recorded(self.model, self.forms, forward, args, kwargs)
-        found = stations(record, self.holders, self._layers)
-        homes = homes_of(record.parameters, found, self.frozen)
+        unlike = self.homes.unlike
+        with aside([*unlike.values()]):
+            record, output = recorded(self.model, self.forms, forward, args, kwargs, unlike.keys())
+        uses = record.state_uses()
+        homes = self.homes.first(uses, self.holders, self._layers)
+        found = stations(
+            record, {**self.holders, **homes}, {**self._layers, **{name: name for name in homes}}
+        )
+        homes |= homes_of(uses, found, self.homes.frozen)
         holders, cuts, homes = self.comm.gather_objects(
             ([*found.holders], [list(cut) for cut in found.cuts], homes), "pipeline: stations"
         )[0]
-        self._settle(homes)
+        self.homes.settle(homes)
+        self._layers.update(zip(homes, homes, strict=True))
+        self.holders.update(homes)
         found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))
         route = StationRoute(record, spans(record, found.cuts), found.holders)
         route.output[number] = output
         self._routes[call.common] = route
         return route
 
-    def _settle(self, homes: Mapping[str, int]) -> None:
-        """Leave frozen parameters with the ranks that use them (a collective)."""
-        with torch.inference_mode(False), torch.no_grad():
-            for name, rank in homes.items():
-                self.hold(name, self.frozen.pop(name), rank)
-                self._layers[name], self.holders[name] = name, rank
-
-
-def _nothing(name: str, parameter: nn.Parameter, rank: int) -> None:
-    """Leave a parameter where it is."""
+    def keep(self, name: str, buffer: MovingBuffer, layer: str) -> None:
+        """Keep a buffer that training changes on the rank of its layer, or of its first use."""
+        home = self.holders.get(layer)
+        self.homes.keep(name, buffer, home)
+        if home is not None:
+            self._layers[name] = layer

@@ -95,7 +95,7 @@ def _agrees(shapes: Sequence[Shape], cut: Sequence[bool], rows: int) -> bool:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return one rank's output, given those of its parts, in order."""
+    """Return one rank's output, given its parts' outputs in order."""
     if len(outputs) == 1:
         return outputs[0]
     flat = [pytree.tree_flatten(output) for output in outputs]

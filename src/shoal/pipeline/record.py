@@ -7,9 +7,7 @@ and are used after it. Values that every rank computes for itself from the input
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -22,6 +20,7 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Absent, Forms, Undecided, is_empty
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.moving import CountingBuffer
+from shoal.pipeline.unhooked import unhooked, without_backward_hooks
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
 INPUT: Position = (-1.0,)  # the origin of the forward's inputs
@@ -122,6 +121,13 @@ class ForwardRecord:
                 return [first, name]
         return []
 
+    def state_uses(self) -> dict[Position, set[str]]:
+        """Return the names of parameters and buffers that functions use, by position."""
+        return {
+            position: self.parameters.get(position, set()) | self.buffers.get(position, set())
+            for position in sorted({*self.parameters, *self.buffers})
+        }
+
     @property
     def changes_inputs(self) -> bool:
         """Whether forward changes its inputs in place."""
@@ -184,6 +190,7 @@ class Recording(Walk):
         forms: computes forms.
         inputs: the tensors of the call, in order.
         filled: positions of tensors into which forward writes values that follow from parameters.
+        moving: names of buffers that training changes: only one rank has their present values.
     """
 
     def __init__(
@@ -192,10 +199,11 @@ class Recording(Walk):
         forms: Forms,
         inputs: Sequence[Tensor],
         filled: Set[Position] = frozenset(),
+        moving: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.record = ForwardRecord()
-        self._forms, self._filled = forms, filled
+        self._forms, self._filled, self._moving = forms, filled, moving
         self._memory: dict[
             int, tuple[Any, Position]
         ] = {}  # the event that made a memory, by that memory
@@ -219,7 +227,8 @@ class Recording(Walk):
         parameters = {self._parameters[t] for t in used if t in self._parameters}
         if buffers := {self._buffers[t] for t in used if t in self._buffers}:
             self.record.buffers.setdefault(self.here, set()).update(buffers)
-        given = not parameters and not any(map(is_empty, used))
+        state = parameters or not buffers.isdisjoint(self._moving)
+        given = not state and not any(map(is_empty, used))
         written = _written(function, args, kwargs)
         self._writes(written, given=given)
         given = given and self.here not in self._filled
@@ -312,7 +321,7 @@ class Recording(Walk):
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with self.inside(position), unhooked(module), _without_backward_hooks(module):
+        with self.inside(position), unhooked(module), without_backward_hooks(module):
             output = eager_call(module)(module, *args, **kwargs)
         look_into_dataclasses(output)
         with self.aside():
@@ -370,7 +379,7 @@ class Recording(Walk):
     def _made(
         self, tensor: Tensor, name: Name, made: Position, *, given: bool, inputs: frozenset[int]
     ) -> None:
-        if tensor in self._parameters or tensor in self._kept:
+        if tensor in self._parameters or tensor in self._buffers or tensor in self._kept:
             return
         key = _memory(tensor)
         self._memory.setdefault(key, (_storage(tensor), name[0]))
@@ -382,16 +391,6 @@ class Recording(Walk):
     def _used(self, tensor: Tensor, position: Position) -> None:
         if (name := self._names.get(tensor)) is not None:
             self.record.uses.setdefault(name, []).append(position)
-
-
-@contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
-    """Run a module without its forward hooks, which are for values."""
-    hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
-    try:
-        yield
-    finally:
-        module.__dict__["_forward_hooks"] = hooks
 
 
 def undecided(function: str, module: str) -> UsageError:
@@ -428,6 +427,7 @@ def recorded(
     forward: Callable[..., Any],
     args: Any,
     kwargs: Mapping[str, Any],
+    moving: Set[str] = frozenset(),
 ) -> tuple[ForwardRecord, Any]:
     """Walk through a forward, and return its record and the form of its output.
 
@@ -438,7 +438,7 @@ def recorded(
     while True:
         # an object for each place, because another batch may have another tensor in each
         its_args, its_kwargs = copied((args, dict(kwargs)))
-        recording = Recording(model, forms, tensors_in((its_args, its_kwargs)), filled)
+        recording = Recording(model, forms, tensors_in((its_args, its_kwargs)), filled, moving)
         try:
             with walking():
                 output = recording.run(forward, its_args, its_kwargs)
@@ -470,17 +470,6 @@ class _Filled(BaseException):
         self.position = position
 
 
-@contextmanager
-def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
-    """Hide hooks that only make sense where there are gradients."""
-    kept = {name: vars(module)[name] for name in _BACKWARD_HOOKS}
-    vars(module).update({name: OrderedDict[int, Any]() for name in _BACKWARD_HOOKS})
-    try:
-        yield
-    finally:
-        vars(module).update(kept)
-
-
 def _storage(tensor: Tensor) -> Any:
     """Return the memory of a tensor. Sparse tensors, and those inside of vmap, stand for it."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -495,6 +484,3 @@ def _memory(tensor: Tensor) -> int:
     storage = _storage(tensor)
     key: int = storage._cdata if isinstance(storage, torch.UntypedStorage) else id(storage)
     return key
-
-
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

@@ -28,8 +28,8 @@ from shoal.pipeline.record import (
     returned,
     signature,
     undecided,
-    unhooked,
 )
+from shoal.pipeline.unhooked import unhooked
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
 from shoal.tensors.cut import is_cut, opened
 

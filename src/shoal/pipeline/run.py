@@ -32,7 +32,7 @@ from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
 from shoal.pipeline.draws import drawing_for, drawn_for_call
 from shoal.pipeline.model import FORWARD, PipelinedModel
-from shoal.pipeline.moving import Counters, MovingBuffers
+from shoal.pipeline.moving import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined
 from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import Coming
@@ -82,19 +82,16 @@ class ForwardRun:
         inputs = self._dealt()
         mine = self.route.of(self.comm.rank)
         coming = self._expected(mine)
-        rows = [part.size for part in self.parts]
         ended: dict[int, list[Any]] = {rank: [] for rank in range(self.comm.size)}
         counters = Counters(self.route.record.countings)
-        with walking():
-            for station in mine:
-                with MovingBuffers(self.pipeline.buffers) as moving:
-                    for micro, part in enumerate(self.parts):
-                        counters.put_back()
-                        moving.begin()
-                        arriving = coming.get((station, micro))
-                        ended[part.rank] += self._station(station, micro, inputs[micro], arriving)
-                        moving.passed()
-                moving.join(rows)
+        moving = MovingBuffers(self.pipeline.homes.buffers(here=True))
+        with walking(), aside(self.pipeline.homes.buffers(here=False)):
+            for station, (micro, part) in product(mine, enumerate(self.parts)):
+                counters.put_back()
+                arriving = coming.get((station, micro))
+                with moving.micro_batch(micro):
+                    ended[part.rank] += self._station(station, micro, inputs[micro], arriving)
+        moving.join([part.size for part in self.parts])
         counters.count()
         self.outputs = {rank: joined(outputs) for rank, outputs in ended.items() if outputs}
 
@@ -134,7 +131,7 @@ class ForwardRun:
         ]
 
     def _form(self, station: int, micro: int) -> tuple[int, int, int]:
-        """Return a key for the forms of what arrives at a station."""
+        """Return a key for the forms of arriving values."""
         part = self.parts[micro]
         return station, self.numbers[part.rank], part.size
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Layer, Probe, Trial
-from shoal.contracts.state import TensorSlot
+from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Update
@@ -122,12 +122,12 @@ class Pipeline(Strategy):
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
         _run_held(place.ways.model, calls)
         run_by(place.ways.model, calls)
-        pipeline.frozen = {
+        pipeline.homes.frozen = {
             name: parameter
             for name, parameter in place.ways.model.named_parameters()
             if type(parameter) is nn.Parameter and not parameter.requires_grad
         }
-        pipeline.hold = functools.partial(_hold, calls)
+        pipeline.homes.hold = functools.partial(_hold, calls)
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -175,26 +175,26 @@ class _Held:
 
 def take_buffers(
     model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
-) -> dict[str, int]:
-    """Let the rank that holds a layer keep its buffers; return the rank of each buffer.
+) -> dict[str, int | Callable[[], int]]:
+    """Let one rank keep each buffer that training changes; return the rank, or a function for it.
 
     Raises:
-        PlanError: a buffer that training changes belongs to no layer of the pipeline.
+        PlanError: training changes a buffer of the loss.
     """
     running = pipeline_of(model)
-    ranks: dict[str, int] = {}
+    ranks: dict[str, int | Callable[[], int]] = {}
     for state in moving:
-        layer = state.name.rpartition(".")[0]
-        if layer not in running.holders:
+        if state.name.startswith(OF_LOSS):
             raise PlanError(
-                "a buffer that training changes belongs to no layer of the pipeline",
-                where=f"buffer {state.name}",
-                do=f'give parallelize(buffers={{"{state.name}": "local"}}), or leave out the '
-                "pipeline",
+                "a pipeline does not keep buffers of the loss that training changes",
+                where=f"buffer {state.name.removeprefix(OF_LOSS)} of the loss",
+                do="make the buffer a part of the model, or leave out the pipeline",
             )
-        ranks[state.name] = running.holders[layer]
-        if ranks[state.name] == running.comm.rank:
-            running.buffers.append(MovingBuffer(known[state.name], state.how == "mean"))
+        buffer = MovingBuffer(known[state.name], state.how == "mean")
+        layer = state.name.rpartition(".")[0]
+        running.keep(state.name, buffer, layer)
+        home = functools.partial(running.homes.of, state.name)
+        ranks[state.name] = running.holders.get(layer, home)
     return ranks
 
 

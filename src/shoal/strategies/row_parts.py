@@ -89,6 +89,17 @@ def check_row_parts(plan: Plan, profile: ModelProfile) -> None:
         )
 
 
+def check_buffers(plan: Plan, profile: ModelProfile) -> None:
+    """Refuse buffers that each rank is to keep for itself in a pipeline (PlanError)."""
+    if profile.local and is_pipelined(plan):
+        raise PlanError(
+            "in a pipeline one rank has a layer and its buffers, so no rank keeps its own",
+            where=f"buffer {profile.local[0]}",
+            got='buffers="local"',
+            do='leave it out, or say "first" or "mean" of the buffer',
+        )
+
+
 def row_parts_of(plan: Plan, profile: ModelProfile | None) -> RowParts:
     """Return how a pipeline divides ranks' rows."""
     if profile is None or plan.micro_batches == 1:
