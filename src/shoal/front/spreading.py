@@ -22,6 +22,7 @@ from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.freed import give_back_freed
 from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named
 from shoal.core.side_threads import side_threads
@@ -45,12 +46,12 @@ from shoal.remote.far_tail import FarTail, TailFeed
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
 from shoal.rewrite.align import of_first
-from shoal.rewrite.apply import check_served
+from shoal.rewrite.apply import check_served, cuts
 from shoal.session.additions import add
 from shoal.session.again import Again, keep
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob
-from shoal.session.memory import give_back_freed, keep_freed
+from shoal.session.memory import keep_freed
 from shoal.session.opening import Prepared
 from shoal.session.session import Session, found
 from shoal.session.watch import Watched
@@ -162,6 +163,8 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    if cuts(plan):
+        give_back_freed()
     for optimizer in job.optimizers:
         session.notice_training(optimizer, alone=False)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import nn
 
+from shoal.core.freed import give_back_freed
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.stations import Stations
 from shoal.pipeline.walk import Position
@@ -92,6 +93,8 @@ class Homes:
                     self._homes[name] = rank
                 else:
                     self.hold(name, self.frozen.pop(name), rank)
+        if homes.keys() - self.moving.keys():
+            give_back_freed()
 
 
 def homes_of(
