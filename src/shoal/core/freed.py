@@ -8,7 +8,7 @@ from typing import Any
 
 
 def give_back_freed() -> None:
-    """Have glibc return to the system what was freed and it kept for later; elsewhere nothing."""
+    """Have glibc return freed memory to the system, which it keeps for later; elsewhere nothing."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
