@@ -68,7 +68,7 @@ TAKEN: dict[str, str] = {
     "parallelize(lossy)": "None",
     "parallelize(max_error)": f"None {NUMBER}",
     "parallelize(memory_limit)": f"None {NUMBER}",
-    "parallelize(micro_batches)": "3",
+    "parallelize(micro_batches)": "None 3",
     "parallelize(outer)": "None",
     "parallelize(pins)": "None {}",
     "parallelize(placement)": "{}",

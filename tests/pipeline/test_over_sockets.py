@@ -17,15 +17,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
 
 def shoal(kind: str, *words: str) -> str:
     """What a command prints, for one of the small models."""
+    return ran([sys.executable, "-m", "shoal", *words], PIPELINE_KIND=kind)
+
+
+def ran(command: list[str], **environment: str) -> str:
+    """What a command prints, which must end well."""
     paths = [str(HERE), str(HERE.parent / "equivalence"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PIPELINE_KIND": kind,
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-m", "shoal", *words],
-        env=environment,
+        command,
+        env=os.environ | variables | environment,
         capture_output=True,
         text=True,
         timeout=250,
@@ -51,3 +52,10 @@ def test_dropout_repeats_by_its_seed() -> None:
     printed = [shoal("dropout", *words, "--steps", "5") for _ in range(2)]
     first, again = (re.findall(r"loss (\d+\.\d+)", each) for each in printed)
     assert first and first == again
+
+
+def test_dropout_draws_by_call_station_and_micro_batch(tmp_path: Path) -> None:
+    """The same numbers come again, from a checkpoint on, and in activation checkpointing."""
+    job = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(HERE / "dropout_job.py")]
+    printed = ran([sys.executable, *job, str(tmp_path)])
+    assert printed.count("alike: again resumed checkpointed reentrant\n") == 2

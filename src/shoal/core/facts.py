@@ -414,6 +414,7 @@ class ModelProfile:
     digest: str  # of names, shapes and types: two models with one digest take the same plan
     state_bytes: float = 0.0  # what the optimizers keep for all parameters
     moving: tuple[MovingState, ...] = ()
+    local: tuple[str, ...] = ()  # state that training changes, and that each rank keeps for itself
     norms: tuple[SyncNorm, ...] = ()
     terms: Terms = OF_ROWS  # what the loss is a mean over
     update: UpdatePace = UpdatePace()  # the part of optimizer_s that does not go with bytes

@@ -153,8 +153,8 @@ class Layout:
         lanes: number of exchanges in flight at once.
         predicted_s: step time in seconds that the planner expects.
         placement: owners of parameters: a policy's name, or ranks by dotted name or glob.
-        micro_batches: number of micro-batches per batch, if the end of the model has hosts of its
-            own.
+        micro_batches: number of parts that each rank's batch is cut into, if the layers are in a
+            pipeline, or the end of the model has hosts of its own.
         joined: whether these hosts run all micro-batches at once.
         chunks: number of chunks in which layers that are cut over ranks receive their rows.
         late: this many of the last sites that go to servers come back first. The others come when

@@ -143,11 +143,11 @@ class Options:
             plans=True,
         ),
     )
-    micro_batches: int = option(
-        MICRO_BATCHES,
+    micro_batches: int | None = option(
+        None,
         flag=Flag(
-            "Micro-batches per batch, where the end of the model has hosts of its own. "
-            f"{MICRO_BATCHES} by default.",
+            "Parts of each rank's batch, in a pipeline (1 by default) or where the end of the "
+            f"model has hosts of its own ({MICRO_BATCHES} by default).",
             "--micro-batches",
             read=read_whole("micro-batches", 1),
             metavar="NUMBER",
@@ -185,8 +185,9 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_memory(self.memory, self.memory_limit)
-        rule = "micro_batches is a whole number, at least 1"
-        check_whole(rule, self.micro_batches, 1, MOST_RANKS, do="give 4, say")
+        if self.micro_batches is not None:
+            rule = "micro_batches is a whole number, at least 1"
+            check_whole(rule, self.micro_batches, 1, MOST_RANKS, do="give 4, say")
         if not isinstance(self.left_alone, tuple | str):
             raise UsageError(
                 "left_alone is of parameters",

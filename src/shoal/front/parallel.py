@@ -145,8 +145,8 @@ def parallelize(
               only. 0 is the synchronous step, None is any number. If it is not 0, all layers are
               served, every rank weighs the same however many rows it has, and there is no one
               gradient to read or to clip. With local steps it counts rounds of them.
-            * `micro_batches`: number of micro-batches per batch, if the end of the model has hosts
-              of its own ("stage").
+            * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline (1
+              by default) or if the end of the model has hosts of its own ("stage", 4 by default).
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger
@@ -305,7 +305,8 @@ def plan_by_options(
     request = request_of(options, model, facts_for(options, model, cluster))
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
-    how = how_profiled(options, options.micro_batches if has_tail else None)
+    draft = request.draft
+    how = how_profiled(options, draft.micro_batches if has_tail else None, draft)
     profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
     device = device_of(model)

@@ -39,7 +39,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
 from shoal.optim.checks import check_optimizer
-from shoal.planner.options import check_able, known, resolve
+from shoal.planner.options import check_able, known, micro_batches_of, resolve
 from shoal.profiling.identity import content, model_digest, trainable_layers
 from shoal.profiling.moving import check_ways
 from shoal.profiling.usage import kind_of
@@ -190,7 +190,7 @@ def _draft(options: Options, model: nn.Module, layers: Sequence[str], facts: Pla
         options.search_options.start_bytes,
         lanes=1,
         placement=options.placement,
-        micro_batches=options.micro_batches,
+        micro_batches=micro_batches_of(options.micro_batches, [way for way, _ in pinned.values()]),
     )
 
 

@@ -22,6 +22,7 @@ from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.freed import give_back_freed
 from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named
 from shoal.core.side_threads import side_threads
@@ -45,16 +46,17 @@ from shoal.remote.far_tail import FarTail, TailFeed
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
 from shoal.rewrite.align import of_first
-from shoal.rewrite.apply import check_served
+from shoal.rewrite.apply import check_served, cuts
 from shoal.session.additions import add
 from shoal.session.again import Again, keep
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob
-from shoal.session.memory import give_back_freed, keep_freed
+from shoal.session.memory import keep_freed
 from shoal.session.opening import Prepared
 from shoal.session.session import Session, found
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
+from shoal.strategies.row_parts import check_buffers, check_row_parts, is_pipelined
 from shoal.tensors.crossing import RowCrossing
 
 
@@ -102,7 +104,7 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
     comm.reached("parallelize: measuring the model")
-    how = how_profiled(options, _micro_batches(session, request))
+    how = how_profiled(options, _micro_batches(session, request), request.draft)
     profile = profiled(job, sample, comm, request.features, how)
     alike = job.loss_fn is not None and inputs_alike(comm, *sample)
     stages.done("measuring the model")
@@ -161,6 +163,8 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    if cuts(plan):
+        give_back_freed()
     for optimizer in job.optimizers:
         session.notice_training(optimizer, alone=False)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
@@ -169,15 +173,17 @@ def follow(
     return loss
 
 
-def how_profiled(options: Options, micro_batches: int | None) -> ProfileOptions:
+def how_profiled(options: Options, micro_batches: int | None, draft: Plan) -> ProfileOptions:
     """Return the options for profiling a model.
 
     Args:
         options: the options that are asked for.
         micro_batches: number per batch; None if the end of the model is not elsewhere.
+        draft: the draft of the plan.
     """
     return ProfileOptions(
         micro_batches,
+        row_parts=draft.micro_batches if is_pipelined(draft) else 1,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
         counted=options.count is not None or options.weigh == "ranks",
@@ -261,6 +267,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
     cluster = draft.on(cluster)
     if request.given_plan is not None and not anew:
         check_served(draft, profile, cluster)
+        check_row_parts(draft, profile)
         plan = with_sharing(repredicted(draft, profile, cluster), profile, cluster)
     else:
         plan = plan_for(
@@ -275,6 +282,8 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             options=options.search_options,
             codecs=codecs_of(options.codecs),
         )
+        check_row_parts(plan, profile)
+    check_buffers(plan, profile)
     return planned(plan, request.features, facts)
 
 

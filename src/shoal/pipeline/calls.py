@@ -45,14 +45,19 @@ class ModelCall:
         return args, kwargs
 
     @property
-    def common(self) -> str:
-        """Everything that must be the same on every rank, in words, a line each."""
+    def form(self) -> str:
+        """The arguments but for the tensors' shapes and values, in words, a line each."""
         rest = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         plain = [leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__ for leaf in rest]
         kinds = [f"{tensor.dim()} dimensions of {tensor.dtype}" for tensor in self.tensors]
         form = " ".join(str(self._form).split())
-        lines = {"arguments": form, "values": plain, "tensors": ", ".join(kinds), **self._modes}
-        return "\n".join(f"{name}: {value}" for name, value in lines.items())
+        lines = {"arguments": form, "values": plain, "tensors": ", ".join(kinds)}
+        return _in_lines(lines)
+
+    @property
+    def common(self) -> str:
+        """Everything that must be the same on every rank, in words, a line each."""
+        return "\n".join(filter(None, [self.form, _in_lines(self._modes)]))
 
     @property
     def shapes(self) -> list[Shape]:
@@ -99,6 +104,10 @@ class CallsTold:
                     for shape, dtype in shapes
                 ]
         return [self._known[rank, number] for rank, number in enumerate(numbers)], numbers
+
+
+def _in_lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in values.items())
 
 
 def _number(text: str) -> int:

@@ -30,7 +30,7 @@ from shoal.pipeline.expressions import (
 )
 from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
 from shoal.pipeline.model import BACKWARD, LOSS, READING, PipelinedModel
-from shoal.pipeline.moving import Counters
+from shoal.pipeline.moving import Counters, aside
 from shoal.pipeline.output import EndOutput, made_of, way_back
 from shoal.pipeline.replay import Replay, check_hooks
 from shoal.pipeline.route import Coming
@@ -126,7 +126,7 @@ class EndedForward:
         ]
         args, kwargs = self.run.call.with_tensors(tensors)
         counters = Counters(self.run.route.record.countings)
-        with walking():
+        with walking(), aside([*pipeline.homes.moving.values()]):
             output = replay.run(self.run.forward, args, kwargs)
         counters.put_back()
         return output

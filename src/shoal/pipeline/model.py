@@ -12,7 +12,9 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.calls import CallsTold, ModelCall, Shape
-from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.homes import Homes, homes_of
+from shoal.pipeline.moving import MovingBuffer, aside
+from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
 from shoal.pipeline.replay import Modules, spans
 from shoal.pipeline.route import Outbox, StationRoute
@@ -44,8 +46,9 @@ class PipelinedModel:
     ) -> None:
         self.comm, self.weighs, self.forms = comm, weighs, Forms()
         self.modules = Modules.of(model)
-        self.model, self.holders, self._layers = model, holders, layers
+        self.model, self.holders, self._layers = model, dict(holders), dict(layers)
         self._told = {purpose: CallsTold(comm) for purpose in (FORWARD, LOSS, READING)}
+        self.parts = RowParts()  # parts of each rank's rows
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
@@ -54,10 +57,9 @@ class PipelinedModel:
             for name, parameter in model.named_parameters()
             if name in layers and holders[layers[name]] != comm.rank
         ]
-        self.shapes: dict[
-            tuple[int, int], list[Shape]
-        ] = {}  # shapes of values that arrive at a station
-        self.buffers: list[MovingBuffer] = []  # buffers of the layers that are here
+        # shapes of values that arrive at a station, by the number of a call's forms, and by rows
+        self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
+        self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
 
     def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
         """Tell the forms of a call's arguments, and return the forms of all ranks (a collective).
@@ -74,13 +76,30 @@ class PipelinedModel:
         if known is not None:
             return known
         args, kwargs = call.with_tensors(call.tensors)
-        record, output = recorded(self.model, self.forms, forward, args, kwargs)
-        found = stations(record, self.holders, self._layers)
-        holders, cuts = self.comm.gather_objects(
-            ([*found.holders], [list(cut) for cut in found.cuts]), "pipeline: stations"
+        unlike = self.homes.unlike
+        with aside([*unlike.values()]):
+            record, output = recorded(self.model, self.forms, forward, args, kwargs, unlike.keys())
+        uses = record.state_uses()
+        homes = self.homes.first(uses, self.holders, self._layers)
+        found = stations(
+            record, {**self.holders, **homes}, {**self._layers, **{name: name for name in homes}}
+        )
+        homes |= homes_of(uses, found, self.homes.frozen)
+        holders, cuts, homes = self.comm.gather_objects(
+            ([*found.holders], [list(cut) for cut in found.cuts], homes), "pipeline: stations"
         )[0]
+        self.homes.settle(homes)
+        self._layers.update(zip(homes, homes, strict=True))
+        self.holders.update(homes)
         found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))
         route = StationRoute(record, spans(record, found.cuts), found.holders)
         route.output[number] = output
         self._routes[call.common] = route
         return route
+
+    def keep(self, name: str, buffer: MovingBuffer, layer: str) -> None:
+        """Keep a buffer that training changes on the rank of its layer, or of its first use."""
+        home = self.holders.get(layer)
+        self.homes.keep(name, buffer, home)
+        if home is not None:
+            self._layers[name] = layer

@@ -6,14 +6,16 @@ last one a buffer has the mean of the values after each, weighed by rows, or the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from shoal.contracts.state import TensorSlot
+from shoal.pipeline.absent import Absent
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,27 @@ class MovingBuffer:
                 self.value.copy_(tensor)
 
 
+@contextmanager
+def aside(buffers: Sequence[MovingBuffer]) -> Iterator[None]:
+    """Let forward change copies of buffers inside: their values come from another rank."""
+    own = [buffer.value for buffer in buffers]
+    before = [value.detach().clone() for value in own]
+    for buffer, value in zip(buffers, before, strict=True):
+        if buffer.slot.is_buffer:
+            buffer.put(value)
+    try:
+        yield
+    finally:
+        for buffer, value, kept in zip(buffers, own, before, strict=True):
+            buffer.put(value if buffer.slot.is_buffer else kept)
+
+
 @final
 class MovingBuffers:
     """The buffers of a rank's layers, over the micro-batches of one call.
 
-    Each micro-batch has tensors of its own in their places, because autograd may keep these. Behind
-    the last one the buffers themselves come back.
+    Each micro-batch has tensors of its own in their places, because autograd may keep these. It has
+    them in all stations of this rank. Behind the last one the buffers themselves come back.
 
     Args:
         buffers: the buffers that training changes.
@@ -102,34 +119,38 @@ class MovingBuffers:
         self._buffers = buffers
         self._own = [buffer.value for buffer in buffers]
         self._before = [own.detach().clone() for own in self._own]
-        self._after: list[list[Tensor]] = [[] for _ in buffers]
+        self._values: dict[int, list[Tensor]] = {}  # values of each micro-batch
 
-    def __enter__(self) -> Self:
-        return self
+    @contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        """Give the buffers the values of a micro-batch inside.
 
-    def __exit__(self, *_: object) -> None:
-        for buffer, own in zip(self._buffers, self._own, strict=True):
-            buffer.put(own)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Begin a micro-batch with the values from before the call."""
-        for buffer, before in zip(self._buffers, self._before, strict=True):
-            buffer.put(before.clone())
-
-    @torch.no_grad()
-    def passed(self) -> None:
-        """Note the values after a micro-batch."""
-        for buffer, after in zip(self._buffers, self._after, strict=True):
-            after.append(buffer.value.detach().clone())
+        At first it has the values from before the call.
+        """
+        values = self._values.get(number, self._before)
+        with torch.no_grad():
+            for buffer, value in zip(self._buffers, values, strict=True):
+                buffer.put(value.clone())
+        try:
+            yield
+        finally:
+            self._values[number] = [
+                # forward has put an absent tensor there if another station computes the value
+                (value if isinstance(buffer.value, Absent) else buffer.value).detach().clone()
+                for buffer, value in zip(self._buffers, values, strict=True)
+            ]
+            for buffer, own in zip(self._buffers, self._own, strict=True):
+                buffer.put(own)
 
     @torch.no_grad()
     def join(self, rows: Sequence[float]) -> None:
         """Give each buffer its value behind all micro-batches, which have so many rows."""
         weights = torch.tensor(rows, dtype=torch.float64, device="cpu") / max(sum(rows), 1)
-        for own, before, after, buffer in zip(
-            self._own, self._before, self._after, self._buffers, strict=True
+        values = [self._values[number] for number in sorted(self._values)]
+        for index, (own, before, buffer) in enumerate(
+            zip(self._own, self._before, self._buffers, strict=True)
         ):
+            after = [each[index] for each in values]
             if all(torch.equal(each, before) for each in after):
                 continue
             if not buffer.is_mean:

@@ -8,9 +8,7 @@ and are used after it. Values that every rank computes for itself from the input
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -26,6 +24,7 @@ from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
 from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
 from shoal.pipeline.moving import CountingBuffer
+from shoal.pipeline.unhooked import unhooked, without_backward_hooks
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
 
 INPUT: Position = (-1.0,)  # the origin of the forward's inputs
@@ -112,8 +111,9 @@ class ForwardRecord:
     functions: dict[Position, str] = field(default_factory=dict)
     given: set[Position] = field(default_factory=set)  # events with given results
     returned: dict[tuple[Position, Any], Returned] = field(default_factory=dict)
-    # parameters that functions use, and inputs that events need
+    # parameters and buffers that functions use, and inputs that events need
     parameters: dict[Position, set[str]] = field(default_factory=dict)
+    buffers: dict[Position, set[str]] = field(default_factory=dict)
     inputs: dict[Position, frozenset[int]] = field(default_factory=dict)
     looked_at: set[int] = field(default_factory=set)  # inputs with values that decide the way
     looking: set[Position] = field(default_factory=set)  # calls of modules that look at these
@@ -152,6 +152,13 @@ class ForwardRecord:
             if first != name and self.memory[name] in later:
                 return [first, name]
         return []
+
+    def state_uses(self) -> dict[Position, set[str]]:
+        """Return the names of parameters and buffers that functions use, by position."""
+        return {
+            position: self.parameters.get(position, set()) | self.buffers.get(position, set())
+            for position in sorted({*self.parameters, *self.buffers})
+        }
 
     @property
     def changes_inputs(self) -> bool:
@@ -215,6 +222,7 @@ class Recording(Walk):
         forms: computes forms.
         inputs: the tensors of the call, in order.
         filled: positions of tensors into which forward writes values that follow from parameters.
+        moving: names of buffers that training changes: only one rank has their present values.
     """
 
     def __init__(
@@ -223,10 +231,11 @@ class Recording(Walk):
         forms: Forms,
         inputs: Sequence[Tensor],
         filled: Set[Position] = frozenset(),
+        moving: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.record = ForwardRecord()
-        self._forms, self._filled = forms, filled
+        self._forms, self._filled, self._moving = forms, filled, moving
         self._memory: dict[
             int, tuple[Any, Position]
         ] = {}  # the event that made a memory, by that memory
@@ -235,6 +244,9 @@ class Recording(Walk):
         self._parameters: Any = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._parameters[parameter] = name
+        self._buffers: Any = WeakIdKeyDictionary()
+        for name, buffer in model.named_buffers():
+            self._buffers[buffer] = name
         self._kept: Any = WeakIdKeyDictionary()  # buffers that forward changes
         self._moved = set[int]()  # identities of tensors that it changes not by constants alone
         for number, tensor in enumerate(inputs):
@@ -245,7 +257,10 @@ class Recording(Walk):
         if function in LOOKS:
             return self._looked_at(function, used, args, kwargs)
         parameters = {self._parameters[t] for t in used if t in self._parameters}
-        given = not parameters and not any(map(is_empty, used))
+        if buffers := {self._buffers[t] for t in used if t in self._buffers}:
+            self.record.buffers.setdefault(self.here, set()).update(buffers)
+        state = parameters or not buffers.isdisjoint(self._moving)
+        given = not state and not any(map(is_empty, used))
         written = written_by(function, args, kwargs)
         self._writes(written, given=given)
         given = given and self.here not in self._filled
@@ -338,7 +353,7 @@ class Recording(Walk):
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with self.inside(position), unhooked(module), _without_backward_hooks(module):
+        with self.inside(position), unhooked(module), without_backward_hooks(module):
             output = eager_call(module)(module, *args, **kwargs)
         look_into_dataclasses(output)
         with self.aside():
@@ -396,7 +411,7 @@ class Recording(Walk):
     def _made(
         self, tensor: Tensor, name: Name, made: Position, *, given: bool, inputs: frozenset[int]
     ) -> None:
-        if tensor in self._parameters or tensor in self._kept:
+        if tensor in self._parameters or tensor in self._buffers or tensor in self._kept:
             return
         key = memory_of(tensor)
         self._memory.setdefault(key, (storage_of(tensor), name[0]))
@@ -408,16 +423,6 @@ class Recording(Walk):
     def _used(self, tensor: Tensor, position: Position) -> None:
         if (name := self._names.get(tensor)) is not None:
             self.record.uses.setdefault(name, []).append(position)
-
-
-@contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
-    """Run a module without its forward hooks, which are for values."""
-    hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
-    try:
-        yield
-    finally:
-        module.__dict__["_forward_hooks"] = hooks
 
 
 def undecided(function: str, module: str) -> UsageError:
@@ -435,6 +440,7 @@ def recorded(
     forward: Callable[..., Any],
     args: Any,
     kwargs: Mapping[str, Any],
+    moving: Set[str] = frozenset(),
 ) -> tuple[ForwardRecord, Any]:
     """Walk through a forward, and return its record and the form of its output.
 
@@ -445,7 +451,7 @@ def recorded(
     while True:
         # an object for each place, because another batch may have another tensor in each
         its_args, its_kwargs = copied((args, dict(kwargs)))
-        recording = Recording(model, forms, tensors_in((its_args, its_kwargs)), filled)
+        recording = Recording(model, forms, tensors_in((its_args, its_kwargs)), filled, moving)
         try:
             with walking():
                 output = recording.run(forward, its_args, its_kwargs)
@@ -475,17 +481,3 @@ class _Filled(BaseException):
     def __init__(self, position: Position) -> None:
         super().__init__()
         self.position = position
-
-
-@contextmanager
-def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
-    """Hide hooks that only make sense where there are gradients."""
-    kept = {name: vars(module)[name] for name in _BACKWARD_HOOKS}
-    vars(module).update({name: OrderedDict[int, Any]() for name in _BACKWARD_HOOKS})
-    try:
-        yield
-    finally:
-        vars(module).update(kept)
-
-
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
+from shoal.pipeline.draws import undrawn
 from shoal.pipeline.record import (
     Alias,
     ForwardRecord,
@@ -27,8 +28,8 @@ from shoal.pipeline.record import (
     returned,
     signature,
     undecided,
-    unhooked,
 )
+from shoal.pipeline.unhooked import unhooked
 from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
 from shoal.tensors.cut import is_cut, opened
 
@@ -233,7 +234,8 @@ class Replay(Walk):
         if function in _GETTERS and not is_empty(args[0]):
             return function(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            output = function(*args, **kwargs)  # a constant, or drawn at random
+            with undrawn():  # a constant, or drawn at random
+                output = function(*args, **kwargs)
             return pytree.tree_map(
                 lambda leaf: self._forms.like(leaf) if isinstance(leaf, Tensor) else leaf, output
             )

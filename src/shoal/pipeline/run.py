@@ -16,6 +16,7 @@ Reference: Huang et al., "GPipe", 2019, section 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any, final
@@ -24,12 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
+from shoal.pipeline.draws import drawing_for, drawn_for_call
 from shoal.pipeline.model import FORWARD, PipelinedModel
-from shoal.pipeline.moving import Counters, MovingBuffers
+from shoal.pipeline.moving import Counters, MovingBuffers, aside
+from shoal.pipeline.parts import RowPart, joined, rows_of
 from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import Coming
 from shoal.pipeline.walk import tensors_in, walking
@@ -49,17 +53,20 @@ class ForwardRun:
     def __init__(
         self, pipeline: PipelinedModel, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
-        self.pipeline, self.comm, self.forward = pipeline, pipeline.comm, forward
+        self.pipeline, self.forward = pipeline, forward
         self.grad = torch.is_grad_enabled()
         self.call = _call(pipeline, args, kwargs)
         self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
+        self.parts = pipeline.parts.of_ranks(self.call, self._shapes)
         self.route = pipeline.route(self.call, forward, self.numbers[self.comm.rank])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))
         self.tickets: list[Tensor] = []  # tickets of values that were sent to other stations
         self.tokens: dict[
             int, Tensor
         ] = {}  # tokens of values that have arrived at the end, by micro-batch
-        self.outputs: dict[int, Any] = {}  # outputs of the end, by micro-batch
+        self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
+        is_training = pipeline_mode(pipeline.modules.names) is not False
+        self._drawn = drawn_for_call() if is_training else None
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.begins(FORWARD)
@@ -67,25 +74,31 @@ class ForwardRun:
 
     @property
     def rows(self) -> list[int]:
-        """The rows of each rank's first input."""
-        return [shapes[0][0][0] if shapes and shapes[0][0] else 1 for shapes in self._shapes]
+        """The rows of each rank."""
+        return [rows_of(shapes) for shapes in self._shapes]
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks."""
+        return self.pipeline.comm
 
     def _compute(self) -> None:
         """Compute this rank's stations for the rows of every rank."""
         inputs = self._dealt()
         mine = self.route.of(self.comm.rank)
         coming = self._expected(mine)
+        ended: dict[int, list[Any]] = {rank: [] for rank in range(self.comm.size)}
         counters = Counters(self.route.record.countings)
-        with walking():
-            for station in mine:
-                with MovingBuffers(self.pipeline.buffers) as moving:
-                    for micro in range(self.comm.size):
-                        counters.put_back()
-                        moving.begin()
-                        self._station(station, micro, inputs[micro], coming.get((station, micro)))
-                        moving.passed()
-                moving.join(self.rows)
+        moving = MovingBuffers(self.pipeline.homes.buffers(here=True))
+        with walking(), aside(self.pipeline.homes.buffers(here=False)):
+            for station, (micro, part) in product(mine, enumerate(self.parts)):
+                counters.put_back()
+                arriving = coming.get((station, micro))
+                with moving.micro_batch(micro):
+                    ended[part.rank] += self._station(station, micro, inputs[micro], arriving)
+        moving.join([part.size for part in self.parts])
         counters.count()
+        self.outputs = {rank: joined(outputs) for rank, outputs in ended.items() if outputs}
 
     def _dealt(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
@@ -104,21 +117,28 @@ class ForwardRun:
         for rank in comm.others:
             for number in sorted(needed[rank]):
                 self.pipeline.outbox.send(copies[number], rank)
+        here = [
+            {number: self.call.tensors[number] for number in own}
+            if rank == comm.rank
+            else dict(zip(sorted(own), coming[rank].wait(), strict=True))
+            for rank in range(comm.size)
+        ]
+        return [self._inputs(part, here[part.rank]) for part in self.parts]
+
+    def _inputs(self, part: RowPart, here: Mapping[int, Tensor]) -> list[Any]:
+        """Return the inputs of a micro-batch, of which some are here."""
         absent = self.pipeline.forms.absent
-        found: list[list[Any]] = []
-        for rank, shapes in enumerate(self._shapes):
-            here = (
-                {number: self.call.tensors[number] for number in own}
-                if rank == comm.rank
-                else dict(zip(sorted(own), coming[rank].wait(), strict=True))
-            )
-            found.append(
-                [
-                    here.get(number, absent(shape, dtype, self.device, grad=False))
-                    for number, (shape, dtype) in enumerate(shapes)
-                ]
-            )
-        return found
+        return [
+            part.of(number, here[number])
+            if number in here
+            else absent(part.shape(number, shape), dtype, self.device, grad=False)
+            for number, (shape, dtype) in enumerate(self._shapes[part.rank])
+        ]
+
+    def _form(self, station: int, micro: int) -> tuple[int, int, int]:
+        """Return a key for the forms of arriving values."""
+        part = self.parts[micro]
+        return station, self.numbers[part.rank], part.size
 
     def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
         """Begin to receive values of these stations, up to one of unknown form.
@@ -126,8 +146,8 @@ class ForwardRun:
         Messages come in order: a message behind one of unknown form is received in its turn.
         """
         coming: dict[tuple[int, int], Coming] = {}
-        for station, micro in product(filter(None, mine), range(self.comm.size)):
-            known = self.pipeline.shapes.get((station, self.numbers[micro]))
+        for station, micro in product(filter(None, mine), range(len(self.parts))):
+            known = self.pipeline.shapes.get(self._form(station, micro))
             if known is None:
                 break
             coming[station, micro] = self._coming(station, known)
@@ -138,8 +158,10 @@ class ForwardRun:
         source = self.route.holders[station - 1]
         return Coming(self.comm, source, [flags, *shapes], self.device)
 
-    def _station(self, station: int, micro: int, inputs: Any, coming: Coming | None) -> None:
-        """Compute a station for one micro-batch."""
+    def _station(
+        self, station: int, micro: int, inputs: Any, coming: Coming | None
+    ) -> Sequence[Any]:
+        """Compute a station for one micro-batch; the last one returns an output."""
         route, pipeline = self.route, self.pipeline
         token: list[Tensor] = []
         replay = Replay(
@@ -154,13 +176,20 @@ class ForwardRun:
             args, kwargs = pytree.tree_map(_own, (args, kwargs))
         self.comm.reached(f"station {station} of the pipeline, micro-batch {micro}")
         try:
-            output = replay.run(self.forward, args, kwargs)
+            with self._drawing(station, micro):
+                output = replay.run(self.forward, args, kwargs)
         except Departed:
             self._depart(station, micro, replay.leaving(), token)
-            return
-        self.outputs[micro] = present(output)
+            return []
         if token:
             self.tokens[micro] = token[0]
+        return [present(output)]
+
+    def _drawing(self, station: int, micro: int) -> AbstractContextManager[None]:
+        """Let a station draw numbers of its own. In evaluation it draws as any forward does."""
+        if self._drawn is None:
+            return nullcontext()
+        return drawing_for(self._drawn, station, micro, self.device)
 
     def _arrived(
         self,
@@ -173,7 +202,7 @@ class ForwardRun:
         """Return the values that have come to a station."""
         if coming is None:
             shapes = [(tuple(each.shape), each.dtype) for each in absent]
-            self.pipeline.shapes[station, self.numbers[micro]] = shapes
+            self.pipeline.shapes[self._form(station, micro)] = shapes
             coming = self._coming(station, shapes)
         flags, *values = coming.wait()
         if not self.grad:

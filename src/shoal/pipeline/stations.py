@@ -58,7 +58,7 @@ def _holding(
 ) -> list[tuple[Position, int]]:
     """Return the events that use parameters, in order, each with the rank that holds these."""
     found: list[tuple[Position, int]] = []
-    for position, names in sorted(record.parameters.items()):
+    for position, names in record.state_uses().items():
         ranks = {holders[parameters[name]] for name in names if name in parameters}
         if len(ranks) > 1:
             raise PlanError(

@@ -189,6 +189,8 @@ class _Reentrant:
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         walk = running_walk()
+        if walk is not None and walk.is_aside and not torch.is_grad_enabled():
+            return function(*args)  # forms alone, of which torch would warn
         if walk is None or walk.is_aside:
             return _REENTRANT.apply(function, preserve, *args)
         if walk.is_checkpointed():

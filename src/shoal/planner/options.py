@@ -10,7 +10,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, Link
 from shoal.core.names import matched
-from shoal.core.plan import Choice, Site, rows_and_rest, strategy_and_exchange
+from shoal.core.plan import MICRO_BATCHES, Choice, Site, rows_and_rest, strategy_and_exchange
 from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_carried
@@ -44,6 +44,20 @@ def options_of(
             raise _unserved(layer.name, reasons)
         options[layer.name] = [(name, "") for name in names]
     return options
+
+
+def micro_batches_of(asked: int | None, strategies: Iterable[str]) -> int:
+    """Return the number of parts that each rank's batch is cut into.
+
+    Args:
+        asked: the number that a caller asks for; None for the usual one.
+        strategies: names of the strategies that serve layers.
+    """
+    if asked is not None:
+        return asked
+    return (
+        1 if any(named(Strategy, name).role.names_ranks for name in strategies) else MICRO_BATCHES
+    )
 
 
 def check_able(

@@ -13,9 +13,10 @@ from typing import Any
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
-from shoal.core.plan import MICRO_BATCHES, Plan, rows_and_rest
+from shoal.core.plan import Plan, rows_and_rest
 from shoal.core.registry import named, of
 from shoal.planner.lossy import with_codecs
+from shoal.planner.options import micro_batches_of
 from shoal.planner.search import repredicted, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
 from shoal.profiling.tails import tail_of
@@ -27,7 +28,7 @@ def plan_for(
     profile: ModelProfile,
     cluster: Cluster,
     *,
-    micro_batches: int = MICRO_BATCHES,
+    micro_batches: int | None = None,
     options: SearchOptions = DEFAULT,
     codecs: Sequence[str] = (),
     **how: Any,
@@ -37,14 +38,15 @@ def plan_for(
     Args:
         profile: the model, as profiled in so many micro-batches.
         cluster: the ranks and their links.
-        micro_batches: that a batch is cut into where the end of the model has hosts of its own.
+        micro_batches: number of parts of each rank's batch, if that is asked for.
         options: what is tried.
         codecs: that it may use, as plans write them.
         how: the fields of `Constraints`.
     """
     constraints = Constraints(**how)
     made = search(profile, cluster, constraints, options)
-    made = replace(made, micro_batches=micro_batches)
+    ways = [choice.strategy for choice in made.choices]
+    made = replace(made, micro_batches=micro_batches_of(micro_batches, ways))
     if codecs:
         within = within_memory(options, profile, constraints.memory)
         made = with_codecs(made, profile, cluster, codecs, constraints, within)

@@ -43,7 +43,7 @@ from shoal.core.facts import (
 from shoal.core.registry import of
 from shoal.core.terms import LossOfParts, Targets, Terms
 from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
-from shoal.profiling.moving import Changes, Ways, moving
+from shoal.profiling.moving import Changes, Ways, left_local, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
@@ -69,6 +69,7 @@ class ProfileOptions:
 
     # parts of a batch, if the end of the model may run on hosts of its own
     micro_batches: int | None = None
+    row_parts: int = 1  # parts of a rank's batch in a pipeline
     # what measures for strategies; None: all that any known strategy asks for
     probes: Iterable[type[Probe]] | None = None
     buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it
@@ -114,8 +115,7 @@ def profile_model(
     probing = [kind() for kind in asked]
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
-        changes = Changes(model, checked.function)
-        outputs = Outputs()
+        changes, outputs = Changes(model, checked.function), Outputs()
         readers, step = _measured_step(checked, layers, probing, comm, changes, outputs)  # 1, 2
         trial = Trial(
             checked,
@@ -123,18 +123,21 @@ def profile_model(
             tuple(optimizers),
             comm.size,
             options.micro_batches,
+            options.row_parts,
             step,
             frozenset(readers.read),
         )
         on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
+        local = left_local(changes, comm, options.buffers)
         terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
     profile = replace(
         _maximum(profiles), terms=agreed_terms(terms, of_batch=compute_loss is not None)
     )
-    return replace(completed(_in_backward_order(profile)), moving=moves)  # 4
+    profile = completed(_in_backward_order(profile))
+    return replace(profile, moving=moves, local=local)  # 4
 
 
 def _terms(

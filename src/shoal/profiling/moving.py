@@ -150,6 +150,18 @@ def moving(
     return _described(changes, found, comm) if found else ()
 
 
+def left_local(changes: Changes, comm: Comm, ways: Ways) -> tuple[str, ...]:
+    """Name the state that training changes and that stays each rank's own, as the user says."""
+    said = {ways} if isinstance(ways, str) else set(ways.values())
+    if _LOCAL not in said:
+        return ()
+    names = list(changes.states)
+    asked = dict.fromkeys(names, ways) if isinstance(ways, str) else _asked(ways, names)
+    told = comm.gather_objects(changes.changed(), _CHECKING)
+    changed = {name for own in told for name in own}
+    return tuple(name for name in names if name in changed and asked.get(name) == _LOCAL)
+
+
 def check_ways(ways: Any, model: nn.Module, loss_fn: Any) -> None:
     """Refuse what the user says of buffers where it says nothing (UsageError)."""
     if ways in (_AGREE, _LOCAL):

@@ -251,10 +251,11 @@ def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
     finally:
         for module, was in training:
             module.training = was
-    return {name for name in first if not _close(whole[name], [part[name] for part in parts])}
+    return {name for name in first if not close(whole[name], [part[name] for part in parts])}
 
 
-def _close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+def close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether a tensor is that of these parts, one behind the other."""
     if len({part.shape[1:] for part in parts if part.dim()}) != 1 or not all(
         part.dim() for part in parts
     ):

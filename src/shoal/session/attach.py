@@ -54,7 +54,14 @@ from shoal.session.running import Running
 from shoal.session.session import Attached, Session, Threads
 from shoal.session.watch import watch
 from shoal.strategies.moving import OfState, of_holders, transfers_of
-from shoal.strategies.pipeline import is_pipeline, loss_at_end, take_buffers, with_counters
+from shoal.strategies.pipeline import (
+    is_pipeline,
+    loss_at_end,
+    pipeline_of,
+    take_buffers,
+    with_counters,
+)
+from shoal.strategies.row_parts import row_parts_of
 from shoal.strategies.stage import loss_at_tail
 
 
@@ -205,6 +212,8 @@ def _started(
 ) -> tuple[Engine, ServersPart]:
     """Make the engine and the servers' part. Every rank makes their channels in the same order."""
     if is_pipeline(opening.model):
+        parts = row_parts_of(opening.plan, opening.prepared.profile)
+        pipeline_of(opening.model).parts = parts
         known = states(opening.model, opening.job.loss)
         moving = with_counters(opening.model, opening.prepared.moving, known)
         holders = take_buffers(opening.model, moving, known)

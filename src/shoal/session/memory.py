@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,13 +128,6 @@ def of_one_process(profile: ModelProfile) -> Memory:
         buckets_peak=0,
         process_peak=None,
     )
-
-
-def give_back_freed() -> None:
-    """Have glibc return to the system what was freed and it kept for later; elsewhere nothing."""
-    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def keep_freed() -> None:

@@ -39,18 +39,28 @@ _DIRECT = Direct()
 
 
 def of_holders(
-    moving: Sequence[MovingState], known: Mapping[str, TensorSlot], holders: Mapping[str, int]
+    moving: Sequence[MovingState],
+    known: Mapping[str, TensorSlot],
+    holders: Mapping[str, int | Callable[[], int]],
 ) -> list[OfState]:
-    """Make the transfers by which all ranks get each state from the rank that holds its layer."""
-    groups: dict[tuple[int, torch.device], list[MovingState]] = {}
+    """Make the transfers by which all ranks get each state from the rank that has it.
+
+    Args:
+        moving: the state.
+        known: its places, by name.
+        holders: the rank that has it, or a function that returns the rank once it is known.
+    """
+    groups: dict[tuple[int | str, torch.device], list[MovingState]] = {}
     for state in moving:
         tensor = known[state.name].tensor
         assert tensor is not None
-        groups.setdefault((holders[state.name], tensor.device), []).append(state)
+        holder = holders[state.name]
+        key = holder if isinstance(holder, int) else state.name
+        groups.setdefault((key, tensor.device), []).append(state)
     at_once = not any(state.in_backward for state in moving)
     return [
-        FirstRanks([known[state.name] for state in group], 0, at_once, root=root)
-        for (root, _), group in groups.items()
+        FirstRanks([known[s.name] for s in group], 0, at_once, root=holders[group[0].name])
+        for group in groups.values()
     ]
 
 
@@ -205,7 +215,11 @@ class FirstRanks(OfState):
     """Every rank gets rank 0's, or that of another rank, byte for byte."""
 
     def __init__(
-        self, held: Sequence[TensorSlot], ranks: int, at_once: bool, root: int = 0
+        self,
+        held: Sequence[TensorSlot],
+        ranks: int,
+        at_once: bool,
+        root: int | Callable[[], int] = 0,
     ) -> None:
         self._root = root
         held = sorted(held, key=lambda state: -self.tensor(state).element_size())  # aligned
@@ -220,15 +234,16 @@ class FirstRanks(OfState):
             part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
     def run(self, comm: Comm) -> None:
-        self._has_it = comm.rank == self._root
+        root = self._root if isinstance(self._root, int) else self._root()
+        self._has_it = comm.rank == root
         if self._flat.numel() <= _WHOLE_BYTES or comm.size == 2:
-            comm.broadcast(self._flat, root=self._root)
+            comm.broadcast(self._flat, root=root)
             return
         slices = cut(self._flat, comm.size)
         if self._has_it:
             comm.finish([comm.send(slices[rank], rank) for rank in comm.others])
         else:
-            comm.receive(slices[comm.rank], self._root).wait()
+            comm.receive(slices[comm.rank], root).wait()
         _DIRECT.gather(self._flat, comm)
 
     def publish(self) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.exchange import Exchange
-from shoal.contracts.state import TensorSlot
+from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Update, Wait
@@ -38,6 +38,7 @@ from shoal.pipeline.output import EndOutput
 from shoal.pipeline.prices import stations_at, step_of, traffic_of
 from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
+from shoal.strategies.row_parts import RowProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.strategies.uses import UseProbe
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
@@ -50,7 +51,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     role = Role.PIPELINE
-    probes = (UseProbe, UpdateProbe)
+    probes = (UseProbe, UpdateProbe, RowProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         return layer.measured(UseFacts).reason or layer.measured(UpdateFacts).joint or None
@@ -93,12 +94,14 @@ class Pipeline(Strategy):
         for name, parameter in place.parameters.items():
             holder = place.ways.holders[layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
-        for module in place.ways.model.modules():
-            own = [cut_of(p) for p in module.parameters(recurse=False) if is_cut(p)]
-            here = any(isinstance(each, OnRank) and each.is_here for each in own)
-            if here and module is not place.ways.model:
-                run_by(module, _Held(module, calls))
+        _run_held(place.ways.model, calls)
         run_by(place.ways.model, calls)
+        pipeline.homes.frozen = {
+            name: parameter
+            for name, parameter in place.ways.model.named_parameters()
+            if type(parameter) is nn.Parameter and not parameter.requires_grad
+        }
+        pipeline.homes.hold = functools.partial(_hold, calls)
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -106,8 +109,25 @@ class Pipeline(Strategy):
         pipeline_of(place.ways.model).outbox.finish()
         for module in place.ways.model.modules():
             run_no_more(module)
-        for parameter in filter(is_cut, place.parameters.values()):
+        for parameter in filter(is_cut, place.ways.model.parameters()):
             restore(parameter)
+
+
+def _hold(calls: PipelineCalls, name: str, parameter: nn.Parameter, rank: int) -> None:
+    """Leave a parameter with a rank."""
+    pipeline = calls.pipeline
+    cut(parameter, OnRank(name, parameter, rank, pipeline.comm, pipeline.weighs))
+    _run_held(pipeline.model, calls)
+
+
+def _run_held(model: nn.Module, calls: PipelineCalls) -> None:
+    """Let layers run that have parameters here."""
+    for module in model.modules():
+        if module is model or runs_by(module) is not None:
+            continue
+        own = [cut_of(p) for p in module.parameters(recurse=False) if is_cut(p)]
+        if any(isinstance(each, OnRank) and each.is_here for each in own):
+            run_by(module, _Held(module, calls))
 
 
 @final
@@ -129,26 +149,26 @@ class _Held:
 
 def take_buffers(
     model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
-) -> dict[str, int]:
-    """Let the rank that holds a layer keep its buffers; return the rank of each buffer.
+) -> dict[str, int | Callable[[], int]]:
+    """Let one rank keep each buffer that training changes; return the rank, or a function for it.
 
     Raises:
-        PlanError: a buffer that training changes belongs to no layer of the pipeline.
+        PlanError: training changes a buffer of the loss.
     """
     running = pipeline_of(model)
-    ranks: dict[str, int] = {}
+    ranks: dict[str, int | Callable[[], int]] = {}
     for state in moving:
-        layer = state.name.rpartition(".")[0]
-        if layer not in running.holders:
+        if state.name.startswith(OF_LOSS):
             raise PlanError(
-                "a buffer that training changes belongs to no layer of the pipeline",
-                where=f"buffer {state.name}",
-                do=f'give parallelize(buffers={{"{state.name}": "local"}}), or leave out the '
-                "pipeline",
+                "a pipeline does not keep buffers of the loss that training changes",
+                where=f"buffer {state.name.removeprefix(OF_LOSS)} of the loss",
+                do="make the buffer a part of the model, or leave out the pipeline",
             )
-        ranks[state.name] = running.holders[layer]
-        if ranks[state.name] == running.comm.rank:
-            running.buffers.append(MovingBuffer(known[state.name], state.how == "mean"))
+        buffer = MovingBuffer(known[state.name], state.how == "mean")
+        layer = state.name.rpartition(".")[0]
+        running.keep(state.name, buffer, layer)
+        home = functools.partial(running.homes.of, state.name)
+        ranks[state.name] = running.holders.get(layer, home)
     return ranks
 
 

@@ -129,7 +129,7 @@ class SpreadCut(Cut):
     ) -> None:
         def part(leaf: Any) -> Any:
             if isinstance(leaf, CutParameter):
-                return part_of(leaf) if leaf.shape == subject.shape else leaf
+                return self._part_of(leaf) if leaf.shape == subject.shape else leaf
             if isinstance(leaf, Tensor) and leaf.dim():
                 return self.part(leaf.expand(self.like.shape))
             return leaf
@@ -137,6 +137,13 @@ class SpreadCut(Cut):
         args, kwargs = pytree.tree_map(part, (tuple(args), dict(kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
             function(subject, *args, **kwargs)
+
+    def _part_of(self, other: Tensor) -> Tensor:
+        """Return this rank's part of another parameter of the same shape."""
+        its_cut, part = cut_of(other), part_of(other)
+        if isinstance(its_cut, SpreadCut) and its_cut.numels() == self.numels():
+            return part
+        return self.part(its_cut.whole(part))
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         local = self.settled(parameter)

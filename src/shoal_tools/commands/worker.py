@@ -414,7 +414,9 @@ def measured(
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     request = request_of(asked, model, facts_for(asked, model, cluster))
     job = job_of(request, objective.loss_fn, [optimizer])
-    how = how_profiled(asked, options.micro_batches if session.other(TailHosts) else None)
+    draft = request.draft
+    at_tail = draft.micro_batches if session.other(TailHosts) else None
+    how = how_profiled(asked, at_tail, draft)
     profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))

@@ -1,0 +1,252 @@
+"""Finds out whether a pipeline may cut a rank's batch into parts: the model treats rows apart.
+
+It runs the sample whole and in parts, and compares. Only done if parts are asked for. Costs three
+forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.contracts.probe import Layer, Probe, Trial
+from shoal.contracts.state import TensorSlot, states
+from shoal.contracts.strategy import Strategy
+from shoal.core.errors import PlanError
+from shoal.core.facts import Facts, ModelProfile
+from shoal.core.pieces import cut_sizes
+from shoal.core.plan import Plan
+from shoal.core.registry import named
+from shoal.pipeline.calls import ModelCall
+from shoal.pipeline.parts import RowPart, RowParts, joined, rows_of
+from shoal.profiling.tails import close
+
+_NO_ROWS = "no rank's sample has two rows, so nobody can try parts of them"
+_OTHERWISE = "in parts the model computes something else than for all rows of a rank at once"
+_OWN_LOSS = (
+    "the model returns its own loss, which is computed over all rows of a rank. Return the output, "
+    "and give parallelize a loss_fn"
+)
+
+
+@dataclass(frozen=True)
+class RowFacts(Facts):
+    """Whether a model treats the rows of a batch apart, as the sample shows.
+
+    Args:
+        reason: why nobody may cut a rank's batch; '' if one may.
+        calls: the form of each call of the model, and whether each tensor has the rows first.
+    """
+
+    reason: str = ""
+    calls: tuple[tuple[str, tuple[bool, ...]], ...] = ()
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[RowFacts]) -> RowFacts:
+        tried = [facts for facts in ranks if facts.reason != _NO_ROWS]
+        if not tried:
+            return ranks[0]
+        known: dict[str, tuple[bool, ...]] = {}
+        for form, cut in (call for facts in tried for call in facts.calls):
+            before = known.get(form, cut)
+            known[form] = tuple(a and b for a, b in zip(before, cut, strict=True))
+        reason = next((facts.reason for facts in tried if facts.reason), "")
+        return cls(reason, tuple(known.items()))
+
+
+@final
+class RowProbe(Probe):
+    """Tries parts of the sample, if parts are asked for."""
+
+    def measure(self, layer: Layer, trial: Trial) -> RowFacts:
+        return trial.once(_tried) if trial.row_parts > 1 else RowFacts()
+
+
+def is_pipelined(plan: Plan) -> bool:
+    """Return whether a plan gives layers to a pipeline."""
+    return any(named(Strategy, choice.strategy).role.names_ranks for choice in plan.choices)
+
+
+def check_row_parts(plan: Plan, profile: ModelProfile) -> None:
+    """Refuse a pipeline that cuts ranks' batches where rows depend on one another (PlanError)."""
+    if plan.micro_batches == 1 or not is_pipelined(plan):
+        return
+    reason = _facts_of(profile).reason
+    moving = [state.name for state in profile.moving if not state.name.startswith("(loss)")]
+    if not reason and moving:
+        reason = f"training changes buffer {moving[0]} by all rows of a rank"
+    if reason:
+        raise PlanError(
+            f"a pipeline cannot cut the batch of a rank into parts: {reason}",
+            got=f"micro_batches={plan.micro_batches}",
+            do="give micro_batches=1: each rank's batch is then one micro-batch",
+        )
+
+
+def check_buffers(plan: Plan, profile: ModelProfile) -> None:
+    """Refuse buffers that each rank is to keep for itself in a pipeline (PlanError)."""
+    if profile.local and is_pipelined(plan):
+        raise PlanError(
+            "in a pipeline one rank has a layer and its buffers, so no rank keeps its own",
+            where=f"buffer {profile.local[0]}",
+            got='buffers="local"',
+            do='leave it out, or say "first" or "mean" of the buffer',
+        )
+
+
+def row_parts_of(plan: Plan, profile: ModelProfile | None) -> RowParts:
+    """Return how a pipeline divides ranks' rows."""
+    if profile is None or plan.micro_batches == 1:
+        return RowParts()
+    return RowParts(plan.micro_batches, dict(_facts_of(profile).calls))
+
+
+def _facts_of(profile: ModelProfile) -> RowFacts:
+    return profile.layers[0].measured(RowFacts)
+
+
+def _tried(trial: Trial) -> RowFacts:
+    """Run the sample whole and in parts."""
+    model = trial.sample.model
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return RowFacts(f"{name} normalises by all rows of a rank")
+    calls: list[tuple[Any, Any]] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(_copied((args, kwargs)))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        trial.sample.output()
+    finally:
+        hook.remove()
+    found: dict[str, tuple[bool, ...]] = {}
+    for args, kwargs in calls:
+        call = ModelCall(args, kwargs, {})
+        if rows_of(call.shapes) < 2:
+            return RowFacts(_NO_ROWS)
+        reason = ""
+        for cut in dict.fromkeys(_cuts(call)):
+            its_reason = _differs(model, call, cut, trial.row_parts)
+            if not its_reason:
+                found[call.form] = cut
+                break
+            reason = reason or its_reason
+        if call.form not in found:
+            return RowFacts(reason)
+    return RowFacts("", tuple(found.items()))
+
+
+def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
+    """Return which tensors of a call may have the rows first, the likeliest way first.
+
+    A mask of (tokens, tokens) may have as many tokens as there are rows.
+    """
+    rows = rows_of(call.shapes)
+    leading = next(number for number, (shape, _) in enumerate(call.shapes) if shape)
+    every = tuple(shape[:1] == (rows,) for shape, _ in call.shapes)
+    without_squares = tuple(
+        cut and (number == leading or shape != (rows, rows))
+        for number, (cut, (shape, _)) in enumerate(zip(every, call.shapes, strict=True))
+    )
+    return [every, without_squares]
+
+
+def _differs(model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: int) -> str:
+    """Return why parts of a call are not the call; '' if they are."""
+    slots = [slot for slot in states(model, None).values() if slot.is_buffer]
+    with _kept(slots) as put_back:
+
+        def run(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+            put_back()
+            args, kwargs = call.with_tensors(_copied(tensors))
+            output = _detached(model(*args, **kwargs))
+            return output, [slot.tensor.clone() for slot in slots if slot.tensor is not None]
+
+        with _repeating(model, lambda: run(call.tensors)[0]):
+            whole, after = run(call.tensors)
+            if any(leaf.is_floating_point() and not leaf.dim() for leaf in _tensors(whole)):
+                return _OWN_LOSS
+            outputs, begin = [], 0
+            rows = rows_of(call.shapes)
+            for size in cut_sizes(rows, min(count, rows)):
+                part, begin = RowPart(0, begin, size, cut), begin + size
+                try:
+                    output, its = run([part.of(n, t) for n, t in enumerate(call.tensors)])
+                except Exception as error:  # forward is somebody's own, and may raise anything
+                    return f"the model does not take a part of the sample ({error})"
+                if not all(map(_same, after, its)):
+                    return "forward changes a buffer by all rows of a rank"
+                outputs.append(output)
+    return "" if _is_joined(whole, outputs) else _OTHERWISE
+
+
+def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
+    """Return whether an output is that of the parts, one behind the other."""
+    forms = [pytree.tree_structure(each) for each in (whole, *outputs)]
+    parts = [_tensors(output) for output in outputs]
+    wholes = _tensors(whole)
+    if any(form != forms[0] for form in forms) or any(len(p) != len(wholes) for p in parts):
+        return False
+    return all(
+        close(leaf, [own[number] for own in parts]) for number, leaf in enumerate(wholes)
+    ) and len(_tensors(joined(outputs))) == len(wholes)
+
+
+@contextmanager
+def _repeating(model: nn.Module, run: Any) -> Iterator[None]:
+    """Let a model give the same twice: in evaluation, if training draws random numbers."""
+    training = [(module, module.training) for module in model.modules()]
+    first, second = _tensors(run()), _tensors(run())
+    if not all(map(_same, first, second)):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training:
+            module.training = was
+
+
+@contextmanager
+def _kept(slots: Sequence[TensorSlot]) -> Iterator[Any]:
+    """Give a function that puts buffers back, which is called at the end, too."""
+    before = [
+        (slot, tensor, tensor.clone()) for slot in slots if (tensor := slot.tensor) is not None
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for slot, tensor, value in before:
+                slot.put(tensor)
+                if not _same(tensor, value):
+                    tensor.copy_(value)
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _copied(values: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values
+    )
+
+
+def _detached(values: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
