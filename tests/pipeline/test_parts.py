@@ -184,6 +184,15 @@ class Averaging(Centred):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Keeping(Centred):
+    """A model that keeps a term of the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.term = hidden.square().mean()
+        return self.last(hidden)
+
+
 ROWS_TOGETHER = {
     "own loss": (script("own loss"), "returns its own loss"),
     "batch norm": (
@@ -193,6 +202,10 @@ ROWS_TOGETHER = {
     "centred": (
         Script(model=built(Centred), batches=features(7, 3), loss_fn=F.cross_entropy),
         "computes something else",
+    ),
+    "kept": (
+        Script(model=built(Keeping), batches=features(7, 3), loss_fn=F.cross_entropy),
+        "keeps a number of all rows of a rank .term.",
     ),
     "buffer": (
         Script(model=built(Averaging), batches=features(7, 3), loss_fn=F.cross_entropy),

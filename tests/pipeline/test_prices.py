@@ -54,6 +54,11 @@ def test_a_slow_link_is_a_station_too() -> None:
     assert passage_s(works, 4, cluster(2, rate=1.0)) == pytest.approx(1 + 4 * 3 + 1)
 
 
+def test_short_work_behind_a_crossing_that_takes_years_ends() -> None:
+    works = [StationWork(0, 1e-5, 1e15), StationWork(1, 1e-5)]
+    assert passage_s(works, 4, cluster(2, rate=1e5)) == pytest.approx(4e10)
+
+
 def test_a_rank_with_two_stations_takes_one_after_the_other() -> None:
     works = [StationWork(0, 1.0), StationWork(1, 1.0), StationWork(0, 1.0)]
     assert passage_s(works, 2, cluster(2)) == pytest.approx(4)

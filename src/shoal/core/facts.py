@@ -281,6 +281,7 @@ class Setting:
     codec: str = ""  # of this layer's rows, where it is cut
     every: int = 1  # steps from one update of the layer to the next
     rank: int = 0  # holder of the layer, in a pipeline
+    parts: int = 1  # parts of each rank's rows, in a pipeline
 
 
 @dataclass(frozen=True)

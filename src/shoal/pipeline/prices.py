@@ -61,9 +61,18 @@ def stations_of(uses: Sequence[LayerUse], holders: Mapping[str, int]) -> list[St
     ]
 
 
-def step_of(stations: Sequence[StationUses], cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of forward and of backward, waits included."""
-    part, sizes = cluster.turn, [station.before_bytes for station in stations]
+def step_of(
+    stations: Sequence[StationUses], cluster: Cluster, parts: int = 1
+) -> tuple[float, float]:
+    """Return the seconds of forward and of backward, waits included.
+
+    Args:
+        stations: in the order of forward.
+        cluster: the ranks.
+        parts: parts of each rank's rows, which are a micro-batch each.
+    """
+    part, sizes = cluster.turn / parts, [station.before_bytes / parts for station in stations]
+    micro_batches = cluster.size * parts
     there = [
         StationWork(station.rank, station.forward_s * part, after)
         for station, after in zip(stations, [*sizes[1:], 0.0], strict=True)
@@ -74,8 +83,8 @@ def step_of(stations: Sequence[StationUses], cluster: Cluster) -> tuple[float, f
     ]
     dealt_s = _input_bytes(stations) * (cluster.size - 1) / cluster.link.bytes_per_s
     return (
-        dealt_s + passage_s(there, cluster.size, cluster),
-        passage_s(back[::-1], cluster.size, cluster),
+        dealt_s + passage_s(there, micro_batches, cluster),
+        passage_s(back[::-1], micro_batches, cluster),
     )
 
 
@@ -154,16 +163,18 @@ class _Passage:
                 if left and rank not in running and self._arrives.get(left[-1], inf) <= now:
                     running[rank] = self._stations[left[-1][0]].seconds
             speed = min(1.0, self._cores / max(1, len(running)))
-            ends = now + min(running.values(), default=inf) / speed
+            least = min(running.values(), default=inf)
             comes = min((at for at in self._arrives.values() if at > now), default=inf)
-            then = min(ends, comes)
-            assert then < inf, "each task waits for an earlier one"
+            assert min(least, comes) < inf, "each task waits for an earlier one"
+            if now + least / speed <= comes:
+                done, now = least, now + least / speed
+            else:
+                done, now = (comes - now) * speed, comes
             for rank in [*running]:
-                running[rank] -= (then - now) * speed
+                running[rank] -= done
                 if running[rank] <= _ROUNDING:
                     del running[rank]
-                    self._sent(rank, *self._left[rank].pop(), then)
-            now = then
+                    self._sent(rank, *self._left[rank].pop(), now)
         return now
 
     def _sent(self, rank: int, number: int, micro: int, now: float) -> None:

@@ -31,7 +31,7 @@ _BURST = 0.01  # of the step: what is less does not change it
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """The profile with what the plan says of owners, of the end of the model, and of chunks."""
-    setting = Setting(chunks=plan.chunks, joined=plan.joined)
+    setting = Setting(chunks=plan.chunks, joined=plan.joined, parts=plan.micro_batches)
     return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.periods)
 
 

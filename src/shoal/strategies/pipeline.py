@@ -61,7 +61,7 @@ class Pipeline(Strategy):
     ) -> Cost:
         uses = uses_of(layers)
         stations = stations_at(layers, {layer.name: layer.setting.rank for layer in layers})
-        forward_s, backward_s = step_of(stations, cluster)
+        forward_s, backward_s = step_of(stations, cluster, layers[0].setting.parts)
         nbytes = dict.fromkeys(range(cluster.size), 0)
         for layer in layers:
             nbytes[layer.setting.rank] += layer.nbytes

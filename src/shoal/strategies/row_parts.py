@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.kept import kept_by
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.state import TensorSlot, states
 from shoal.contracts.strategy import Strategy
@@ -127,6 +128,11 @@ def _tried(trial: Trial) -> RowFacts:
         trial.sample.output()
     finally:
         hook.remove()
+    for name, module in model.named_modules():
+        for attribute, value in kept_by(module).items():
+            if any(leaf.requires_grad and not leaf.dim() for leaf in _tensors(value)):
+                place = ".".join(filter(None, (name, attribute)))
+                return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
     found: dict[str, tuple[bool, ...]] = {}
     for args, kwargs in calls:
         call = ModelCall(args, kwargs, {})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from shoal.contracts.kept import keep, kept_by
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.sample import Sample
 from shoal.core.errors import PlanError, ShoalError
@@ -35,7 +38,7 @@ def _uses(trial: Trial) -> dict[str, UseFacts]:
         return _found(_record(trial.sample), groups, trial.layers)
     except ShoalError as error:
         reason = f"{error.what}" + (f" ({error.where})" if error.where else "")
-    except Exception as error:  # whatever a forward does with values that are not there
+    except Exception as error:  # forward is somebody's own, and may raise anything
         reason = f"its forward cannot be recorded: {type(error).__name__}: {error}"[:300]
     return {
         name: UseFacts("" if group == name else group, reason=reason)
@@ -45,8 +48,33 @@ def _uses(trial: Trial) -> dict[str, UseFacts]:
 
 def _record(sample: Sample) -> ForwardRecord:
     args, kwargs = _arguments(sample)
-    record, _ = recorded(sample.model, Forms(), sample.model.forward, args, kwargs)
+    with _as_it_was(sample.model):
+        record, _ = recorded(sample.model, Forms(), sample.model.forward, args, kwargs)
     return record
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Take forms that forward keeps out of a model again."""
+    before = [
+        (module, {**vars(module)}, {**module._buffers}, pytree.tree_map(_same, kept_by(module)))
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers, kept in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name, value in kept.items():
+                keep(module, name, value)
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 class _Called(BaseException):
