@@ -5,6 +5,10 @@
 A GPT of 21 M parameters (8 blocks of width 384, 8,192 words) on 2 × 128 tokens a rank, plain or
 with tied ends. Each way trains in turn in the same processes. Rank 0 prints a line for each: the
 median step in seconds, and the seconds of set-up.
+
+    plain, ddp       nothing sent; DDP with its usual buckets
+    pipeline, parts  every rank has layers; the same, with each rank's rows in two parts
+    auto, others     the planner's own plan; the best one without a pipeline
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from gpu_ethernet import DEVICE, RANK, WAYS, Task, be_apart, by_shoal, letters_l
 from torch import nn
 
 import shoal
+from shoal.contracts.strategy import Strategy
+from shoal.core.registry import of
 
 SIZES = {  # words, width, blocks, rows of a rank, tokens of a row
     "gpt21m": (8192, 384, 8, 2, 128),
@@ -32,7 +38,9 @@ def gpt(size: str, *, tied: bool) -> Task:
     words, width, blocks, rows, tokens = SIZES[size]
 
     def model() -> nn.Module:
-        made = GPT(words, tokens, width=width, num_blocks=blocks, num_heads=6).to(DEVICE)
+        made = GPT(words, tokens, width=width, num_blocks=blocks, num_heads=max(1, width // 64)).to(
+            DEVICE
+        )
         if tied:
             made.head.weight = made.letter.weight
         return made
@@ -54,6 +62,9 @@ def main() -> None:
     be_apart()
     gpu_ethernet.AUTOCAST = DEVICE == "cuda"
     WAYS["pipeline"] = partial(by_shoal, pins={"*": "pipeline"})
+    WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=2)
+    others = [name for name in of(Strategy) if name != "pipeline"]
+    WAYS["auto"], WAYS["others"] = by_shoal, partial(by_shoal, strategies=others)
     shoal.init(timeout_s=120)
     task = gpt(options.model, tied=options.tied)
     if RANK == 0:

@@ -60,14 +60,14 @@ class TailExplanation:
 
 @dataclass(frozen=True)
 class StationExplanation:
-    """A run of layers of a pipeline that one rank holds. Seconds are those of one rank's rows."""
+    """A run of layers of a pipeline that one rank holds. Seconds are for one rank's rows."""
 
     rank: str  # and its host
-    layers: tuple[str, ...]  # in the order of forward
+    layers: tuple[str, ...]
     parameter_bytes: float
     forward_s: float
     backward_s: float
-    sent_bytes: float  # to the next station, for the rows of all ranks; as many come back
+    sent_bytes: float  # bytes to the next station, for the rows of all ranks; as many come back
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class PredictedStep:
     exposed_s: float  # communication that hides under nothing
     optimizer_s: float
     sent_bytes: float  # by the busiest rank
+    stations: tuple[StationExplanation, ...] = ()  # stations of a pipeline, in the order of forward
+    rival: tuple[str, float] | None = None  # a plan of another kind, and seconds of its step
 
     @property
     def total_s(self) -> float:
@@ -99,9 +101,6 @@ class Explanation:
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # who owns what
     stage: TailExplanation | None = None
-    stations: tuple[StationExplanation, ...] = ()  # of a pipeline
-    # another kind of plan for the whole model, and the seconds of its step
-    rival: tuple[str, float] | None = None
     # ranks that are there to serve layers, or to run the last, and were given none
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that agrees in each backward

@@ -55,8 +55,8 @@ def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableT
     if reasons:
         parts += [_reasons(row) for row in explanation.layers if row.others]
         parts.append(_refusals(explanation))
-    if explanation.stations:
-        parts.append(_stations(explanation.stations))
+    if explanation.step.stations:
+        parts.append(_stations(explanation.step.stations))
     if explanation.stage is not None:
         parts.append(_routes(explanation.stage))
     parts.append(_step(explanation))
@@ -190,7 +190,7 @@ def _stations(stations: Sequence[StationExplanation]) -> RenderableType:
             _ms(station.backward_s),
             megabytes(station.sent_bytes),
         )
-    title = "stations, in the order of forward; seconds are those of one rank's rows"
+    title = "stations, in the order of forward; seconds are for one rank's rows"
     return Group(Text(title, style="bold"), table)
 
 
@@ -217,7 +217,7 @@ def _step(explanation: Explanation) -> Text:
     return Text(
         (predicted if step.total_s else "such plans have no prediction of the step")
         + "".join(f"\n{line}" for line in explanation.features)
-        + _rival(explanation.rival)
+        + _rival(explanation.step.rival)
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)

@@ -78,6 +78,8 @@ def explain(
             exposed_s=timeline.end_s - timeline.backward_s + timeline.waited_s,
             optimizer_s=timeline.optimizer_s,
             sent_bytes=timeline.sent_bytes,
+            stations=_stations(plan, predictor, cluster),
+            rival=_rival(plan, predictor, cluster),
         ),
         layers=tuple(
             _layer(plan, choice, predictor, timeline.step_s, choice.layer in compared)
@@ -85,8 +87,6 @@ def explain(
         ),
         placement=plan.placement,
         stage=_stage(plan, predictor, cluster),
-        stations=_stations(plan, predictor, cluster),
-        rival=_rival(plan, predictor, cluster),
         idle=_idle(plan, predictor, cluster),
         moving=profile.moving,
         norms=profile.norms,

@@ -124,7 +124,7 @@ def _dealt(
 
 
 def _is_worth_dealing(dealt: Plan, plan: Plan) -> bool:
-    """Return whether a plan that gives each layer to a rank is worth what it takes away."""
+    """Return whether a plan that gives each layer to a rank gains enough."""
     saved_s = plan.predicted_s - dealt.predicted_s
     return saved_s > _LEAST_SAVED_S and plan.predicted_s > DEALT_WORTH * dealt.predicted_s
 

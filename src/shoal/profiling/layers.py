@@ -133,11 +133,9 @@ def profile_model(
         local = left_local(changes, comm, options.buffers)
         terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
-    profile = replace(
-        _maximum(profiles), terms=agreed_terms(terms, of_batch=compute_loss is not None)
-    )
-    profile = completed(_in_backward_order(profile))
-    return replace(profile, moving=moves, local=local)  # 4
+    agreed_on = agreed_terms(terms, of_batch=compute_loss is not None)
+    profile = completed(_in_backward_order(_maximum(profiles)))  # 4
+    return replace(profile, terms=agreed_on, moving=moves, local=local)
 
 
 def _terms(
