@@ -170,6 +170,8 @@ WAYS: dict[str, Callable[[Task], Made]] = {
     "exact": by_shoal,
     "codecs": lambda task: by_shoal(task, codecs="all"),
     "local": lambda task: by_shoal(task, local_steps=16),
+    "pipeline": lambda task: by_shoal(task, pins={"*": "pipeline"}),
+    "parts": lambda task: by_shoal(task, pins={"*": "pipeline"}, micro_batches=4),
 }
 
 

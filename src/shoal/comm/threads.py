@@ -153,9 +153,12 @@ class Hub:
         return {rank: self.journals[rank].place() for rank in range(self.topology.workers)}
 
     def check(self, where: str) -> None:
-        """Raise PeerLost if a rank has failed."""
+        """Raise PeerLost if a rank has failed, or RanksDiffer if it failed by that."""
         if self._in_vain is not None:
             raise self._in_vain.error(where)
+        if isinstance(self.failure, RanksDiffer):
+            apart = self.found()
+            raise self.failure.struck(where) if apart is None else apart.error(where)
         if self.lost is not None:
             raise PeerLost(
                 f"rank {self.lost} was lost: {type(self.failure).__name__}",
