@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -164,16 +163,6 @@ class Returns(Blocks):
 
     def forward(self, x: Tensor) -> Any:
         return self.form(super().forward(x))
-
-
-class SkipsBlocks(Blocks):
-    """Leaves out blocks at random."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if random.random() < 0.5:
-                x = x + torch.tanh(block(x))
-        return x
 
 
 class SkipsInTurn(Blocks):

@@ -42,7 +42,7 @@ MORE = [
     ("vit", "plain", 2, 4),
     ("unet", "plain", 3, 2),
     ("lstm", "plain", 4, 2),
-    ("adapted", "clipped", 2, 2),
+    ("adapted", "accumulated", 2, 2),
     ("frozen first", "plain", 3, 2),
 ]
 

@@ -22,7 +22,6 @@ from odd_models import (
     Looks,
     PartsViews,
     Returns,
-    SkipsBlocks,
     SkipsInTurn,
     SumsTerms,
     WithinNoGrad,
@@ -297,7 +296,6 @@ def _hooked(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
                 (Blocks, _of_unlike_rows, "two calls of the model that have unlike rows"),
                 (Blocks, _of_parameters, "torch.autograd.grad with respect to parameters"),
                 (Blocks, _hooked, "a backward hook is on a module"),
-                (SkipsBlocks, a_step, "another way than it went|uses parameters"),
             )
         ),
     ],

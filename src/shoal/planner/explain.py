@@ -20,7 +20,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import stations_at
-from shoal.planner.holders import holders_of, is_dealt
+from shoal.planner.holders import holders_of, is_dealt, numbers_of_ranks
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
 from shoal.planner.options import PLAIN, known
@@ -160,9 +160,10 @@ def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, flo
             replace(plan, choices=tuple(plain))
         ).step_s
     way = next(name for name, kind in of(Strategy).items() if kind.role.names_ranks)
-    if any(predictor.refusal(layer, way) for layer in profile.layers):
+    ranks = numbers_of_ranks(cluster)
+    if not ranks or any(predictor.refusal(layer, way) for layer in profile.layers):
         return None
-    holders = holders_of(profile, cluster, range(1, cluster.size + 1))
+    holders = holders_of(profile, cluster, ranks)
     dealt = [Choice(c.layer, way, str(holders[c.layer])) for c in plan.choices]
     return f"a {way}", predictor.as_is(replace(plan, choices=tuple(dealt))).step_s
 

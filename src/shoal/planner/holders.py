@@ -24,6 +24,12 @@ from shoal.strategies.carried import check_holder
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
 _ROUNDING = 1e-9
+_MOST_RANKS = 64  # ranks: of more, a simulation takes long, because each has a micro-batch
+
+
+def numbers_of_ranks(cluster: Cluster) -> range:
+    """Return the numbers of ranks that may have layers unasked: none if there are too many."""
+    return range(1, cluster.size + 1) if cluster.size <= _MOST_RANKS else range(0)
 
 
 def with_holders(

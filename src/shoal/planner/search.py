@@ -25,7 +25,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.placement import BALANCED, check_placement, owners_of
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import named
-from shoal.planner.holders import holders_of, with_holders
+from shoal.planner.holders import holders_of, numbers_of_ranks, with_holders
 from shoal.planner.options import (
     PLAIN,
     Option,
@@ -84,7 +84,7 @@ def search(
             profile, cluster, constraints, options, dealing, {"*": dealing[0], **pins}
         )
     dealt = None
-    if dealing and not pins and cluster.size > 1:
+    if dealing and not pins and cluster.size > 1 and numbers_of_ranks(cluster):
         dealt = _dealt(profile, cluster, constraints, options, dealing[0])
     try:
         plan = _search_each(profile, cluster, constraints, options, each, pins)
@@ -115,7 +115,7 @@ def _dealt(
         )
     ):
         return None
-    holders = holders_of(profile, cluster, range(1, cluster.size + 1))
+    holders = holders_of(profile, cluster, numbers_of_ranks(cluster))
     pins = {name: f"{strategy}:{rank}" for name, rank in holders.items()}
     try:
         return _search_each(profile, cluster, constraints, options, [strategy], pins)

@@ -208,7 +208,8 @@ def loss_at_end(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     A module is changed in place, a function is wrapped.
     """
     if isinstance(loss_fn, nn.Module):
-        run_by(loss_fn, _LossAtEnd())
+        if not isinstance(runs_by(loss_fn), _LossAtEnd):  # a model before may have it
+            run_by(loss_fn, _LossAtEnd())
         return loss_fn
 
     @functools.wraps(loss_fn)
