@@ -19,6 +19,7 @@ from shoal.core.errors import UsageError
 from shoal.core.passes import Pass, Passes, PassPosition
 from shoal.data.deal import Deal
 from shoal.data.shares import Shares
+from shoal.profiling.untraced import RANDOM_STATE
 
 T = TypeVar("T")
 Position = list[int]  # rows or batches that all ranks have taken; several where a stream has parts
@@ -214,11 +215,12 @@ def _undrawn(fetch: Fetch) -> Iterator[Any]:
 
     With that, a run that goes on would draw others for dropout than one that was never stopped.
     """
-    state = torch.get_rng_state()
-    try:
-        return fetch()
-    finally:
-        torch.set_rng_state(state)
+    with RANDOM_STATE:
+        state = torch.get_rng_state()
+        try:
+            return fetch()
+        finally:
+            torch.set_rng_state(state)
 
 
 @final

@@ -24,8 +24,8 @@ from shoal.profiling.traces import Traces
 
 # The process has one random state, and ranks may be its threads. Two threads that read torch's at
 # once can lock each other out for good, since torch takes the generator's lock while it holds
-# Python's.
-RANDOM_STATE = threading.Lock()
+# Python's. Who holds it may draw from a stream of its own inside.
+RANDOM_STATE = threading.RLock()
 
 
 @contextmanager
