@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from small_models import LENGTH, WIDTH, Gpt, of_words, words
+from small_models import LENGTH, WIDTH, WORDS, Gpt, of_words, words
 from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.prices import StationWork, passage_s, stations_of
 from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import uses_of
-from shoal.planner.holders import holders_of
+from shoal.planner.holders import holders_of, unasked_holders
 from shoal.planner.sharing import plan_for
+from shoal.planner.timeline import Predictor
 from shoal.profiling.layers import completed, profile_model
 
 ROWS, EACH_S = 4, 0.001
@@ -155,7 +158,45 @@ def test_the_planner_takes_a_pipeline_where_it_is_much_faster() -> None:
         plan = plan_for(profile, cluster(2, rate=rate), **options)
         return {choice.strategy for choice in plan.choices}
 
-    assert planned(2e4) == {"pipeline"}
+    assert planned(2e4) == planned(2e4, codecs=["bfloat16"]) == {"pipeline"}
     assert "pipeline" not in planned(1e9)
     assert "pipeline" not in planned(2e4, strategies=["replicate"])
     assert "pipeline" not in planned(2e4, pins={"norm": "replicate"})
+
+
+def test_a_model_that_fits_no_rank_is_given_to_several() -> None:
+    profile = profiled(Gpt(blocks=6))
+    hosts = cluster(4, rate=1e9)
+    limit = 0.9 * 2 * profile.nbytes  # of parameters and gradients
+    with pytest.raises(PlanError, match="no plan was found that keeps the limit of memory"):
+        plan_for(profile, hosts, strategies=["replicate"], memory_limit=limit)
+    plan = plan_for(profile, hosts, strategies=["replicate", "pipeline"], memory_limit=limit)
+    assert {choice.strategy for choice in plan.choices} == {"pipeline"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"local_steps": 4}, {"update_every": {"words": 2}}, {"replan": True}, {"buffers": "local"}],
+)
+def test_what_a_pipeline_cannot_do_keeps_the_planner_off_it(options: dict[str, Any]) -> None:
+    model = Gpt(blocks=6)
+    if "buffers" in options:
+        model.head = nn.Sequential(nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, WORDS))
+    plan = shoal.plan(
+        model,
+        of_words,
+        [torch.optim.SGD(model.parameters(), lr=0.1)],
+        sample=words(ROWS)[0],
+        cluster=cluster(2, rate=1e3),
+        **options,
+    )
+    assert "pipeline" not in {choice.strategy for choice in plan.choices}
+
+
+def test_many_ranks_and_layers_are_dealt_in_seconds() -> None:
+    profile = profiled(Gpt(blocks=30))
+    began_s = time.perf_counter()
+    holders = unasked_holders(Predictor(profile, cluster(64, rate=1e6)), "pipeline")
+    assert holders is not None and {*holders.values()} == {*range(64)}
+    assert time.perf_counter() - began_s < 20
+    assert unasked_holders(Predictor(profile, cluster(65, rate=1e6)), "pipeline") is None

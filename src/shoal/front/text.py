@@ -89,7 +89,8 @@ def _layers(explanation: Explanation) -> RenderableType:
     longest = max((len(row.chosen.choice.way) for row in shown), default=0)
     most = max(min(_NAME, _NAME_AND_WAY - longest), 8)  # ways with codecs are long
     for row in shown:
-        sent = megabytes(row.chosen.sent_bytes)
+        # a pipeline's bytes stand beside its stations
+        sent = "" if explanation.step.stations else megabytes(row.chosen.sent_bytes)
         size = f"{row.parameters:,}"
         table.add_row(_short(row.layer, most), size, f"{row.rows:,}", row.chosen.choice.way, sent)
     if rest:

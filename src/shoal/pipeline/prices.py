@@ -11,8 +11,10 @@ Reference: Huang et al., "GPipe", 2019, section 3.2.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import groupby, pairwise
 from math import inf
 from typing import final
@@ -88,6 +90,20 @@ def step_of(
     )
 
 
+def least_s(stations: Sequence[StationUses], cluster: Cluster) -> float:
+    """Return about the seconds that a step takes at least: the first micro-batch, then the others
+    at the pace of the busiest rank or link.
+    """
+    busy: dict[int, float] = defaultdict(float)
+    for station in stations:
+        busy[station.rank] += (station.forward_s + station.backward_s) * cluster.turn
+    crossing_s = [2 * station.before_bytes / cluster.link.bytes_per_s for station in stations]
+    first_s, all_s = sum(busy.values()), sum(busy.values()) * cluster.size
+    slowest_s = max(*busy.values(), *crossing_s)
+    piped_s = first_s + sum(crossing_s) + (cluster.size - 1) * slowest_s
+    return max(piped_s, all_s / (cluster.cores_per_rank * cluster.size))
+
+
 def traffic_of(stations: Sequence[StationUses], ranks: int) -> Traffic:
     """Return the bytes that cross in forward, for the rows of all ranks; as many come back."""
     sent, received = [0.0] * ranks, [0.0] * ranks
@@ -153,7 +169,9 @@ class _Passage:
             for rank in ranks
         }
         self._arrives = {(0, micro): 0.0 for micro in range(micro_batches)}
-        self._free = dict.fromkeys(ranks, (0.0, 0.0))  # seconds from which a link is free: out, in
+        self._coming: list[float] = []  # moments of arrivals to come, a heap
+        # the moment from which a rank's link is free, out and in
+        self._out, self._into = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
 
     def run(self) -> float:
         """Return the end of the last task."""
@@ -164,7 +182,9 @@ class _Passage:
                     running[rank] = self._stations[left[-1][0]].seconds
             speed = min(1.0, self._cores / max(1, len(running)))
             least = min(running.values(), default=inf)
-            comes = min((at for at in self._arrives.values() if at > now), default=inf)
+            while self._coming and self._coming[0] <= now:
+                heappop(self._coming)
+            comes = self._coming[0] if self._coming else inf
             assert min(least, comes) < inf, "each task waits for an earlier one"
             if now + least / speed <= comes:
                 done, now = least, now + least / speed
@@ -185,12 +205,12 @@ class _Passage:
         arrives = now
         if to != rank and self._cluster.topology.apart(rank, to):
             link = self._cluster.link
-            (out, into), (back, taken) = self._free[rank], self._free[to]
-            begins = max(now, out, taken)
-            arrives = begins + station.crossing_bytes / link.bytes_per_s
-            self._free[rank], self._free[to] = (arrives, into), (back, arrives)
-            arrives += _MESSAGES * link.latency_s
+            begins = max(now, self._out[rank], self._into[to])
+            sent = begins + station.crossing_bytes / link.bytes_per_s
+            self._out[rank] = self._into[to] = sent
+            arrives = sent + _MESSAGES * link.latency_s
         self._arrives[number + 1, micro] = arrives
+        heappush(self._coming, arrives)
 
 
 _MESSAGES = 2  # flags that tell the values with a gradient, then the values

@@ -20,7 +20,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import stations_at
-from shoal.planner.holders import holders_of, is_dealt, numbers_of_ranks
+from shoal.planner.holders import is_dealt, unasked_holders
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
 from shoal.planner.options import PLAIN, known
@@ -150,8 +150,7 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
 
 def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, float] | None:
     """Return the plain plan beside a pipeline; beside any other plan of one step, a pipeline."""
-    profile = predictor.profile
-    if cluster.size == 1 or not plan.in_step or plan.periods or cluster.servers or cluster.tail:
+    if cluster.size == 1 or not plan.in_step:
         return None
     if is_dealt(plan):
         exchange = predictor.carriers(PLAIN)[0]
@@ -160,10 +159,9 @@ def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, flo
             replace(plan, choices=tuple(plain))
         ).step_s
     way = next(name for name, kind in of(Strategy).items() if kind.role.names_ranks)
-    ranks = numbers_of_ranks(cluster)
-    if not ranks or any(predictor.refusal(layer, way) for layer in profile.layers):
+    holders = unasked_holders(predictor, way)
+    if holders is None:
         return None
-    holders = holders_of(profile, cluster, ranks)
     dealt = [Choice(c.layer, way, str(holders[c.layer])) for c in plan.choices]
     return f"a {way}", predictor.as_is(replace(plan, choices=tuple(dealt))).step_s
 

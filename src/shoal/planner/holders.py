@@ -12,24 +12,44 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.contracts.state import OF_LOSS
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import named
-from shoal.pipeline.prices import stations_at, stations_of, step_of
+from shoal.pipeline.prices import StationUses, least_s, stations_at, stations_of, step_of
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
+from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_holder
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
 _ROUNDING = 1e-9
+_FEW = 9  # ranks: up to one less, each number of them is tried
+_SIMULATED = 8  # cuts into runs, of all that are found
 _MOST_RANKS = 64  # ranks: of more, a simulation takes long, because each has a micro-batch
 
 
-def numbers_of_ranks(cluster: Cluster) -> range:
-    """Return the numbers of ranks that may have layers unasked: none if there are too many."""
-    return range(1, cluster.size + 1) if cluster.size <= _MOST_RANKS else range(0)
+def unasked_holders(predictor: Predictor, way: str) -> dict[str, int] | None:
+    """Return a rank for each layer of a pipeline that nobody has asked for.
+
+    Some ranks may have no layers. None: a pipeline cannot serve the model, or it would change more
+    than how long a step takes, as if servers or buffers of each rank's own are there.
+
+    Args:
+        predictor: of the model, on these ranks.
+        way: the name of the strategy.
+    """
+    profile, cluster = predictor.profile, predictor.cluster
+    others = cluster.servers or cluster.tail or cluster.ahead or predictor.periods
+    state = profile.local or any(moving.name.startswith(OF_LOSS) for moving in profile.moving)
+    if others or state or not 1 < cluster.size <= _MOST_RANKS:
+        return None
+    if any(predictor.refusal(each, way) or predictor.unasked(each, way) for each in profile.layers):
+        return None
+    counts = {2**power for power in range(cluster.size.bit_length())}
+    return holders_of(profile, cluster, [*counts, *range(1, _FEW), cluster.size])
 
 
 def with_holders(
@@ -86,8 +106,8 @@ def holders_of(
     """Return a rank for each layer. Layers that use one parameter have one rank.
 
     Layers are cut into runs in the order of their first use. Several cuts are tried: for each limit
-    of a run's seconds the one that the fewest bytes cross. Each step is simulated, and the shortest
-    wins.
+    of a run's seconds the one that the fewest bytes cross. The likeliest are simulated, and the
+    shortest step wins.
 
     Args:
         profile: the model.
@@ -99,49 +119,53 @@ def holders_of(
     seconds = dict.fromkeys(firsts, 0.0)
     for use in uses:
         seconds[use.layer] += use.forward_s + use.backward_s
-    order = sorted(firsts, key=[use.layer for use in uses].index)
+    order = [*dict.fromkeys(use.layer for use in uses)]
     chain = [(seconds[name], firsts[name].before_bytes) for name in order]
     most = min(cluster.size, len(order))
     tried = {
-        tuple(in_runs(chain, ranks, slack))
+        tuple(runs)
         for ranks in {min(count, most) for count in counts or [most]}
-        for slack in _SLACKS
+        for runs in in_runs(chain, ranks, _SLACKS)
     }
 
-    def step_s(runs: Iterable[int]) -> float:
-        return sum(step_of(stations_of(uses, dict(zip(order, runs, strict=True))), cluster))
+    def stations(runs: Iterable[int]) -> list[StationUses]:
+        return stations_of(uses, dict(zip(order, runs, strict=True)))
 
-    found = dict(zip(order, min(sorted(tried), key=step_s), strict=True))
+    likely = sorted(sorted(tried), key=lambda runs: least_s(stations(runs), cluster))
+    best = min(likely[:_SIMULATED], key=lambda runs: sum(step_of(stations(runs), cluster)))
+    found = dict(zip(order, best, strict=True))
     ties = {layer.name: layer.measured(UseFacts).with_layer for layer in profile.layers}
     return {layer.name: found[ties[layer.name] or layer.name] for layer in profile.layers}
 
 
-def in_runs(chain: Sequence[tuple[float, float]], ranks: int, slack: float) -> list[int]:
+def in_runs(
+    chain: Sequence[tuple[float, float]], ranks: int, slacks: Sequence[float]
+) -> list[list[int]]:
     """Return the rank of each layer of a chain, such that the fewest bytes cross.
 
     Args:
         chain: of each layer its seconds, and the bytes that cross before it.
         ranks: number of runs. Each has a layer.
-        slack: the longest run may take so many times as long as it must.
+        slacks: limits of the longest run, as multiples of the least that it can take. There is an
+            answer for each.
 
     Examples:
-        >>> in_runs([(1.0, 9.0), (1.0, 9.0), (1.0, 9.0), (3.0, 9.0)], ranks=2, slack=1.0)
-        [0, 0, 0, 1]
-        >>> in_runs([(1.0, 9.0), (1.0, 1.0), (1.0, 9.0), (3.0, 9.0)], ranks=2, slack=2.0)
-        [0, 1, 1, 1]
+        >>> in_runs([(1.0, 9.0), (1.0, 1.0), (1.0, 9.0), (3.0, 9.0)], ranks=2, slacks=[1.0, 2.0])
+        [[0, 0, 0, 1], [0, 1, 1, 1]]
     """
     seconds, sizes = np.array(chain).T
     ends = np.concatenate([[0.0], np.cumsum(seconds)])
     lengths = ends[None, :] - ends[:, None]  # seconds of the run between two places
     longest = np.where(np.tri(len(ends), dtype=bool), np.inf, lengths)  # a run has a layer
     shortest, _ = _least(longest, ranks, np.maximum)
-    fits = longest <= shortest * slack * (1 + _ROUNDING)
-    crossing = np.where(fits, np.append(sizes, 0.0)[:, None], np.inf)
-    crossing[0] = np.where(fits[0], 0.0, np.inf)
-    _, begins = _least(crossing, ranks, np.add)
-    found: list[int] = []
-    for rank, (begin, end) in enumerate(pairwise([*begins, len(chain)])):
-        found += [rank] * (end - begin)
+    found = []
+    for slack in slacks:
+        fits = longest <= shortest * slack * (1 + _ROUNDING)
+        crossing = np.where(fits, np.append(sizes, 0.0)[:, None], np.inf)
+        crossing[0] = np.where(fits[0], 0.0, np.inf)
+        _, begins = _least(crossing, ranks, np.add)
+        places = pairwise([*begins, len(chain)])
+        found.append([rank for rank, (begin, end) in enumerate(places) for _ in range(begin, end)])
     return found
 
 

@@ -18,14 +18,12 @@ from dataclasses import replace
 from itertools import combinations, product
 from math import inf
 
-from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import BUCKETS_A_LANE
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
-from shoal.core.placement import BALANCED, check_placement, owners_of
+from shoal.core.placement import check_placement, owners_of
 from shoal.core.plan import Choice, Plan
-from shoal.core.registry import named
-from shoal.planner.holders import holders_of, numbers_of_ranks, with_holders
+from shoal.planner.holders import with_holders
 from shoal.planner.options import (
     PLAIN,
     Option,
@@ -49,9 +47,6 @@ _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plai
 OTHER_WORTH = 0.04
 # of the step: what a plan must gain if saving and evaluating are to take every rank
 CUT_WORTH = 0.05
-# how many times as fast a plan must be that gives each layer to a rank, and seconds that it saves:
-# nothing of it can be done by a rank alone
-DEALT_WORTH, _LEAST_SAVED_S = 1.3, 0.02
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
 _ROUNDING = 1e-9  # of seconds that are compared
 _Carrier = tuple[dict[str, str], int, int]  # each strategy's exchange, bucket bytes, lanes
@@ -64,7 +59,7 @@ def search(
     constraints: Constraints = UNCONSTRAINED,
     options: SearchOptions = DEFAULT,
 ) -> Plan:
-    """The plan with the shortest predicted step that it finds.
+    """The plan with the shortest predicted step that it finds, layer by layer.
 
     Args:
         profile: the model, as profiled.
@@ -76,76 +71,16 @@ def search(
         PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses
             it; or a placement that cannot be; or no plan was found that keeps the limit of memory.
     """
-    allowed, pins = known(constraints.strategies), dict(constraints.pins or {})
-    dealing = [name for name in allowed if named(Strategy, name).role.names_ranks]
-    each = [name for name in allowed if name not in dealing]
-    if not each:
-        return _search_each(
-            profile, cluster, constraints, options, dealing, {"*": dealing[0], **pins}
-        )
-    dealt = None
-    if dealing and not pins and cluster.size > 1 and numbers_of_ranks(cluster):
-        dealt = _dealt(profile, cluster, constraints, options, dealing[0])
-    try:
-        plan = _search_each(profile, cluster, constraints, options, each, pins)
-    except PlanError:
-        if dealt is None or constraints.memory_limit is None:
-            raise
-        return dealt
-    return dealt if dealt is not None and _is_worth_dealing(dealt, plan) else plan
-
-
-def _dealt(
-    profile: ModelProfile,
-    cluster: Cluster,
-    constraints: Constraints,
-    options: SearchOptions,
-    strategy: str,
-) -> Plan | None:
-    """Return the best plan that gives each layer to a rank, or None if there can be none."""
-    predictor = Predictor(profile, cluster)
-    layers = profile.layers
-    apart = cluster.servers or cluster.tail or cluster.ahead or constraints.placement != BALANCED
-    if (
-        apart
-        or predictor.periods
-        or any(
-            predictor.refusal(layer, strategy) or predictor.unasked(layer, strategy)
-            for layer in layers
-        )
-    ):
-        return None
-    holders = holders_of(profile, cluster, numbers_of_ranks(cluster))
-    pins = {name: f"{strategy}:{rank}" for name, rank in holders.items()}
-    try:
-        return _search_each(profile, cluster, constraints, options, [strategy], pins)
-    except PlanError:  # the limit of memory
-        return None
-
-
-def _is_worth_dealing(dealt: Plan, plan: Plan) -> bool:
-    """Return whether a plan that gives each layer to a rank gains enough."""
-    saved_s = plan.predicted_s - dealt.predicted_s
-    return saved_s > _LEAST_SAVED_S and plan.predicted_s > DEALT_WORTH * dealt.predicted_s
-
-
-def _search_each(
-    profile: ModelProfile,
-    cluster: Cluster,
-    constraints: Constraints,
-    options: SearchOptions,
-    allowed: Sequence[str],
-    pinned_ways: Mapping[str, str],
-) -> Plan:
-    """Return the best plan in which each layer has its own strategy."""
-    placement, servers, stale = constraints.placement, len(cluster.servers), cluster.ahead
+    allowed, placement = known(constraints.strategies), constraints.placement
+    servers, stale = len(cluster.servers), cluster.ahead
     check_placement(placement, profile.names, cluster.size, servers, stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
-    pins = resolve(pinned_ways, [layer.name for layer in profile.layers])
+    pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
     pins = with_holders(pins, profile, cluster)
     pinned, limit = with_needed(predictor, pins), constraints.memory_limit
-    choices = options_of(predictor, allowed, pinned, every_cut=limit is not None)
-    pairs = pairs_of(predictor, choices, allowed, pinned, every=limit is not None)
+    each = [name for name in allowed if not predictor.role(name).names_ranks]
+    choices = options_of(predictor, each, pinned, every_cut=limit is not None)
+    pairs = pairs_of(predictor, choices, each, pinned, every=limit is not None)
     options = within_memory(options, profile, constraints.memory)
     plan = _Descent(predictor, choices, options, limit, pairs).best()
     return replace(plan, placement=placement)

@@ -2,25 +2,34 @@
 
 The last is a plan within the plan, for a job of their own: each has the rows of its workers, W/T
 times those of one, and the layers are served as those of any job.
+
+Beside the best plan of a search stands one that gives each layer to a rank: a pipeline. It wins if
+its step is `DEALT_WORTH` times as short, because no rank can do anything of it alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
+from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan, rows_and_rest
 from shoal.core.registry import named, of
+from shoal.planner.holders import unasked_holders
 from shoal.planner.lossy import with_codecs
-from shoal.planner.options import micro_batches_of
+from shoal.planner.options import known, micro_batches_of
 from shoal.planner.search import repredicted, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
+from shoal.planner.timeline import Predictor
 from shoal.profiling.tails import tail_of
 
+# times as fast a pipeline must be, and seconds that it must save
+DEALT_WORTH, _LEAST_SAVED_S = 1.3, 0.02
 _CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
 
 
@@ -44,6 +53,53 @@ def plan_for(
         how: the fields of `Constraints`.
     """
     constraints = Constraints(**how)
+    make = partial(_plan_under, profile, cluster, micro_batches, options, codecs)
+    dealt = _dealt(profile, cluster, constraints)
+    if dealt is None:
+        return make(constraints)
+    try:
+        pipeline = make(dealt)
+    except PlanError:  # the limit of memory
+        return make(constraints)
+    if _is_dealt_alone(constraints):
+        return pipeline
+    try:
+        plan = make(constraints)
+    except PlanError:
+        if constraints.memory_limit is None:
+            raise
+        return pipeline
+    saved_s = plan.predicted_s - pipeline.predicted_s
+    is_worth = plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > _LEAST_SAVED_S
+    return pipeline if is_worth else plan
+
+
+def _is_dealt_alone(constraints: Constraints) -> bool:
+    """Return whether nothing but a pipeline is allowed."""
+    return all(named(Strategy, n).role.names_ranks for n in known(constraints.strategies))
+
+
+def _dealt(profile: ModelProfile, cluster: Cluster, constraints: Constraints) -> Constraints | None:
+    """Return constraints by which each layer is given to a rank; None if that is not to be."""
+    ways = [n for n in known(constraints.strategies) if named(Strategy, n).role.names_ranks]
+    if not ways or constraints.pins or constraints.placement != BALANCED:
+        return None
+    if _is_dealt_alone(constraints):
+        return replace(constraints, pins={"*": ways[0]})
+    holders = unasked_holders(Predictor(profile, cluster), ways[0])
+    pins = {name: f"{ways[0]}:{rank}" for name, rank in (holders or {}).items()}
+    return replace(constraints, pins=pins) if pins else None
+
+
+def _plan_under(
+    profile: ModelProfile,
+    cluster: Cluster,
+    micro_batches: int | None,
+    options: SearchOptions,
+    codecs: Sequence[str],
+    constraints: Constraints,
+) -> Plan:
+    """Return the plan that a search finds under these constraints, with all of the rest."""
     made = search(profile, cluster, constraints, options)
     ways = [choice.strategy for choice in made.choices]
     made = replace(made, micro_batches=micro_batches_of(micro_batches, ways))
