@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.contracts.strategy import Strategy
+from shoal.core.registry import of
 from shoal_tools.contenders.ddp_hooks import hook_named
 from shoal_tools.contenders.peers import Workload, ddp
 
@@ -163,12 +165,14 @@ def undone(model: nn.Module) -> None:
     shoal.unparallelize(model)
 
 
+EACH = [name for name in of(Strategy) if name != "pipeline"]  # strategies of single layers
 WAYS: dict[str, Callable[[Task], Made]] = {
     "plain": plain,
     "ddp": by_ddp,
     "ddp:fp16": lambda task: by_ddp(task, "fp16"),
-    "exact": by_shoal,
-    "codecs": lambda task: by_shoal(task, codecs="all"),
+    "auto": by_shoal,
+    "exact": lambda task: by_shoal(task, strategies=EACH),
+    "codecs": lambda task: by_shoal(task, strategies=EACH, codecs="all"),
     "local": lambda task: by_shoal(task, local_steps=16),
     "pipeline": lambda task: by_shoal(task, pins={"*": "pipeline"}),
     "parts": lambda task: by_shoal(task, pins={"*": "pipeline"}, micro_batches=4),

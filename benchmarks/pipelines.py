@@ -8,7 +8,7 @@ median step in seconds, and the seconds of set-up.
 
     plain, ddp       nothing sent; DDP with its usual buckets
     pipeline, parts  every rank has layers; the same, with each rank's rows in two parts
-    auto, others     the planner's own plan; the best one without a pipeline
+    auto, exact      the planner's own plan; the best exact one without a pipeline
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from gpu_ethernet import DEVICE, RANK, WAYS, Task, be_apart, by_shoal, letters_l
 from torch import nn
 
 import shoal
-from shoal.contracts.strategy import Strategy
-from shoal.core.registry import of
 
 SIZES = {  # words, width, blocks, rows of a rank, tokens of a row
     "gpt21m": (8192, 384, 8, 2, 128),
@@ -61,10 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     be_apart()
     gpu_ethernet.AUTOCAST = DEVICE == "cuda"
-    WAYS["pipeline"] = partial(by_shoal, pins={"*": "pipeline"})
     WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=2)
-    others = [name for name in of(Strategy) if name != "pipeline"]
-    WAYS["auto"], WAYS["others"] = by_shoal, partial(by_shoal, strategies=others)
     shoal.init(timeout_s=120)
     task = gpt(options.model, tied=options.tied)
     if RANK == 0:
