@@ -25,6 +25,7 @@ from torch.utils.data._utils import worker as torch_worker
 from shoal.data.draws import drawing_at, mixed, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.source import Position
+from shoal.data.worker_info import WorkerInfo, begin
 
 _MOST_WORKERS = 1024
 _START = -1  # number of the draws as a part begins
@@ -145,11 +146,12 @@ class OwnStream(IterableDataset[StreamPiece]):
 
 
 @final
-class StreamWorker:
+class StreamWorker(WorkerInfo):
     """Torch's record of a worker for a stream of this rank: its number is that of its part."""
 
     def __init__(self, info: Any, stream: OwnStream) -> None:
-        self._info, self._stream, self.dataset = info, stream, stream.dataset
+        super().__init__(info, stream.dataset)
+        self._stream = stream
 
     @property
     def id(self) -> int:
@@ -160,11 +162,6 @@ class StreamWorker:
     def seed(self) -> int:
         """The seed at which the part begins, in this epoch and on this rank."""
         return self._stream.seed_of(self.id)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_info":  # not there yet: a copy is being made
-            raise AttributeError(name)
-        return getattr(self._info, name)
 
 
 @final
@@ -178,7 +175,5 @@ class BeginStream:
         """Begin, in the worker."""
         info: Any = torch_worker._worker_info
         seen = StreamWorker(info, info.dataset)
-        torch_worker._worker_info = seen  # type: ignore[assignment]
         seed_worker(seen.seed)
-        if self.init is not None:
-            self.init(seen.id)
+        begin(seen, seen.id, self.init)

@@ -35,6 +35,7 @@ from shoal.data.draws import OwnRandom, drawing_at, mixed, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.rows import own_part
 from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
+from shoal.data.worker_info import begin
 
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
@@ -203,19 +204,17 @@ class ObservedWorkerInfo:
 @final
 @dataclass(frozen=True)
 class BeginWorker:
-    """What a worker does first: the user's own `worker_init_fn`, with the user's own dataset."""
+    """The first call in a worker: the user's `worker_init_fn`, with the user's own dataset."""
 
     init: Callable[[int], object] | None
 
     def __call__(self, worker: int) -> None:
-        """In the worker."""
+        """Begin, in the worker."""
         info: Any = torch_worker._worker_info
         seed, epoch, start = info.dataset.told()
         observed = ObservedWorkerInfo(info, info.dataset.dataset)
         observed.begin(mixed(seed, epoch), next_part(start))
-        torch_worker._worker_info = observed  # type: ignore[assignment]
-        if self.init is not None:
-            self.init(worker)
+        begin(observed, worker, self.init)
 
 
 def as_it_is(piece: Any) -> Any:
