@@ -184,7 +184,7 @@ def length_of(sampler: Any) -> int | None:
     """
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):  # also of a wrapper of one without a length
+    except (TypeError, NotImplementedError):  # a wrapper of one without a length raises either
         return None
 
 
@@ -464,7 +464,8 @@ class GlobalOrder(Sampler[Any]):
         return self.source.ordered().units()
 
     def __len__(self) -> int:
-        return len(self.source.sampler)  # type: ignore[arg-type]  # where it has a length
+        sampler: Any = self.source.sampler
+        return len(sampler)
 
 
 def _lists_behind(lists: Iterator[list[Any]], taken: int) -> Iterator[list[Any]]:
