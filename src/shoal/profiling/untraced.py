@@ -24,7 +24,7 @@ from shoal.profiling.traces import Traces
 
 # The process has one random state, and ranks may be its threads. Two threads that read torch's at
 # once can lock each other out for good, since torch takes the generator's lock while it holds
-# Python's. Who holds it may draw from a stream of its own inside.
+# Python's. The thread that holds it may draw from a stream of its own inside.
 RANDOM_STATE = threading.RLock()
 
 
