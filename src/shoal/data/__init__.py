@@ -6,5 +6,6 @@ deal       the rows of each rank in a global batch  │   stream   one stream, t
 shares     how many rows each rank takes            │   streams  each rank its own: own_stream, ends
 order      a sampler's order, piece by piece        │
 samplers   made for several ranks already           │ draws      random numbers of their own
-parts      a part of a batch that is made already   │ workers    seeds for each batch
+parts      a part of a batch that is made already   │ workers    seeds for each batch: worker_info
+told       a dataset that hears of each pass        │
 """

@@ -28,13 +28,6 @@ def mixed(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
-def seed_worker(seed: int) -> None:
-    """Start all that Python code draws from, in a worker, at a seed of `mixed`."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed([seed % 2**32, seed >> 32])
-
-
 @final
 class RandomState:
     """The state of all that Python code draws from."""
@@ -52,12 +45,28 @@ class RandomState:
         np.random.set_state(self._numpy)
 
 
-def seed_all(seed: int, generators: Iterable[torch.Generator] = ()) -> None:
-    """Start all that Python code draws from at a seed."""
+def seed_all(seed: int, numpy: int | list[int], generators: Iterable[torch.Generator] = ()) -> None:
+    """Start all that Python code draws from at a seed, which numpy takes in a form of its own."""
     for source in (torch.default_generator, *generators):
         source.manual_seed(seed % 2**63)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(numpy)
+
+
+def seed_worker(seed: int) -> None:
+    """Start all that Python code draws from, in a worker, at a seed of `mixed`."""
+    seed_all(seed, [seed % 2**32, seed >> 32])
+
+
+@contextmanager
+def _kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Put back the state of before at the end. No other thread draws meanwhile."""
+    with RANDOM_STATE:
+        before = RandomState(generators)
+        try:
+            yield
+        finally:
+            before.put_back()
 
 
 @final
@@ -81,27 +90,19 @@ class OwnRandom:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from it for a while."""
-        with RANDOM_STATE:
-            before = RandomState(self._generators)
-            try:
-                if self._seed is not None:
-                    seed_all(self._seed, self._generators)
-                    self._seed = None
-                elif self._state is not None:
-                    self._state.put_back()
-                yield
-                self._state = RandomState(self._generators)
-            finally:
-                before.put_back()
+        with _kept(self._generators):
+            if self._seed is not None:
+                seed_all(self._seed, self._seed % 2**32, self._generators)
+                self._seed = None
+            elif self._state is not None:
+                self._state.put_back()
+            yield
+            self._state = RandomState(self._generators)
 
 
 @contextmanager
 def drawing_at(seed: int) -> Iterator[None]:
     """Draw from a seed of `mixed` for a while, and put back the state of before."""
-    with RANDOM_STATE:
-        before = RandomState()
-        try:
-            seed_worker(seed)
-            yield
-        finally:
-            before.put_back()
+    with _kept():
+        seed_worker(seed)
+        yield

@@ -41,7 +41,7 @@ class NextBatchCheck:
         if comm is None:
             return lambda: [has]
         if self._asked is not None:
-            self._asked()  # of a pass that was left
+            self._asked()  # answer for a pass that was left
         comm.begins(_PURPOSE)
         own = torch.tensor([epoch, step, has], device="cpu")
         told = [torch.empty_like(own) for _ in range(comm.size)]
@@ -115,7 +115,7 @@ class OwnEnds:
             if number:
                 coming = next(steps, None)
                 answer = self.next_batch.ask(epoch, number + 1, coming is not None)
-            yield replace(step, digest=0, end=0, last=False)  # others have other ones
+            yield replace(step, digest=0, end=0, last=False)  # ranks have unlike ones
             if not number:
                 coming = next(steps, None)
             number, step = number + 1, coming

@@ -31,6 +31,7 @@ from shoal.profiling.untraced import RANDOM_STATE
 
 _LOOKED_AT = 256  # rows at the start of an order
 _KEPT = 1 << 20  # rows or lists that stay in memory for another pass of the same epoch
+_GROWTH = 8  # longest piece by the first: pieces grow, because each costs a change of random states
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -53,11 +54,13 @@ class Order:
         sampler: the sampler. It is iterated over once for all passes of the epoch.
         seed: the same on every rank.
         epoch: number of the epoch.
-        piece: rows or lists that are drawn at once.
+        piece: rows or lists of the first piece. Each has twice as many as the one before, up to 8
+            times.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int, epoch: int, piece: int = 1024) -> None:
-        self._sampler, self._epoch, self._piece = sampler, epoch, piece
+        self._sampler, self._epoch = sampler, epoch
+        self._piece, self._most = piece, piece * _GROWTH
         self.is_drawing = False  # so that a call of the sampler's `set_epoch` is its own
         self._units: Iterator[Any] | None = None
         self._lent, given = _own_generators(sampler, seed + epoch)
@@ -100,7 +103,9 @@ class Order:
                 if self._units is None:
                     set_epoch(self._sampler, self._epoch)
                     self._units = iter(self._sampler)
-                return list(islice(self._units, self._piece))
+                units = list(islice(self._units, self._piece))
+                self._piece = min(2 * self._piece, self._most)
+                return units
             finally:
                 self.is_drawing = False
 
@@ -115,13 +120,12 @@ class OrderReader(Iterator[Any]):
 
     def take(self, num: int) -> list[Any]:
         """Read so many; fewer at the end."""
-        found: list[Any] = []
-        while len(found) < num:
-            some = self._piece.units[self._at : self._at + num - len(found)]
-            self._at += len(some)
+        found = self._piece.units[self._at : self._at + num]
+        self._at += len(found)
+        while len(found) < num and self._go_on():
+            some = self._piece.units[: num - len(found)]
+            self._at = len(some)
             found += some
-            if not some and not self._go_on():
-                break
         return found
 
     def skip(self, num: int) -> int:
@@ -136,9 +140,10 @@ class OrderReader(Iterator[Any]):
         return skipped
 
     def __next__(self) -> Any:
-        for unit in self.take(1):
-            return unit
-        raise StopIteration
+        found = self.take(1)
+        if not found:
+            raise StopIteration
+        return found[0]
 
     def _go_on(self) -> bool:
         following = self._order.after(self._piece, self._num + self._at)

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple, final
 
-import torch
-from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from shoal.data.draws import drawing_at, mixed, seed_worker
 from shoal.data.parts import digest_of
-from shoal.data.source import Position
+from shoal.data.told import ToldDataset, next_part
+from shoal.data.worker_info import WorkerInfo, begin
 
-_MOST_WORKERS = 1024
 _START = -1  # number of the draws as a part begins
 _LOOKED_AT = 256  # elements of a row, by which a stream is known again
 
@@ -38,7 +36,7 @@ class StreamPiece(NamedTuple):
     parts: int
     digest: int  # digest of the first row of the batch
     before: int  # digest of the batch before, if that was skipped
-    state: bytes | None  # the dataset's behind the batch; None if it has none
+    state: bytes | None  # state of the dataset behind the batch; None if it has none
     batch: Any
 
 
@@ -48,7 +46,7 @@ def has_state(dataset: Any) -> bool:
 
 
 @final
-class OwnStream(IterableDataset[StreamPiece]):
+class OwnStream(ToldDataset[StreamPiece]):
     """One rank's own stream as batches, for torch's workers.
 
     Args:
@@ -57,7 +55,7 @@ class OwnStream(IterableDataset[StreamPiece]):
         drop_last: leave out a last batch that is not whole.
         collate: makes a batch of rows.
         rank: this one.
-        draws: whether the stream draws from seeds of its own. Without, it draws as the script does.
+        draws: whether the stream draws from seeds of its own. If not, it draws as the script does.
     """
 
     def __init__(
@@ -69,31 +67,26 @@ class OwnStream(IterableDataset[StreamPiece]):
         rank: int,
         draws: bool = True,
     ) -> None:
-        self.dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
+        super().__init__(dataset)
+        self._batch_size, self._drop_last = batch_size, drop_last
         self._collate, self._rank, self._draws = collate, rank, draws
         self.states: Sequence[Any] = ()  # states of the parts as the pass begins
-        # seed, epoch, the first part, position: shared with workers, which may outlive a pass
-        self._told = torch.zeros(4 + _MOST_WORKERS, dtype=torch.int64, device="cpu").share_memory_()
-
-    def tell(self, seed: int, epoch: int, first: int, start: Position) -> None:
-        """Note the place at which the next pass begins."""
-        told = [seed % 2**62, epoch, first, len(start), *start]
-        self._told[: len(told)] = torch.tensor(told, dtype=torch.int64, device="cpu")
 
     def part_of(self, worker: int, workers: int) -> int:
         """Return the part that a worker reads."""
-        return (worker + int(self._told[2])) % workers
+        _, _, start = self.told()
+        return (worker + next_part(start)) % workers
 
     def seed_of(self, part: int, number: int = _START) -> int:
         """Return the seed of a batch of a part."""
-        seed, epoch = self._told[:2].tolist()
+        seed, epoch, _ = self.told()
         return mixed(seed, epoch, self._rank, part, number)
 
     def __iter__(self) -> Iterator[StreamPiece]:
         info: Any = torch_worker._worker_info
         part, parts = (0, 1) if info is None else (info.id, info.num_workers)
-        _, epoch, _, num_told = self._told[:4].tolist()
-        taken = self._told[4 : 4 + num_told].tolist()[part] if num_told else 0
+        _, epoch, start = self.told()
+        taken = start[part] if start else 0
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         read = 0
@@ -138,18 +131,14 @@ class OwnStream(IterableDataset[StreamPiece]):
         except Exception:  # any error: the dataset's own code may refuse in any way
             return None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet: a copy is being made
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
 
 @final
-class StreamWorker:
+class StreamWorker(WorkerInfo):
     """Torch's record of a worker for a stream of this rank: its number is that of its part."""
 
     def __init__(self, info: Any, stream: OwnStream) -> None:
-        self._info, self._stream, self.dataset = info, stream, stream.dataset
+        super().__init__(info, stream.dataset)
+        self._stream = stream
 
     @property
     def id(self) -> int:
@@ -160,11 +149,6 @@ class StreamWorker:
     def seed(self) -> int:
         """The seed at which the part begins, in this epoch and on this rank."""
         return self._stream.seed_of(self.id)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_info":  # not there yet: a copy is being made
-            raise AttributeError(name)
-        return getattr(self._info, name)
 
 
 @final
@@ -178,7 +162,5 @@ class BeginStream:
         """Begin, in the worker."""
         info: Any = torch_worker._worker_info
         seen = StreamWorker(info, info.dataset)
-        torch_worker._worker_info = seen  # type: ignore[assignment]
         seed_worker(seen.seed)
-        if self.init is not None:
-            self.init(seen.id)
+        begin(seen, seen.id, self.init)

@@ -124,7 +124,8 @@ def _cut(value: Any, rows: int, start: int, stop: int) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(cut, value))
     if isinstance(value, Mapping):
-        return type(value)({name: cut(inner) for name, inner in value.items()})  # type: ignore[call-arg]
+        kind: Any = type(value)
+        return kind({name: cut(inner) for name, inner in value.items()})
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{e.name: cut(getattr(value, e.name)) for e in fields(value)})
     return value

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data import Sampler
 
@@ -27,11 +26,10 @@ T = TypeVar("T")
 _LISTED = 1 << 20  # longest order that is read whole, to count lists or for an earlier digest
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """The rows that all ranks take in one step."""
 
-    rows: Sequence[Any]
+    rows: list[Any]
     num: int  # rows or items by which the position advances
     own: Sequence[Any] | None = None  # this rank's rows; by default cut out of all
 
@@ -125,7 +123,7 @@ class Known(Source[T]):
         for number, (batch, (turn, is_last)) in enumerate(pairs):
             taken += turn.num
             own = self.given(batch, turn, (epoch, number))
-            end, first = taken if is_last else 0, digest(list(turn.rows[:1]))
+            end, first = taken if is_last else 0, digest(turn.rows[:1])
             yield LoaderStep(own, [taken], is_last, end=end, digest=first)
 
     def given(self, batch: Any, turn: GlobalBatch, at: tuple[int, int]) -> T:
@@ -186,7 +184,7 @@ def length_of(sampler: Any) -> int | None:
     """
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):  # also of a wrapper of one without a length
+    except (TypeError, NotImplementedError):  # a wrapper of one without a length raises either
         return None
 
 
@@ -466,7 +464,8 @@ class GlobalOrder(Sampler[Any]):
         return self.source.ordered().units()
 
     def __len__(self) -> int:
-        return len(self.source.sampler)  # type: ignore[arg-type]  # where it has a length
+        sampler: Any = self.source.sampler
+        return len(sampler)
 
 
 def _lists_behind(lists: Iterator[list[Any]], taken: int) -> Iterator[list[Any]]:

@@ -54,17 +54,19 @@ class WholeOrder(Sampler[int]):
         set_epoch(self.given, epoch)
 
     def __iter__(self) -> Iterator[int]:
-        num, order = len(self.given.dataset), range(len(self.given.dataset))  # type: ignore[arg-type]
-        if self.given.shuffle:
-            generator = torch.Generator().manual_seed(self.given.seed + self.epoch)
-            return iter(
-                torch.randperm(num, generator=generator, device="cpu").tolist()[: len(self)]
-            )
+        if not self.given.shuffle:
+            return iter(range(len(self)))
+        generator = torch.Generator().manual_seed(self.given.seed + self.epoch)
+        order = torch.randperm(self._num_rows(), generator=generator, device="cpu").tolist()
         return iter(order[: len(self)])
 
     def __len__(self) -> int:
-        num = len(self.given.dataset)  # type: ignore[arg-type]  # DistributedSampler asks for it, too
+        num = self._num_rows()
         return num - num % self._size if self.given.drop_last else num
+
+    def _num_rows(self) -> int:
+        dataset: Any = self.given.dataset
+        return len(dataset)
 
 
 def taken_over(sampler: Any, size: int) -> WholeOrder | None:

@@ -105,12 +105,13 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
 
 def _of_rank(state: Mapping[str, Any], source: Source[Any]) -> Mapping[str, Any]:
     """Pick this rank's own state, where a checkpoint has one of each rank."""
-    states = state.get("ranks") if isinstance(state, Mapping) else None
+    states: Any = state.get("ranks") if isinstance(state, Mapping) else None
     if not isinstance(states, list) or not states or not isinstance(states[0], Mapping):
         return state
     own, first = source.own, states[0]
     if own is not None and own.size == len(states):
-        return states[own.rank]  # type: ignore[no-any-return]  # checked as it is loaded
+        own_state: Mapping[str, Any] = states[own.rank]  # checked as it is loaded
+        return own_state
     if own is not None and own.rank == 0:
         warnings.warn(
             f"each of {how_many(len(states), 'rank')} had rows of its own, and now there are "

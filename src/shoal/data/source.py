@@ -211,9 +211,10 @@ class Source(ABC, Generic[T]):
 
 
 def _undrawn(fetch: Fetch) -> Iterator[Any]:
-    """Begin a pass that goes on: its DataLoader drew a number when the epoch began, and does again.
+    """Begin a pass that goes on, and put back torch's random state.
 
-    With that, a run that goes on would draw others for dropout than one that was never stopped.
+    The DataLoader drew a number as the epoch began, and draws one again. With that, a run that goes
+    on would draw others for dropout than one that was never stopped.
     """
     with RANDOM_STATE:
         state = torch.get_rng_state()

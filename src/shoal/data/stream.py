@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, final
 
-import torch
-from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from shoal.core.errors import UsageError
@@ -35,10 +33,11 @@ from shoal.data.draws import OwnRandom, drawing_at, mixed, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.rows import own_part
 from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
+from shoal.data.told import ToldDataset, next_part
+from shoal.data.worker_info import begin
 
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
-_MOST_WORKERS = 1024
 _LOOKED_AT = 256  # elements of a row that each rank has read, which ranks compare
 _SHARDS = ("id", "num_workers", "dataset")  # who asks for these shares the stream out
 
@@ -93,23 +92,12 @@ class WorkerBatch(NamedTuple):
 
 
 @final
-class Dealt(IterableDataset[WorkerBatch]):
+class Dealt(ToldDataset[WorkerBatch]):
     """One rank's part of a stream, as a dataset for torch's workers."""
 
     def __init__(self, dataset: Iterable[Any], deal: Deal, units: Units) -> None:
-        self.dataset, self.deal, self.units = dataset, deal, units
-        # seed, epoch, position: shared with workers, which may outlive a pass
-        self._told = torch.zeros(3 + _MOST_WORKERS, dtype=torch.int64, device="cpu").share_memory_()
-
-    def tell(self, seed: int, epoch: int, start: Position) -> None:
-        """What the next pass begins with."""
-        self._told[:3] = torch.tensor([seed % 2**62, epoch, len(start)], device="cpu")
-        self._told[3 : 3 + len(start)] = torch.tensor(start, dtype=torch.int64, device="cpu")
-
-    def told(self) -> tuple[int, int, Position]:
-        """Return seed, epoch and position of the pass."""
-        seed, epoch, num_told = self._told[:3].tolist()
-        return seed, epoch, self._told[3 : 3 + num_told].tolist()
+        super().__init__(dataset)
+        self.deal, self.units = deal, units
 
     def __iter__(self) -> Iterator[WorkerBatch]:
         seed, epoch, start = self.told()
@@ -168,11 +156,6 @@ class Dealt(IterableDataset[WorkerBatch]):
         if units:
             yield units, True
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet: a copy is being made
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
 
 @final
 class ObservedWorkerInfo:
@@ -203,19 +186,17 @@ class ObservedWorkerInfo:
 @final
 @dataclass(frozen=True)
 class BeginWorker:
-    """What a worker does first: the user's own `worker_init_fn`, with the user's own dataset."""
+    """The first call in a worker: the user's `worker_init_fn`, with the user's own dataset."""
 
     init: Callable[[int], object] | None
 
     def __call__(self, worker: int) -> None:
-        """In the worker."""
+        """Begin, in the worker."""
         info: Any = torch_worker._worker_info
         seed, epoch, start = info.dataset.told()
         observed = ObservedWorkerInfo(info, info.dataset.dataset)
         observed.begin(mixed(seed, epoch), next_part(start))
-        torch_worker._worker_info = observed  # type: ignore[assignment]
-        if self.init is not None:
-            self.init(worker)
+        begin(observed, worker, self.init)
 
 
 def as_it_is(piece: Any) -> Any:
@@ -314,20 +295,6 @@ class Stream(Source[T]):
                 do="give the loader as many workers as it had",
             )
         self._order = order
-
-
-def next_part(taken: Position) -> int:
-    """Return the part from which the batch behind a position comes: workers take turns.
-
-    A part that has ended is behind the others. It gives nothing, and the turn goes on.
-
-    >>> next_part([]), next_part([8, 8, 4]), next_part([8, 8, 8]), next_part([8, 4, 8])
-    (0, 2, 0, 0)
-    """
-    if not taken:
-        return 0
-    latest = max(part for part, num in enumerate(taken) if num == max(taken))
-    return (latest + 1) % len(taken)
 
 
 def _behind(taken: Position, parts: list[int]) -> Position:

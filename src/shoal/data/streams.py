@@ -1,8 +1,8 @@
 """Streams of which each rank has its own: a position, and a state, on each rank.
 
 The position is the number of batches that were taken of each part of this rank's stream, a part for
-each worker. ends.py lets all ranks end the epoch together. Costs that, and in a worker a
-copy of the dataset's state with each batch, if it has one.
+each worker. ends.py lets all ranks end the epoch together. Costs that, and in a worker a copy of
+the dataset's state with each batch, if it has one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from shoal.data.deal import Deal
 from shoal.data.ends import OwnEnds
 from shoal.data.own_stream import OwnStream, StreamPiece
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Position, Source
-from shoal.data.stream import next_part
 
 T = TypeVar("T")
 Place = tuple[int, bytes | None]  # digest of the last batch of a part, and the dataset's state
@@ -49,7 +48,7 @@ class Streams(Source[T]):
         places: list[Place] = [(0, None)] * self._num_parts
         if start and self._loaded:
             places = list(self._loaded)
-        self._stream.tell(self.seed, self.epoch, next_part(start), start)
+        self._stream.tell(self.seed, self.epoch, start)
         self._stream.states = [state and pickle.loads(state) for _, state in places]
         steps = self._given(fetch(), start or [0] * self._num_parts, places)
         return self._ends.together(steps, self.epoch, is_start=not start)

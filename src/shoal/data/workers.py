@@ -5,8 +5,8 @@
                    and reads the rows
 
 So no two ranks augment alike, and no two passes. A run that goes on in the middle of an epoch draws
-the same numbers. As a worker starts, before `worker_init_fn`, the seed is made of the
-worker's number. Guarded by tests/data/test_worker_draws.py.
+the same numbers. As a worker starts, before `worker_init_fn`, the seed is made of the worker's
+number. Guarded by tests/data/test_worker_draws.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shoal.data.draws import mixed, seed_worker
 from shoal.data.rows import Known, OwnItems, OwnRows
+from shoal.data.worker_info import WorkerInfo, begin
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
@@ -62,16 +63,12 @@ class SeededKeys(Sampler[Any]):
 
 
 @final
-class WorkerInfo:
-    """Torch's record of a worker, with this rank's seed and the user's own dataset."""
+class SeededInfo(WorkerInfo):
+    """Torch's record of a worker, with this rank's seed."""
 
-    def __init__(self, info: Any, seed: int, dataset: Any) -> None:
-        self.seed, self.dataset, self._info = seed, dataset, info
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_info":  # not there yet: a copy is being made
-            raise AttributeError(name)
-        return getattr(self._info, name)
+    def __init__(self, info: Any, dataset: Any, seed: int) -> None:
+        super().__init__(info, dataset)
+        self.seed = seed
 
 
 @final
@@ -86,10 +83,8 @@ class SeedWorker:
         """Begin, in the worker."""
         info: Any = torch_worker._worker_info
         seed = mixed(*self.seeds, worker, -1)
-        torch_worker._worker_info = WorkerInfo(info, seed, info.dataset.dataset)  # type: ignore[assignment]
         seed_worker(seed)
-        if self.init is not None:
-            self.init(worker)
+        begin(SeededInfo(info, info.dataset.dataset, seed), worker, self.init)
 
 
 def seeded(loader: Loader, source: Known[Any]) -> Loader:
