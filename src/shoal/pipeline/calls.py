@@ -84,7 +84,7 @@ class CallsTold:
             RanksDiffer: ranks call with other arguments than tensors, or in other modes.
         """
         common = call.common
-        own = _number(f"{common} {call.shapes}")
+        own = number_of(f"{common} {call.shapes}")
         numbers = self._comm.numbers([own] * self._comm.size, purpose)
         if any((rank, number) not in self._known for rank, number in enumerate(numbers)):
             told = self._comm.gather_objects(
@@ -110,7 +110,8 @@ def _in_lines(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in values.items())
 
 
-def _number(text: str) -> int:
+def number_of(text: str) -> int:
+    """Return a number that other texts have otherwise. Ranks tell it in place of the text."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 

@@ -136,6 +136,13 @@ class Replay(Walk):
         self._entered = {made[:depth] for made, _ in self._needed for depth in range(1, len(made))}
         self._kept: dict[Name, Any] = {}
 
+    def check_ended(self) -> None:
+        """Raise UsageError if forward has ended, and the station has not begun or not ended."""
+        missed = self._span.end if self._is_here else self._span.begin
+        if missed != LAST:
+            event = self._record.calls.get(missed) or self._record.functions.get(missed)
+            raise other_way("the end of forward", expected=f"a call of {event}")
+
     def leaving(self) -> list[Tensor]:
         """Return the values that leave."""
         return [present(each) for each in self._crossing(self._span.leaving)]
@@ -146,11 +153,9 @@ class Replay(Walk):
             if (position, number) not in self._kept:
                 frame = self._record.calls.get(position[:-1]) or "the model itself"
                 maker = self._record.calls.get(position) or self._record.functions.get(position)
-                raise UsageError(
-                    "forward goes another way than it went for the sample",
-                    where=f"the forward of {frame}",
+                raise other_way(
+                    f"the forward of {frame}",
                     expected=f"a result of {maker}, which the next rank needs",
-                    do="leave out the pipeline, or let forward make the same calls for every batch",
                 )
         return [self._kept[name] for name in names]
 
@@ -297,16 +302,25 @@ class Replay(Walk):
     def _check(self, position: Position, module: nn.Module) -> None:
         name, expected = self._modules.get(module, ""), self._record.calls.get(position)
         if name != expected:
-            raise UsageError(
-                "forward goes another way than it went for the sample",
-                where=f"a call of {name or type(module).__name__}",
+            raise other_way(
+                f"a call of {name or type(module).__name__}",
                 got=name,
                 expected=expected if expected is not None else "no call of a module",
-                do="leave out the pipeline, or let forward make the same calls for every batch",
             )
 
     def _undecided(self, function: str) -> UsageError:
         return undecided(function, self._record.calls.get(self._frames[-1][0], ""))
+
+
+def other_way(where: str, got: str = "", expected: str = "") -> UsageError:
+    """Return the error of a forward that makes other calls than the recorded one."""
+    return UsageError(
+        "forward goes another way than it went for the sample",
+        where=where,
+        got=got,
+        expected=expected,
+        do="leave out the pipeline, or let forward make the same calls for every batch",
+    )
 
 
 def check_hooks(module: nn.Module, name: str) -> None:

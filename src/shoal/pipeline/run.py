@@ -181,6 +181,7 @@ class ForwardRun:
         except Departed:
             self._depart(station, micro, replay.leaving(), token)
             return []
+        replay.check_ended()
         if token:
             self.tokens[micro] = token[0]
         return [present(output)]
