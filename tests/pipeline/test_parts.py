@@ -26,13 +26,13 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.draws import RANDOM_STATE, undrawn
 from shoal.core.errors import PlanError
 from shoal.front.joining import using
 from shoal.pipeline.calls import ModelCall
-from shoal.pipeline.draws import drawing_for, undrawn
+from shoal.pipeline.draws import drawing_for
 from shoal.pipeline.parts import RowPart, RowParts, joined
 from shoal.pipeline.run import ForwardRun
-from shoal.profiling.untraced import RANDOM_STATE
 
 QUICK = [("mlp", "clipped", 2, 2), ("tied", "with evaluation", 3, 2)]
 MORE = [

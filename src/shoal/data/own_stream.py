@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.data.draws import drawing_at, mixed, seed_worker
+from shoal.core.draws import mixed
+from shoal.data.draws import drawing_at, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.source import Position
 

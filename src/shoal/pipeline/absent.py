@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
+from shoal.pipeline.trees import leaves_in, mapped
 from shoal.pipeline.walk import is_walking
 from shoal.tensors.cut import cut_of, is_cut
 
@@ -64,6 +64,10 @@ class Forms:
         """Return an absent tensor of a tensor's form."""
         return Absent.of(self, self.form(tensor), grad=tensor.requires_grad)
 
+    def likes(self, values: Any) -> Any:
+        """Return values with absent tensors of their forms in the places of tensors."""
+        return mapped(lambda leaf: self.like(leaf) if isinstance(leaf, Tensor) else leaf, values)
+
     def called(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return a function's results, with absent tensors in the places of tensors.
 
@@ -83,7 +87,7 @@ class Forms:
             forms.append(self.form(leaf))
             return forms[-1]
 
-        formed_args, formed_kwargs = pytree.tree_map(formed, (tuple(args), dict(kwargs)))
+        formed_args, formed_kwargs = mapped(formed, (tuple(args), dict(kwargs)))
         try:
             with self.mode, torch.no_grad():
                 returned = function(*formed_args, **formed_kwargs)
@@ -99,7 +103,7 @@ class Forms:
                     return tensor
             return Absent.of(self, leaf, grad=grad and leaf.is_floating_point())
 
-        return pytree.tree_map(absent, returned)
+        return mapped(absent, returned)
 
     def needs_values(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Return whether a function looks at values."""
@@ -143,7 +147,7 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        absent = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Absent)]
         empty = next((leaf for leaf in absent if leaf.slot.value is None), None)
         if empty is None:
             args, kwargs = present((args, kwargs))
@@ -180,7 +184,7 @@ def present(values: Any) -> Any:
             return leaf.slot.value
         return leaf
 
-    return pytree.tree_map(value, values)
+    return mapped(value, values)
 
 
 def _device(tensor: Tensor) -> torch.device:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
-from shoal.pipeline.dataclass_trees import look_into_dataclasses
+from shoal.pipeline.trees import look_into_dataclasses
 
 _PLAIN = (int, float, str, bool, type(None))
 Shape = tuple[tuple[int, ...], torch.dtype]

@@ -10,18 +10,20 @@ depend on, and torch.utils.checkpoint makes the same ones again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from shoal.core.draws import RANDOM_STATE, mixed
 
 _MOST = 1 << 62
 
 
 def drawn_for_call() -> int:
     """Draw the number of a call from this rank's generator."""
-    return int(torch.randint(_MOST, (), device="cpu"))
+    with RANDOM_STATE:
+        return int(torch.randint(_MOST, (), device="cpu"))
 
 
 @contextmanager
@@ -34,27 +36,17 @@ def drawing_for(call: int, station: int, micro: int, device: torch.device) -> It
         micro: the number of the micro-batch.
         device: the device that the station computes on.
     """
-    digest = hashlib.blake2b(f"{call} {station} {micro}".encode(), digest_size=8).digest()
-    generators = _generators(device)
-    before = [generator.get_state() for generator in generators]
-    try:
+    generators, seed = _generators(device), mixed(call, station, micro)
+    with RANDOM_STATE:  # not for the whole of a station, which waits for other ranks
+        before = [generator.get_state() for generator in generators]
         for generator in generators:
-            generator.manual_seed(int.from_bytes(digest, "little") % _MOST)
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Take back all draws inside."""
-    before = torch.random.get_rng_state()
+            generator.manual_seed(seed)
     try:
         yield
     finally:
-        if not torch.equal(before, torch.random.get_rng_state()):
-            torch.random.set_rng_state(before)
+        with RANDOM_STATE:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

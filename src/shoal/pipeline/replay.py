@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
-from shoal.pipeline.draws import undrawn
 from shoal.pipeline.record import (
     Alias,
     ForwardRecord,
@@ -29,8 +29,9 @@ from shoal.pipeline.record import (
     signature,
     undecided,
 )
+from shoal.pipeline.trees import leaves_in, tensors_in
 from shoal.pipeline.unhooked import unhooked
-from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
+from shoal.pipeline.walk import END, Name, Position, Walk, eager_call
 from shoal.tensors.cut import is_cut, opened
 
 FIRST: Position = ()  # before all events
@@ -222,9 +223,7 @@ class Replay(Walk):
 
     def _can_compute(self, position: Position, args: Any, kwargs: Any) -> bool:
         """Return whether results outside of the station follow from inputs that are here."""
-        return position in self._record.given and not any(
-            map(is_empty, pytree.tree_leaves((args, kwargs)))
-        )
+        return position in self._record.given and not any(map(is_empty, leaves_in((args, kwargs))))
 
     def _computed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = present((args, kwargs))
@@ -235,15 +234,13 @@ class Replay(Walk):
             return function(*args, **kwargs)
 
     def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_in((args, kwargs))
         if function in _GETTERS and not is_empty(args[0]):
             return function(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
             with undrawn():  # a constant, or drawn at random
                 output = function(*args, **kwargs)
-            return pytree.tree_map(
-                lambda leaf: self._forms.like(leaf) if isinstance(leaf, Tensor) else leaf, output
-            )
+            return self._forms.likes(output)
         try:
             first = args[0] if args else None
             if isinstance(first, Absent) and function in _OF_ABSENT:

@@ -23,7 +23,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
@@ -36,7 +35,8 @@ from shoal.pipeline.moving import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined, rows_of
 from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import Coming
-from shoal.pipeline.walk import tensors_in, walking
+from shoal.pipeline.trees import mapped, tensors_in
+from shoal.pipeline.walk import walking
 
 
 @final
@@ -173,7 +173,7 @@ class ForwardRun:
         )
         args, kwargs = self.call.with_tensors(inputs)
         if route.record.changes_inputs:  # each replay changes its own
-            args, kwargs = pytree.tree_map(_own, (args, kwargs))
+            args, kwargs = mapped(_own, (args, kwargs))
         self.comm.reached(f"station {station} of the pipeline, micro-batch {micro}")
         try:
             with self._drawing(station, micro):
