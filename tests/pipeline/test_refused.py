@@ -322,7 +322,7 @@ HALVES = {"first": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1
 @pytest.mark.parametrize(
     ("skips", "head"),
     [
-        ([[{0, 1}], [{2, 3}]], True),  # by the cut of rank 0, rank 1 would run blocks of rank 0
+        ([[{0, 1}], [{2, 3}]], True),  # rank 1 would run blocks of rank 0, by the cut of rank 0
         ([[set(), {2, 3}]] * 2, False),  # rank 0 would never come to its cut
         ([[set(), set(), {2, 3}], [set(), {2, 3}]], False),  # nor rank 1, in a later replay
     ],

@@ -11,7 +11,7 @@ import torch
 
 # The process has one random state, and ranks may be its threads. Two threads that read torch's at
 # once can lock each other out for good, since torch takes the generator's lock while it holds
-# Python's. Who holds it may draw from a stream of its own inside.
+# Python's. A thread that holds the lock may draw from a stream of its own inside.
 RANDOM_STATE = threading.RLock()
 
 
@@ -42,3 +42,31 @@ def undrawn() -> Iterator[Callable[[], bool]]:
         finally:
             if has_drawn():
                 torch.set_rng_state(before)
+
+
+def drawn_seed() -> int:
+    """Draw a seed from torch's generator."""
+    with RANDOM_STATE:
+        return int(torch.randint(1 << 62, (), device="cpu"))
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Start torch's generators of a device and of the CPU at a seed, and put them back afterwards.
+
+    The lock is free inside, where a rank may wait for others.
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    with RANDOM_STATE:
+        before = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        with RANDOM_STATE:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)

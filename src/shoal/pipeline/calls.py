@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -44,7 +45,7 @@ class ModelCall:
         args, kwargs = pytree.tree_unflatten(leaves, self._form)
         return args, kwargs
 
-    @property
+    @cached_property
     def form(self) -> str:
         """The arguments but for the tensors' shapes and values, in words, a line each."""
         rest = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
@@ -54,7 +55,7 @@ class ModelCall:
         lines = {"arguments": form, "values": plain, "tensors": ", ".join(kinds)}
         return _in_lines(lines)
 
-    @property
+    @cached_property
     def common(self) -> str:
         """Everything that must be the same on every rank, in words, a line each."""
         return "\n".join(filter(None, [self.form, _in_lines(self._modes)]))

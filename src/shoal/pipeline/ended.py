@@ -154,7 +154,7 @@ class EndedForward:
     def result(self, tensor: Tensor) -> EndResult | None:
         """Return the result that a number is, if it was told of this forward."""
         node: Any = tensor.grad_fn
-        while type(node).__name__ == _BORDER:  # of the model, which changes no value
+        while type(node).__name__ == _BORDER:  # the border changes no value
             node = node.next_functions[0][0]
         return node.result if getattr(node, "run", None) is self else None
 

@@ -227,10 +227,11 @@ class Replay(Walk):
 
     def _computed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = present((args, kwargs))
-        used = [leaf for leaf in tensors_in((args, kwargs)) if is_cut(leaf)]
+        leaves = leaves_in((args, kwargs))
+        used = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and is_cut(leaf)]
         if not used:
             return function(*args, **kwargs)
-        with opened(used):  # type: ignore[arg-type]  # parameters of the station itself
+        with opened(used):  # parameters of the station itself
             return function(*args, **kwargs)
 
     def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
