@@ -29,6 +29,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy, probes_of
+from shoal.core.draws import RANDOM_STATE
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import strategy_and_exchange
 from shoal.core.registry import of
@@ -36,7 +37,6 @@ from shoal.core.role import Role
 from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import ProfileOptions, profile_model
-from shoal.profiling.untraced import RANDOM_STATE
 from shoal.servers.servers import serve
 
 # where models and batches are

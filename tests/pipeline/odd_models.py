@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -174,6 +174,27 @@ class SkipsInTurn(Blocks):
         self.steps += 1
         for number, block in enumerate(self.blocks):
             if number != 1 or self.steps % 2:
+                x = x + torch.tanh(block(x))
+        return x
+
+
+class Skips(Blocks):
+    """Leaves out the blocks of some numbers, which `skips` has for each run and all later ones."""
+
+    def __init__(self, *, head: bool = True) -> None:
+        super().__init__()
+        self.skips: list[Set[int]] = [frozenset()]
+        if not head:
+            del self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.first(x))
+        return self.head(x) if hasattr(self, "head") else x
+
+    def body(self, x: Tensor) -> Tensor:
+        left_out = self.skips.pop(0) if len(self.skips) > 1 else self.skips[0]
+        for number, block in enumerate(self.blocks):
+            if number not in left_out:
                 x = x + torch.tanh(block(x))
         return x
 

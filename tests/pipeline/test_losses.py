@@ -1,4 +1,4 @@
-"""Losses that scripts compute of a pipeline's output by torch functions, and what they read."""
+"""Losses that scripts compute of a pipeline's output by torch functions, and readings of it."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_numbers_that_modules_keep_are_of_own_rows(
 
 
 READS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
-    # what is read, and the most bytes that each other rank's rows cost
+    # a reading, and the most bytes that each other rank's rows cost
     "argmax": (lambda out, y: out.argmax(-1), 8),
     "best of softmax": (lambda out, y: torch.argmax(out.softmax(-1), dim=-1), 8),
     "best of last": (lambda out, y: out[:, -1:].argmax(1), 8),

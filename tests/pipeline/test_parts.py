@@ -1,4 +1,4 @@
-"""Pipelines whose ranks' rows go in parts: what one process has, or a refusal."""
+"""Pipelines whose ranks' rows go in parts: they train as one process does, or are refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.draws import RANDOM_STATE, drawing_from, mixed, undrawn
 from shoal.core.errors import PlanError
 from shoal.front.joining import using
 from shoal.pipeline.calls import ModelCall
-from shoal.pipeline.draws import drawing_for, undrawn
 from shoal.pipeline.parts import RowPart, RowParts, joined
 from shoal.pipeline.run import ForwardRun
-from shoal.profiling.untraced import RANDOM_STATE
 
 QUICK = [("mlp", "clipped", 2, 2), ("tied", "with evaluation", 3, 2)]
 MORE = [
@@ -94,7 +93,7 @@ def test_each_station_and_part_draws_its_own() -> None:
     with RANDOM_STATE, torch.random.fork_rng(devices=()):
         before, numbers = torch.random.get_rng_state(), []
         for seeds in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0)):
-            with drawing_for(*seeds, torch.device("cpu")):
+            with drawing_from(mixed(*seeds), torch.device("cpu")):
                 numbers.append(float(torch.rand(())))
         with undrawn():
             torch.rand(3)

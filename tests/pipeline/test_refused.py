@@ -22,6 +22,7 @@ from odd_models import (
     Looks,
     PartsViews,
     Returns,
+    Skips,
     SkipsInTurn,
     SumsTerms,
     WithinNoGrad,
@@ -313,6 +314,30 @@ def test_what_cannot_be_right_is_refused(
     assert all(isinstance(error, ShoalError) for error in errors.values())
     with pytest.raises(ShoalError, match=said):
         raise own[0]
+
+
+HALVES = {"first": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}
+
+
+@pytest.mark.parametrize(
+    ("skips", "head"),
+    [
+        ([[{0, 1}], [{2, 3}]], True),  # rank 1 would run blocks of rank 0, by the cut of rank 0
+        ([[set(), {2, 3}]] * 2, False),  # rank 0 would never come to its cut
+        ([[set(), set(), {2, 3}], [set(), {2, 3}]], False),  # nor rank 1, in a later replay
+    ],
+)
+def test_ways_that_differ_are_refused(skips: list[list[set[int]]], head: bool) -> None:
+    def loop(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        model.skips = [*skips[rank]]
+        output = model(batch(rank)[0])
+        output.pow(2).mean().backward()
+
+    pins = pins_of({**HALVES, "head": 1} if head else HALVES)
+    sample = {} if head else {"sample": (batch(0)[0], batch(0)[0])}
+    errors = errors_of(Skips(head=head), loop, pins=pins, **sample)
+    assert all(isinstance(error, ShoalError) for error in errors.values()), errors
+    assert any("another way than it went for the sample" in str(e) for e in errors.values())
 
 
 def test_a_cut_that_cannot_be_is_refused_and_the_planner_finds_another() -> None:

@@ -6,7 +6,6 @@ depend on the rank, too: else two ranks would augment their rows alike.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,17 +14,7 @@ from typing import final
 import numpy as np
 import torch
 
-from shoal.profiling.untraced import RANDOM_STATE
-
-
-def mixed(*numbers: int) -> int:
-    """Make one seed of several numbers. Others make another one, also where their sums are alike.
-
-    >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
-    (True, False)
-    """
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+from shoal.core.draws import RANDOM_STATE
 
 
 @final

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.data.draws import drawing_at, mixed, seed_worker
+from shoal.core.draws import mixed
+from shoal.data.draws import drawing_at, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.told import ToldDataset, next_part
 from shoal.data.worker_info import WorkerInfo, begin

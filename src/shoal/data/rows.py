@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data import Sampler
 
+from shoal.core.draws import mixed
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal, global_batches, last_batches, num_batches, shared_by
-from shoal.data.draws import mixed
 from shoal.data.ends import OwnEnds
 from shoal.data.order import Order, OrderReader, digest
 from shoal.data.parts import num_rows, one_of, part

@@ -13,13 +13,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, final
 
-import torch
-
+from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
 from shoal.core.passes import Pass, Passes, PassPosition
 from shoal.data.deal import Deal
 from shoal.data.shares import Shares
-from shoal.profiling.untraced import RANDOM_STATE
 
 T = TypeVar("T")
 Position = list[int]  # rows or batches that all ranks have taken; several where a stream has parts
@@ -216,12 +214,8 @@ def _undrawn(fetch: Fetch) -> Iterator[Any]:
     The DataLoader drew a number as the epoch began, and draws one again. With that, a run that goes
     on would draw others for dropout than one that was never stopped.
     """
-    with RANDOM_STATE:
-        state = torch.get_rng_state()
-        try:
-            return fetch()
-        finally:
-            torch.set_rng_state(state)
+    with undrawn():
+        return fetch()
 
 
 @final

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data._utils import worker as torch_worker
 
+from shoal.core.draws import mixed
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal, global_batches, last_batches, shared_by
-from shoal.data.draws import OwnRandom, drawing_at, mixed, seed_worker
+from shoal.data.draws import OwnRandom, drawing_at, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.rows import own_part
 from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order

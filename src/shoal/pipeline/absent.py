@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
+from shoal.pipeline.trees import leaves_in, mapped
 from shoal.pipeline.walk import is_walking
 from shoal.tensors.cut import cut_of, is_cut
 
@@ -56,13 +56,15 @@ class Forms:
 
     def absent(self, shape: Any, dtype: torch.dtype, device: torch.device, *, grad: bool) -> Absent:
         """Return an absent tensor of this form, with usual strides."""
-        with self.mode:
-            form = torch.empty(shape, dtype=dtype, device=device)
-        return Absent.of(self, form, grad=grad)
+        return Absent.of(self, torch.empty(shape, dtype=dtype, device="meta"), device, grad=grad)
 
     def like(self, tensor: Tensor) -> Absent:
         """Return an absent tensor of a tensor's form."""
         return Absent.of(self, self.form(tensor), grad=tensor.requires_grad)
+
+    def likes(self, values: Any) -> Any:
+        """Return values with absent tensors of their forms in the places of tensors."""
+        return mapped(lambda leaf: self.like(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
     def called(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return a function's results, with absent tensors in the places of tensors.
@@ -83,7 +85,7 @@ class Forms:
             forms.append(self.form(leaf))
             return forms[-1]
 
-        formed_args, formed_kwargs = pytree.tree_map(formed, (tuple(args), dict(kwargs)))
+        formed_args, formed_kwargs = mapped(formed, (tuple(args), dict(kwargs)))
         try:
             with self.mode, torch.no_grad():
                 returned = function(*formed_args, **formed_kwargs)
@@ -99,7 +101,7 @@ class Forms:
                     return tensor
             return Absent.of(self, leaf, grad=grad and leaf.is_floating_point())
 
-        return pytree.tree_map(absent, returned)
+        return mapped(absent, returned)
 
     def needs_values(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Return whether a function looks at values."""
@@ -116,15 +118,32 @@ class Slot:
 
     Args:
         forms: computes forms.
-        form: the value's form.
+        like: the value's form, or a tensor on no device ("meta") with its shape and type.
+        device: the value's device, if it is not that of the form.
         grad: whether the value takes a gradient.
     """
 
-    __slots__ = ("form", "forms", "grad", "value")
+    __slots__ = ("_device", "_like", "forms", "grad", "value")
 
-    def __init__(self, forms: Forms, form: Tensor, *, grad: bool) -> None:
-        self.forms, self.form, self.grad = forms, form, grad
+    def __init__(
+        self, forms: Forms, like: Tensor, device: torch.device | None, *, grad: bool
+    ) -> None:
+        self.forms, self._like, self._device, self.grad = forms, like, device, grad
         self.value: Tensor | None = None
+
+    @property
+    def form(self) -> Tensor:
+        """The value's form, made when a function first needs it: most calls pass values on."""
+        if self._device is not None:
+            like, device, self._device = self._like, self._device, None
+            with self.forms.mode:
+                self._like = torch.empty(like.shape, dtype=like.dtype, device=device)
+        return self._like
+
+    def told(self, getter: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the shape, type or device that a function asks for."""
+        like = self.form if getter == _DEVICE else self._like
+        return getter(like, *args, **kwargs)
 
 
 @final
@@ -134,16 +153,18 @@ class Absent(Tensor):
     slot: Slot
 
     @classmethod
-    def of(cls, forms: Forms, form: Tensor, *, grad: bool) -> Absent:
-        """Return an absent tensor of a form."""
+    def of(
+        cls, forms: Forms, like: Tensor, device: torch.device | None = None, *, grad: bool
+    ) -> Absent:
+        """Return an absent tensor of a form, which `Slot` takes."""
         shell = torch.empty(0, device="meta").as_subclass(cls)
-        shell.__dict__["slot"] = Slot(forms, form, grad=grad)
+        shell.__dict__["slot"] = Slot(forms, like, device, grad=grad)
         return shell
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        absent = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Absent)]
         empty = next((leaf for leaf in absent if leaf.slot.value is None), None)
         if empty is None:
             args, kwargs = present((args, kwargs))
@@ -152,6 +173,8 @@ class Absent(Tensor):
             return empty.slot.grad
         if func == _GRAD_FN:
             return None
+        if func in _OF_FORM and empty is args[0]:
+            return empty.slot.told(func, args[1:], kwargs)
         if not is_walking() and func not in _OF_FORM:
             raise UsageError(
                 "a tensor that forward has kept belongs to another rank's layers",
@@ -180,7 +203,7 @@ def present(values: Any) -> Any:
             return leaf.slot.value
         return leaf
 
-    return pytree.tree_map(value, values)
+    return mapped(value, values)
 
 
 def _device(tensor: Tensor) -> torch.device:
@@ -190,6 +213,7 @@ def _device(tensor: Tensor) -> torch.device:
 
 _REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009
 _GRAD_FN = getattr(Tensor, "grad_fn").__get__  # noqa: B009
+_DEVICE = getattr(Tensor, "device").__get__  # noqa: B009
 LOOKS = frozenset({Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__})
 _OF_FORM = frozenset(
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
-from shoal.pipeline.dataclass_trees import look_into_dataclasses
+from shoal.pipeline.trees import look_into_dataclasses
 
 _PLAIN = (int, float, str, bool, type(None))
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -44,7 +45,7 @@ class ModelCall:
         args, kwargs = pytree.tree_unflatten(leaves, self._form)
         return args, kwargs
 
-    @property
+    @cached_property
     def form(self) -> str:
         """The arguments but for the tensors' shapes and values, in words, a line each."""
         rest = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
@@ -54,7 +55,7 @@ class ModelCall:
         lines = {"arguments": form, "values": plain, "tensors": ", ".join(kinds)}
         return _in_lines(lines)
 
-    @property
+    @cached_property
     def common(self) -> str:
         """Everything that must be the same on every rank, in words, a line each."""
         return "\n".join(filter(None, [self.form, _in_lines(self._modes)]))
@@ -84,7 +85,7 @@ class CallsTold:
             RanksDiffer: ranks call with other arguments than tensors, or in other modes.
         """
         common = call.common
-        own = _number(f"{common} {call.shapes}")
+        own = number_of(f"{common} {call.shapes}")
         numbers = self._comm.numbers([own] * self._comm.size, purpose)
         if any((rank, number) not in self._known for rank, number in enumerate(numbers)):
             told = self._comm.gather_objects(
@@ -110,7 +111,8 @@ def _in_lines(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in values.items())
 
 
-def _number(text: str) -> int:
+def number_of(text: str) -> int:
+    """Return a number that other texts have otherwise. Ranks tell it in place of the text."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 

@@ -11,13 +11,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import EndLoss
-from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.expressions import (
     EndResult,
     Expression,
@@ -35,7 +33,8 @@ from shoal.pipeline.output import EndOutput, made_of, way_back
 from shoal.pipeline.replay import Replay, check_hooks
 from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
-from shoal.pipeline.walk import tensors_in, walking
+from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
+from shoal.pipeline.walk import walking
 
 
 @final
@@ -55,9 +54,7 @@ class PipelineCalls:
         if self.runs:
             return forward(*args, **kwargs)
         # an output of before, which this rank looks at
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.seen() if _is_value(leaf) else leaf, (args, kwargs)
-        )
+        args, kwargs = mapped(lambda leaf: leaf.seen() if _is_value(leaf) else leaf, (args, kwargs))
         check_objects((args, kwargs))
         self.pipeline.comm.reached("a call of the model, which is in a pipeline")
         self.pipeline.outbox.finish()
@@ -113,7 +110,7 @@ class EndedForward:
                 return self._told_number(end.result, grad)
             return end
 
-        placed_form: WithKept = pytree.tree_map(placed, form)
+        placed_form: WithKept = mapped(placed, form)
         return placed_form
 
     def _form_of_output(self) -> Any:
@@ -157,7 +154,7 @@ class EndedForward:
     def result(self, tensor: Tensor) -> EndResult | None:
         """Return the result that a number is, if it was told of this forward."""
         node: Any = tensor.grad_fn
-        while type(node).__name__ == _BORDER:  # of the model, which changes no value
+        while type(node).__name__ == _BORDER:  # the border changes no value
             node = node.next_functions[0][0]
         return node.result if getattr(node, "run", None) is self else None
 

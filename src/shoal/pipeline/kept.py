@@ -19,8 +19,8 @@ from shoal.contracts.batch import tensors_of
 from shoal.contracts.kept import keep, kept_by
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent
-from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.record import Recording
+from shoal.pipeline.trees import leaves_in, look_into_dataclasses
 from shoal.pipeline.walk import running_walk
 
 Place = tuple[str, str]  # the name of a module, and of its attribute
@@ -76,7 +76,7 @@ class KeptNumbers:
             (name, attribute): _copied(value)
             for name, module in self._modules.items()
             for attribute, value in kept_by(module).items()
-            if any(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(value))
+            if any(isinstance(leaf, Absent) for leaf in leaves_in(value))
         }
 
     def _value(self, place: Place) -> Any:
@@ -102,7 +102,7 @@ def _are_numbers(value: Any) -> bool:
     """Return whether all tensors among some values are numbers."""
     return all(
         not isinstance(leaf, Tensor) or (not leaf.dim() and leaf.is_floating_point())
-        for leaf in pytree.tree_leaves(value)
+        for leaf in leaves_in(value)
     )
 
 
@@ -114,7 +114,7 @@ def _copied(value: Any) -> Any:
 def check_objects(arguments: Any) -> None:
     """Raise UsageError if tensors are in an object, which other ranks would not get."""
     look_into_dataclasses(arguments)
-    for leaf in pytree.tree_leaves(arguments):
+    for leaf in leaves_in(arguments):
         if not isinstance(leaf, _PLAIN) and tensors_of(leaf):
             raise UsageError(
                 "an argument of the model is an object with tensors, which a pipeline does not "

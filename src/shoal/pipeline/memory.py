@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.pipeline.absent import Absent
-from shoal.pipeline.walk import tensors_in
+from shoal.pipeline.trees import tensors_in
 
 
 def changes_in_place(function: Callable[..., Any]) -> bool:

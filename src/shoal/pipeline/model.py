@@ -11,12 +11,12 @@ from torch import nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
-from shoal.pipeline.calls import CallsTold, ModelCall, Shape
+from shoal.pipeline.calls import CallsTold, ModelCall, Shape, number_of
 from shoal.pipeline.homes import Homes, homes_of
 from shoal.pipeline.moving import MovingBuffer, aside
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
-from shoal.pipeline.replay import Modules, spans
+from shoal.pipeline.replay import Modules, other_way, spans
 from shoal.pipeline.route import Outbox, StationRoute
 from shoal.pipeline.stations import Stations, stations
 
@@ -85,9 +85,16 @@ class PipelinedModel:
             record, {**self.holders, **homes}, {**self._layers, **{name: name for name in homes}}
         )
         homes |= homes_of(uses, found, self.homes.frozen)
-        holders, cuts, homes = self.comm.gather_objects(
-            ([*found.holders], [list(cut) for cut in found.cuts], homes), "pipeline: stations"
-        )[0]
+        own = number_of(str(sorted(record.calls.items())))
+        told = self.comm.gather_objects(
+            ([*found.holders], [list(cut) for cut in found.cuts], homes, own), "pipeline: stations"
+        )
+        for rank, (*_, its) in enumerate(told):
+            if its != own:
+                raise other_way(
+                    f"the first such forward of rank {rank}", got="other calls than here"
+                )
+        holders, cuts, homes, _ = told[0]
         self.homes.settle(homes)
         self._layers.update(zip(homes, homes, strict=True))
         self.holders.update(homes)

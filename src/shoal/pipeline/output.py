@@ -12,12 +12,11 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.expressions import Changing, EndResult, Expression, Unclear, sliced
 from shoal.pipeline.memory import changes_in_place, memory_of
-from shoal.pipeline.walk import tensors_in
+from shoal.pipeline.trees import mapped, tensors_in
 
 _After = Callable[[Tensor], Tensor]
 
@@ -123,7 +122,7 @@ class EndOutput(Tensor):
                 pass
             except Changing:
                 return _changed(func, first, args, kwargs)
-        args, kwargs = pytree.tree_map(_looked, (tuple(args), kwargs))
+        args, kwargs = mapped(_looked, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def looked(self) -> Tensor:
@@ -153,7 +152,7 @@ class EndOutput(Tensor):
         """Return the values. A view shares memory with its base."""
         if self._view_of is not None:
             func, arguments = self._view_of
-            args, kwargs = pytree.tree_map(
+            args, kwargs = mapped(
                 lambda leaf: leaf.in_memory() if isinstance(leaf, EndOutput) else leaf, arguments
             )
             with torch.no_grad():
@@ -183,7 +182,7 @@ def _changed(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
             f"{name} on the output of a pipeline would be of a copy of it",
             do="write it out of place (out = out / 2), or let the model do it in its forward",
         )
-    args, kwargs = pytree.tree_map(_looked, (tuple(args[1:]), kwargs))
+    args, kwargs = mapped(_looked, (tuple(args[1:]), kwargs))
     with torch.no_grad():
         func(first.in_memory(), *args, **kwargs)
     return first
@@ -195,7 +194,7 @@ def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         Unclear: this rank computes it by itself, of values that it has looked at.
     """
-    arguments = pytree.tree_map(_as_seen, (tuple(args), kwargs))
+    arguments = mapped(_as_seen, (tuple(args), kwargs))
     given = [leaf for leaf in tensors_in(arguments) if isinstance(leaf, EndOutput)]
     if not given:
         return func(*arguments[0], **arguments[1])
@@ -229,7 +228,7 @@ def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
     wanted = list(compress(made, at_once))
     told = iter(given[0].forward.told(wanted) if wanted else ())
     results = iter([next(told) if now else each for each, now in zip(made, at_once, strict=True)])
-    return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, Tensor) else leaf, form)
+    return mapped(lambda leaf: next(results) if isinstance(leaf, Tensor) else leaf, form)
 
 
 def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expression:
@@ -250,7 +249,7 @@ def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expres
             return next((each for each in results if each is not None), leaf)
         return leaf
 
-    arguments = pytree.tree_map(named, arguments)
+    arguments = mapped(named, arguments)
     others = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
     if others and torch.is_grad_enabled():
         if not any(each.takes_grad for each in given):

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
-from shoal.pipeline.dataclass_trees import look_into_dataclasses
 from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
 from shoal.pipeline.moving import CountingBuffer
+from shoal.pipeline.trees import copied, look_into_dataclasses, tensors_in
 from shoal.pipeline.unhooked import unhooked, without_backward_hooks
-from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in, walking
+from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, walking
 
 INPUT: Position = (-1.0,)  # the origin of the forward's inputs
 
@@ -310,14 +311,11 @@ class Recording(Walk):
             self._kept.update(dict.fromkeys(written))
             self.record.countings.append(CountingBuffer(args[0], function, args[1:], kwargs))
             return (None if is_item(function) else args[0]), True
-        before = torch.random.get_rng_state()
-        output = function(*args, **kwargs)
-        if torch.equal(before, torch.random.get_rng_state()):
-            return output, True
-        torch.random.set_rng_state(before)
-        return pytree.tree_map(
-            lambda leaf: self._forms.like(leaf) if isinstance(leaf, Tensor) else leaf, output
-        ), False
+        with undrawn() as has_drawn:
+            output = function(*args, **kwargs)
+            if not has_drawn():
+                return output, True
+        return self._forms.likes(output), False
 
     def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -466,13 +464,6 @@ def recorded(
             continue
         recording.finished(output)
         return recording.record, output
-
-
-def copied(values: Any) -> Any:
-    """Return values with copies in the places of tensors."""
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values
-    )
 
 
 class _Filled(BaseException):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
-from shoal.pipeline.draws import undrawn
 from shoal.pipeline.record import (
     Alias,
     ForwardRecord,
@@ -29,8 +29,9 @@ from shoal.pipeline.record import (
     signature,
     undecided,
 )
+from shoal.pipeline.trees import leaves_in, tensors_in
 from shoal.pipeline.unhooked import unhooked
-from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, tensors_in
+from shoal.pipeline.walk import END, Name, Position, Walk, eager_call
 from shoal.tensors.cut import is_cut, opened
 
 FIRST: Position = ()  # before all events
@@ -136,6 +137,13 @@ class Replay(Walk):
         self._entered = {made[:depth] for made, _ in self._needed for depth in range(1, len(made))}
         self._kept: dict[Name, Any] = {}
 
+    def check_ended(self) -> None:
+        """Raise UsageError if forward has ended, and the station has not begun or not ended."""
+        missed = self._span.end if self._is_here else self._span.begin
+        if missed != LAST:
+            event = self._record.calls.get(missed) or self._record.functions.get(missed)
+            raise other_way("the end of forward", expected=f"a call of {event}")
+
     def leaving(self) -> list[Tensor]:
         """Return the values that leave."""
         return [present(each) for each in self._crossing(self._span.leaving)]
@@ -146,11 +154,9 @@ class Replay(Walk):
             if (position, number) not in self._kept:
                 frame = self._record.calls.get(position[:-1]) or "the model itself"
                 maker = self._record.calls.get(position) or self._record.functions.get(position)
-                raise UsageError(
-                    "forward goes another way than it went for the sample",
-                    where=f"the forward of {frame}",
+                raise other_way(
+                    f"the forward of {frame}",
                     expected=f"a result of {maker}, which the next rank needs",
-                    do="leave out the pipeline, or let forward make the same calls for every batch",
                 )
         return [self._kept[name] for name in names]
 
@@ -217,28 +223,25 @@ class Replay(Walk):
 
     def _can_compute(self, position: Position, args: Any, kwargs: Any) -> bool:
         """Return whether results outside of the station follow from inputs that are here."""
-        return position in self._record.given and not any(
-            map(is_empty, pytree.tree_leaves((args, kwargs)))
-        )
+        return position in self._record.given and not any(map(is_empty, leaves_in((args, kwargs))))
 
     def _computed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = present((args, kwargs))
-        used = [leaf for leaf in tensors_in((args, kwargs)) if is_cut(leaf)]
+        leaves = leaves_in((args, kwargs))
+        used = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and is_cut(leaf)]
         if not used:
             return function(*args, **kwargs)
-        with opened(used):  # type: ignore[arg-type]  # parameters of the station itself
+        with opened(used):  # parameters of the station itself
             return function(*args, **kwargs)
 
     def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_in((args, kwargs))
         if function in _GETTERS and not is_empty(args[0]):
             return function(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
             with undrawn():  # a constant, or drawn at random
                 output = function(*args, **kwargs)
-            return pytree.tree_map(
-                lambda leaf: self._forms.like(leaf) if isinstance(leaf, Tensor) else leaf, output
-            )
+            return self._forms.likes(output)
         try:
             first = args[0] if args else None
             if isinstance(first, Absent) and function in _OF_ABSENT:
@@ -297,16 +300,25 @@ class Replay(Walk):
     def _check(self, position: Position, module: nn.Module) -> None:
         name, expected = self._modules.get(module, ""), self._record.calls.get(position)
         if name != expected:
-            raise UsageError(
-                "forward goes another way than it went for the sample",
-                where=f"a call of {name or type(module).__name__}",
+            raise other_way(
+                f"a call of {name or type(module).__name__}",
                 got=name,
                 expected=expected if expected is not None else "no call of a module",
-                do="leave out the pipeline, or let forward make the same calls for every batch",
             )
 
     def _undecided(self, function: str) -> UsageError:
         return undecided(function, self._record.calls.get(self._frames[-1][0], ""))
+
+
+def other_way(where: str, got: str = "", expected: str = "") -> UsageError:
+    """Return the error of a forward that makes other calls than the recorded one."""
+    return UsageError(
+        "forward goes another way than it went for the sample",
+        where=where,
+        got=got,
+        expected=expected,
+        do="leave out the pipeline, or let forward make the same calls for every batch",
+    )
 
 
 def check_hooks(module: nn.Module, name: str) -> None:

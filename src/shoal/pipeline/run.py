@@ -23,20 +23,20 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
+from shoal.core.draws import drawing_from, drawn_seed, mixed
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
-from shoal.pipeline.draws import drawing_for, drawn_for_call
 from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined, rows_of
 from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import Coming
-from shoal.pipeline.walk import tensors_in, walking
+from shoal.pipeline.trees import mapped, tensors_in
+from shoal.pipeline.walk import walking
 
 
 @final
@@ -66,7 +66,7 @@ class ForwardRun:
         ] = {}  # tokens of values that have arrived at the end, by micro-batch
         self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
         is_training = pipeline_mode(pipeline.modules.names) is not False
-        self._drawn = drawn_for_call() if is_training else None
+        self._drawn = drawn_seed() if is_training else None
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.begins(FORWARD)
@@ -173,7 +173,7 @@ class ForwardRun:
         )
         args, kwargs = self.call.with_tensors(inputs)
         if route.record.changes_inputs:  # each replay changes its own
-            args, kwargs = pytree.tree_map(_own, (args, kwargs))
+            args, kwargs = mapped(_own, (args, kwargs))
         self.comm.reached(f"station {station} of the pipeline, micro-batch {micro}")
         try:
             with self._drawing(station, micro):
@@ -181,15 +181,22 @@ class ForwardRun:
         except Departed:
             self._depart(station, micro, replay.leaving(), token)
             return []
+        replay.check_ended()
         if token:
             self.tokens[micro] = token[0]
         return [present(output)]
 
     def _drawing(self, station: int, micro: int) -> AbstractContextManager[None]:
-        """Let a station draw numbers of its own. In evaluation it draws as any forward does."""
+        """Let a station draw numbers of its own. In evaluation it draws as any forward does.
+
+        In training each call draws one number on every rank, and the station starts at a seed of
+        that number, itself and the micro-batch. So ranks that begin with one seed keep equal
+        generators, a checkpoint has all that the next numbers depend on, and
+        torch.utils.checkpoint makes the same numbers again.
+        """
         if self._drawn is None:
             return nullcontext()
-        return drawing_for(self._drawn, station, micro, self.device)
+        return drawing_from(mixed(self._drawn, station, micro), self.device)
 
     def _arrived(
         self,

@@ -26,9 +26,8 @@ from typing import Any, final
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 
 Position = tuple[float, ...]
@@ -221,8 +220,3 @@ def walking() -> Iterator[None]:
             if not _USERS:
                 nn.Module.__call__ = _CALL  # type: ignore[method-assign]
                 vars(checkpoints).update(CheckpointFunction=_REENTRANT, **{_NAME: _CHECKPOINT})
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in a tree of values, in order."""
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -30,11 +30,12 @@ from shoal.contracts.batch import mapped
 from shoal.contracts.comm import Comm
 from shoal.contracts.sample import Sample
 from shoal.contracts.state import TensorSlot, states
+from shoal.core.draws import RANDOM_STATE
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.facts import MovingState
 from shoal.profiling.identity import content
 from shoal.profiling.traces import Traces
-from shoal.profiling.untraced import RANDOM_STATE, drop_gradients
+from shoal.profiling.untraced import drop_gradients
 from shoal.tensors.sync_norm import Synchronised
 
 Ways = str | Mapping[str, str]  # what the user says of buffers

@@ -7,7 +7,6 @@ and the random state of torch, `random` and numpy. Costs one copy of it for as l
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,13 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.contracts.sample import Sample
+from shoal.core.draws import RANDOM_STATE
 from shoal.core.pieces import local_gradient
 from shoal.profiling.traces import Traces
-
-# The process has one random state, and ranks may be its threads. Two threads that read torch's at
-# once can lock each other out for good, since torch takes the generator's lock while it holds
-# Python's. A thread that has it may take it again, to draw from a stream of its own.
-RANDOM_STATE = threading.RLock()
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from shoal.core.plan import Plan
 from shoal.core.registry import named
 from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.parts import RowPart, RowParts, joined, rows_of
+from shoal.pipeline.trees import copied, mapped, tensors_in
 from shoal.profiling.tails import close
 
 _NO_ROWS = "no rank's sample has two rows, so nobody can try parts of them"
@@ -121,7 +122,7 @@ def _tried(trial: Trial) -> RowFacts:
     calls: list[tuple[Any, Any]] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(_copied((args, kwargs)))
+        calls.append(copied((args, kwargs)))
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -130,7 +131,7 @@ def _tried(trial: Trial) -> RowFacts:
         hook.remove()
     for name, module in model.named_modules():
         for attribute, value in kept_by(module).items():
-            if any(leaf.requires_grad and not leaf.dim() for leaf in _tensors(value)):
+            if any(leaf.requires_grad and not leaf.dim() for leaf in tensors_in(value)):
                 place = ".".join(filter(None, (name, attribute)))
                 return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
     found: dict[str, tuple[bool, ...]] = {}
@@ -172,13 +173,13 @@ def _differs(model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: in
 
         def run(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
             put_back()
-            args, kwargs = call.with_tensors(_copied(tensors))
+            args, kwargs = call.with_tensors(copied(tensors))
             output = _detached(model(*args, **kwargs))
             return output, [slot.tensor.clone() for slot in slots if slot.tensor is not None]
 
         with _repeating(model, lambda: run(call.tensors)[0]):
             whole, after = run(call.tensors)
-            if any(leaf.is_floating_point() and not leaf.dim() for leaf in _tensors(whole)):
+            if any(leaf.is_floating_point() and not leaf.dim() for leaf in tensors_in(whole)):
                 return _OWN_LOSS
             outputs, begin = [], 0
             rows = rows_of(call.shapes)
@@ -197,20 +198,20 @@ def _differs(model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: in
 def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
     """Return whether an output is that of the parts, one behind the other."""
     forms = [pytree.tree_structure(each) for each in (whole, *outputs)]
-    parts = [_tensors(output) for output in outputs]
-    wholes = _tensors(whole)
+    parts = [tensors_in(output) for output in outputs]
+    wholes = tensors_in(whole)
     if any(form != forms[0] for form in forms) or any(len(p) != len(wholes) for p in parts):
         return False
     return all(
         close(leaf, [own[number] for own in parts]) for number, leaf in enumerate(wholes)
-    ) and len(_tensors(joined(outputs))) == len(wholes)
+    ) and len(tensors_in(joined(outputs))) == len(wholes)
 
 
 @contextmanager
 def _repeating(model: nn.Module, run: Any) -> Iterator[None]:
     """Let a model give the same twice: in evaluation, if training draws random numbers."""
     training = [(module, module.training) for module in model.modules()]
-    first, second = _tensors(run()), _tensors(run())
+    first, second = tensors_in(run()), tensors_in(run())
     if not all(map(_same, first, second)):
         model.eval()
     try:
@@ -244,15 +245,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _copied(values: Any) -> Any:
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values
-    )
-
-
 def _detached(values: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
+    return mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
