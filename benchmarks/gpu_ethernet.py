@@ -213,7 +213,7 @@ def measure(name: str, task: Task, steps: int, limit_s: float) -> None:
     step_s = timed(made.step, steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if HAS_GPU else 0.0
     faulthandler.cancel_dump_traceback_later()
-    if RANK == 0:
+    if RANK == 0 or name == "plain":  # hosts may be unlike
         ratio = f"{step_s / made.predicted_s:.2f}" if made.predicted_s else "-"
         print(
             f"{name}: {step_s:.4f} s a step, predicted {made.predicted_s:.4f} (measured ÷ "

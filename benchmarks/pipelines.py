@@ -7,19 +7,27 @@ with tied ends. Each way trains in turn in the same processes. Rank 0 prints a l
 median step in seconds, and the seconds of set-up.
 
     plain, ddp       nothing sent; DDP with its usual buckets
-    pipeline, parts  every rank has layers; the same, with each rank's rows in two parts
+    pipeline, parts  every rank has layers; the same, with each rank's rows in --parts parts
+    even             as parts, with as many blocks on each rank
     auto, exact      the planner's own plan; the best exact one without a pipeline
+    speed            as exact, with rows of the ranks by --shares
+
+Hosts of unlike speed, of which the second has a third of a core:
+
+    shoal lab --hosts 2 --rate 100mbit --cores 1,0.33 -- python benchmarks/pipelines.py \\
+        --rows 8 --parts 4 --shares 12 4 --ways plain parts even speed parts plain
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 
 import gpu_ethernet
 import torch
 from gpt import GPT
-from gpu_ethernet import DEVICE, RANK, WAYS, Task, be_apart, by_shoal, letters_loss, measure
+from gpu_ethernet import DEVICE, RANK, WAYS, Made, Task, be_apart, by_shoal, letters_loss, measure
 from torch import nn
 
 import shoal
@@ -31,9 +39,10 @@ SIZES = {  # words, width, blocks, rows of a rank, tokens of a row
 }
 
 
-def gpt(size: str, *, tied: bool) -> Task:
+def gpt(size: str, *, tied: bool, own_rows: int | None) -> Task:
     """A GPT of one of these sizes."""
-    words, width, blocks, rows, tokens = SIZES[size]
+    words, width, blocks, usual, tokens = SIZES[size]
+    rows = own_rows or usual
 
     def model() -> nn.Module:
         made = GPT(words, tokens, width=width, num_blocks=blocks, num_heads=max(1, width // 64)).to(
@@ -47,11 +56,24 @@ def gpt(size: str, *, tied: bool) -> Task:
     return Task(model, letters_loss, (x, y))
 
 
+def even(task: Task, parts: int) -> Made:
+    """A pipeline that has as many blocks on each rank."""
+    model = task.model()
+    names = [name for name, module in model.named_modules() if [*module.parameters(False)]]
+    ranks = int(os.environ["WORLD_SIZE"])
+    holders = [at * ranks // len(names) for at in range(len(names))]
+    pins = {f"model.{name}": f"pipeline:{rank}" for name, rank in zip(names, holders, strict=True)}
+    return by_shoal(task, pins=pins, micro_batches=parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(SIZES), default="gpt21m")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--ways", nargs="+", default=["plain", "ddp", "pipeline"])
+    parser.add_argument("--rows", type=int, help="of a rank")
+    parser.add_argument("--parts", type=int, default=2, help="of the rows of a rank")
+    parser.add_argument("--shares", type=int, nargs="*", help="rows of each rank, for speed")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=300, help="then stacks are printed")
@@ -59,14 +81,19 @@ def main() -> None:
     torch.set_num_threads(1)
     be_apart()
     gpu_ethernet.AUTOCAST = DEVICE == "cuda"
-    WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=2)
+    WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=options.parts)
+    WAYS["even"] = partial(even, parts=options.parts)
+    WAYS["speed"] = WAYS["exact"]
     shoal.init(timeout_s=120)
-    task = gpt(options.model, tied=options.tied)
+    rows = dict.fromkeys(options.ways, options.rows)
+    if options.shares:
+        rows["speed"] = options.shares[RANK]
+    tasks = {way: gpt(options.model, tied=options.tied, own_rows=rows[way]) for way in rows}
     if RANK == 0:
         print(f"{options.model}{' tied' if options.tied else ''}, torch {torch.__version__}")
     for _ in range(options.rounds):
         for way in options.ways:
-            measure(way, task, options.steps, options.limit_s)
+            measure(way, tasks[way], options.steps, options.limit_s)
 
 
 if __name__ == "__main__":

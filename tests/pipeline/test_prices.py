@@ -21,6 +21,7 @@ from shoal.pipeline.absent import Forms
 from shoal.pipeline.prices import StationWork, passage_s, stations_of
 from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import uses_of
+from shoal.planner.explain import explain
 from shoal.planner.holders import holders_of, unasked_holders
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
@@ -122,6 +123,34 @@ def test_fewer_ranks_have_layers_where_links_are_slow() -> None:
     ranks = range(1, 5)
     assert len({*holders_of(profile, cluster(4, rate=1e3), ranks).values()}) == 1
     assert len({*holders_of(profile, cluster(4, rate=1e12), ranks).values()}) == 4
+
+
+def test_slow_ranks_have_fewer_layers() -> None:
+    even = profiled(Gpt(blocks=6))
+    profile = completed(replace(even, rank_s=(0.1, 0.3)))
+    hosts = cluster(2, rate=1e9, steady=True)
+
+    def counted(profile: ModelProfile) -> list[int]:
+        holders = holders_of(profile, hosts)
+        return [list(holders.values()).count(rank) for rank in range(2)]
+
+    assert counted(completed(replace(even, rank_s=(0.25, 0.3)))) == counted(even)
+    assert counted(profile)[0] > 1.5 * counted(profile)[1]
+    assert {*holders_of(profile, hosts, [1]).values()} == {0}
+    plans = [
+        plan_for(profile, hosts, pins=pins)
+        for pins in ({"*": "pipeline"}, {"*": "pipeline:1", "words": "pipeline:0"})
+    ]
+    alone_s = 2 * profile.step_s  # of the slow rank, with the rows of both
+    assert 0.5 * alone_s > plans[0].predicted_s > 0.3 * alone_s
+    assert plans[1].predicted_s > 0.8 * alone_s
+
+
+def test_explained_stations_send_both_ways() -> None:
+    profile, hosts = profiled(Gpt(blocks=6)), cluster(3, rate=2e4)
+    plan = plan_for(profile, hosts, pins={"*": "pipeline"})
+    first, middle, last = explain(plan, profile, hosts).step.stations
+    assert middle.sent_bytes == first.sent_bytes + last.sent_bytes == 2 * 3 * RESIDUAL
 
 
 def test_the_step_that_is_predicted_is_in_the_plan() -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -349,7 +350,8 @@ def test_a_cut_that_cannot_be_is_refused_and_the_planner_finds_another() -> None
 
 @pytest.mark.parametrize("look", [lambda x: x.sum() > 0, lambda x: x.sum().item()])
 def test_a_forward_that_looks_is_refused_at_once(look: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(PlanError, match=r"cannot serve.*looks at values that another rank has"):
+    reason = r"cannot be given to ranks.*looks at values that another rank has"
+    with pytest.raises(PlanError, match=reason):
         piped(Looks(look), lambda *_: None)
 
 
@@ -416,3 +418,24 @@ def test_a_plan_is_saved_followed_again_and_explained(tmp_path: Any) -> None:
     model = Blocks()
     piped(model, loop)
     assert_as_one_process(model, pins=None, plan=tmp_path / "plan.json")
+
+
+def test_ranks_without_layers_are_named() -> None:
+    def loop(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        explained = shoal.explain(model)
+        assert "this plan has nothing to do for rank 2" in explained
+
+    ranks = {"first": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1, "head": 1}
+    piped(Blocks(), loop, ranks=3, pins=pins_of(ranks))
+
+
+def test_clipping_that_brings_all_gradients_says_so() -> None:
+    def loop(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(rank)
+        loss_fn(model(x), y).backward()
+        optimizer.clip_grad_norm_(1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with pytest.warns(UserWarning, match=r"optimizer.clip_grad_norm_.*sends one number") as told:
+        piped(Blocks(), loop)
+    assert {Path(each.filename).name for each in told} == {Path(__file__).name}

@@ -67,7 +67,7 @@ class StationExplanation:
     parameter_bytes: float
     forward_s: float
     backward_s: float
-    sent_bytes: float  # bytes to the next station, for the rows of all ranks; as many come back
+    sent_bytes: float  # bytes to the stations beside it, for the rows of all ranks
 
 
 @dataclass(frozen=True)

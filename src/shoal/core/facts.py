@@ -419,6 +419,7 @@ class ModelProfile:
     norms: tuple[SyncNorm, ...] = ()
     terms: Terms = OF_ROWS  # what the loss is a mean over
     update: UpdatePace = UpdatePace()  # the part of optimizer_s that does not go with bytes
+    rank_s: tuple[float, ...] = ()  # seconds of each rank's own forward and backward
 
     @property
     def nbytes(self) -> int:

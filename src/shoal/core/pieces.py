@@ -114,6 +114,13 @@ def is_tracing(caller: FrameType) -> bool:
     return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _TRACING
 
 
+def is_clipping(caller: FrameType) -> bool:
+    """Return whether torch's clipping by the norm of all gradients is asking."""
+    frames = caller, caller.f_back or caller  # a comprehension has a frame of its own
+    return any(frame.f_code is _CLIPPING for frame in frames)
+
+
+_CLIPPING = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
 _TRACING = frozenset(  # by name, as torch imports them late
     {

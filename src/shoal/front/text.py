@@ -25,6 +25,7 @@ from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.numbers import how_many
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan
+from shoal.planner.sharing import DEALT_WORTH, LEAST_SAVED_S
 
 _MOST_ROWS = 15  # of a table that is to fit one screen
 # characters of a layer's name in a table of 80 columns, and of it and its way together
@@ -195,8 +196,13 @@ def _stations(stations: Sequence[StationExplanation]) -> RenderableType:
     return Group(Text(title, style="bold"), table)
 
 
-def _rival(rival: tuple[str, float] | None) -> str:
-    return f"\n{rival[0]} would take {_ms(rival[1])}" if rival else ""
+def _rival(rival: tuple[str, float] | None, is_pipeline: bool) -> str:
+    if rival is None:
+        return ""
+    rule = f"{DEALT_WORTH:g} times as fast as the best other plan and saves {_ms(LEAST_SAVED_S)}"
+    return f"\n{rival[0]} would take {_ms(rival[1])}" + (
+        f"; unasked, a pipeline is taken if it is {rule}" if is_pipeline else ""
+    )
 
 
 def _step(explanation: Explanation) -> Text:
@@ -212,13 +218,15 @@ def _step(explanation: Explanation) -> Text:
         f"predicted step {_ms(step.total_s)} = "
         + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
         + f"\nthe busiest rank sends {megabytes(step.sent_bytes)} a step over {_rate(rate)} "
-        + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
-        + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
+        + f"(latency {explanation.latency_s * 1e6:.0f} µs)"
     )
+    if not step.stations:
+        bucket = f"{explanation.bucket_bytes / 2**20:.0f} MiB"
+        predicted += f", in buckets of {bucket}, {explanation.lanes} in flight"
     return Text(
         (predicted if step.total_s else "such plans have no prediction of the step")
         + "".join(f"\n{line}" for line in explanation.features)
-        + _rival(explanation.step.rival)
+        + _rival(step.rival, bool(step.stations))
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)

@@ -26,20 +26,27 @@ from shoal.pipeline.uses import LayerUse, UseFacts, uses_of
 
 @dataclass(frozen=True)
 class StationUses:
-    """A station: uses of layers in a row, all held by one rank."""
+    """A station: uses of layers in a row, all held by one rank.
+
+    Args:
+        rank: the rank.
+        uses: the uses, in the order of forward.
+        pace: the rank's seconds, as a part of those of the slowest rank.
+    """
 
     rank: int
     uses: tuple[LayerUse, ...]
+    pace: float = 1.0
 
     @property
     def forward_s(self) -> float:
         """Seconds of forward, for one rank's rows."""
-        return sum(use.forward_s for use in self.uses)
+        return self.pace * sum(use.forward_s for use in self.uses)
 
     @property
     def backward_s(self) -> float:
         """Seconds of backward, for one rank's rows."""
-        return sum(use.backward_s for use in self.uses)
+        return self.pace * sum(use.backward_s for use in self.uses)
 
     @property
     def before_bytes(self) -> float:
@@ -51,14 +58,24 @@ def stations_at(layers: Sequence[LayerProfile], holders: Mapping[str, int]) -> l
     """Return the stations of a model's layers, by the rank that holds each."""
     groups = {layer.measured(UseFacts).with_layer or layer.name: layer for layer in layers}
     return stations_of(
-        uses_of(layers), {name: holders[layer.name] for name, layer in groups.items()}
+        uses_of(layers),
+        {name: holders[layer.name] for name, layer in groups.items()},
+        layers[0].measured(UseFacts).paces,
     )
 
 
-def stations_of(uses: Sequence[LayerUse], holders: Mapping[str, int]) -> list[StationUses]:
-    """Return the stations of a model's uses, by the rank that holds each layer."""
+def stations_of(
+    uses: Sequence[LayerUse], holders: Mapping[str, int], paces: Sequence[float] = ()
+) -> list[StationUses]:
+    """Return the stations of a model's uses, by the rank that holds each layer.
+
+    Args:
+        uses: in the order of forward.
+        holders: the rank of each layer.
+        paces: of each rank; () if ranks compute alike.
+    """
     return [
-        StationUses(rank, tuple(own))
+        StationUses(rank, tuple(own), paces[rank] if rank < len(paces) else 1.0)
         for rank, own in groupby(uses, key=lambda use: holders[use.layer])
     ]
 
@@ -101,6 +118,8 @@ def least_s(stations: Sequence[StationUses], cluster: Cluster) -> float:
     first_s, all_s = sum(busy.values()), sum(busy.values()) * cluster.size
     slowest_s = max(*busy.values(), *crossing_s)
     piped_s = first_s + sum(crossing_s) + (cluster.size - 1) * slowest_s
+    if cluster.steady:
+        return piped_s
     return max(piped_s, all_s / (cluster.cores_per_rank * cluster.size))
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 from shoal.core.facts import Facts, LayerProfile, ModelProfile, first
 
 NO_CUT = 1e15  # bytes that are said to cross where no cut can lie
+_ALIKE = 0.75  # of the slowest rank's seconds: ranks that take turns on cores differ by less
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class UseFacts(Facts):
         reason: the reason why the forward cannot be cut; '' if it can.
         after: the whole of forward, and of backward, as a multiple of the time until the last
             layer of each is through.
+        paces: the seconds of each rank, as a part of those of the slowest one; () if ranks compute
+            alike.
     """
 
     with_layer: str = ""
@@ -39,6 +42,7 @@ class UseFacts(Facts):
     inputs: tuple[tuple[tuple[int, float], ...], ...] = ()
     reason: str = "its forward was not recorded"
     after: tuple[float, float] = (1.0, 1.0)
+    paces: tuple[float, ...] = ()
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Self]) -> Self:
@@ -55,7 +59,9 @@ class UseFacts(Facts):
             profile.forward_s / forward_s if forward_s else 1.0,
             profile.backward_s / backward_s if backward_s else 1.0,
         )
-        return replace(self, after=after)
+        slowest_s = max(profile.rank_s, default=0.0)
+        paces = tuple(own_s / slowest_s for own_s in profile.rank_s) if slowest_s else ()
+        return replace(self, after=after, paces=paces if min(paces, default=1.0) < _ALIKE else ())
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from shoal.codecs.coded import codec_named
 from shoal.contracts.feature import lines_of
@@ -106,7 +107,11 @@ def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | N
 
 
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
-    """The servers, or the tail's ranks, if the plan has no use for them."""
+    """The servers, the tail's ranks, or ranks of a pipeline, if the plan has no use for them."""
+    if is_dealt(plan):
+        held = {int(choice.exchange) for choice in plan.choices}
+        hosts = enumerate(cluster.topology.hosts)
+        return tuple(f"rank {rank} ({host})" for rank, host in hosts if rank not in held)
     chosen = [predictor.role(choice.strategy) for choice in plan.choices]
     used = any(role.takes_servers or role.is_at_tail for role in chosen)
     idle = () if used else cluster.servers + cluster.tail  # they stand behind those that train
@@ -135,13 +140,14 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
         return ()
     layers = predictor.profile.layers
     stations = stations_at(layers, {c.layer: int(c.exchange) for c in plan.choices})
-    behind = [*(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
+    before = [0.0, *(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
     hosts, seen, found = cluster.topology.hosts, set[str](), list[StationExplanation]()
-    for station, sent_bytes in zip(stations, behind, strict=True):
+    for station, (back_bytes, on_bytes) in zip(stations, pairwise(before), strict=True):
         own = tuple(dict.fromkeys(use.layer for use in station.uses))
         nbytes = sum(predictor.layer(name).nbytes for name in own if name not in seen)
         seen.update(own)
         rank = f"rank {station.rank} ({hosts[station.rank]})"
+        sent_bytes = on_bytes + back_bytes
         found.append(
             StationExplanation(rank, own, nbytes, station.forward_s, station.backward_s, sent_bytes)
         )

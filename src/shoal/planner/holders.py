@@ -107,7 +107,7 @@ def holders_of(
 
     Layers are cut into runs in the order of their first use. Several cuts are tried: for each limit
     of a run's seconds the one that the fewest bytes cross. The likeliest are simulated, and the
-    shortest step wins.
+    shortest step wins. Ranks that compute faster get more; if some get none, it is the slowest.
 
     Args:
         profile: the model.
@@ -122,14 +122,17 @@ def holders_of(
     order = [*dict.fromkeys(use.layer for use in uses)]
     chain = [(seconds[name], firsts[name].before_bytes) for name in order]
     most = min(cluster.size, len(order))
-    tried = {
-        tuple(runs)
-        for ranks in {min(count, most) for count in counts or [most]}
-        for runs in in_runs(chain, ranks, _SLACKS)
-    }
+    known = profile.layers[0].measured(UseFacts).paces
+    paces = known if len(known) == cluster.size else (1.0,) * cluster.size
+    quickest = sorted(range(cluster.size), key=lambda rank: paces[rank])
+    tried = set[tuple[int, ...]]()
+    for count in {min(count, most) for count in counts or [most]}:
+        ranks = sorted(quickest[:count])
+        for runs in in_runs(chain, [paces[rank] for rank in ranks], _SLACKS):
+            tried.add(tuple(ranks[run] for run in runs))
 
     def stations(runs: Iterable[int]) -> list[StationUses]:
-        return stations_of(uses, dict(zip(order, runs, strict=True)))
+        return stations_of(uses, dict(zip(order, runs, strict=True)), paces)
 
     likely = sorted(sorted(tried), key=lambda runs: least_s(stations(runs), cluster))
     best = min(likely[:_SIMULATED], key=lambda runs: sum(step_of(stations(runs), cluster)))
@@ -139,49 +142,53 @@ def holders_of(
 
 
 def in_runs(
-    chain: Sequence[tuple[float, float]], ranks: int, slacks: Sequence[float]
+    chain: Sequence[tuple[float, float]], paces: Sequence[float], slacks: Sequence[float]
 ) -> list[list[int]]:
-    """Return the rank of each layer of a chain, such that the fewest bytes cross.
+    """Return the run of each layer of a chain, such that the fewest bytes cross.
 
     Args:
         chain: of each layer its seconds, and the bytes that cross before it.
-        ranks: number of runs. Each has a layer.
+        paces: of each run, what the seconds of its layers are multiplied by. Each has a layer.
         slacks: limits of the longest run, as multiples of the least that it can take. There is an
             answer for each.
 
     Examples:
-        >>> in_runs([(1.0, 9.0), (1.0, 1.0), (1.0, 9.0), (3.0, 9.0)], ranks=2, slacks=[1.0, 2.0])
+        >>> chain = [(1.0, 9.0), (1.0, 1.0), (1.0, 9.0), (3.0, 9.0)]
+        >>> in_runs(chain, paces=[1.0, 1.0], slacks=[1.0, 2.0])
         [[0, 0, 0, 1], [0, 1, 1, 1]]
+        >>> in_runs(chain, paces=[1.0, 0.2], slacks=[1.0])
+        [[0, 1, 1, 1]]
     """
     seconds, sizes = np.array(chain).T
     ends = np.concatenate([[0.0], np.cumsum(seconds)])
     lengths = ends[None, :] - ends[:, None]  # seconds of the run between two places
-    longest = np.where(np.tri(len(ends), dtype=bool), np.inf, lengths)  # a run has a layer
-    shortest, _ = _least(longest, ranks, np.maximum)
+    lengths = np.where(np.tri(len(ends), dtype=bool), np.inf, lengths)  # a run has a layer
+    longest = [lengths * pace for pace in paces]
+    shortest, _ = _least(longest, np.maximum)
+    crossing = np.append(sizes, 0.0)[:, None]
+    crossing[0] = 0.0
     found = []
     for slack in slacks:
-        fits = longest <= shortest * slack * (1 + _ROUNDING)
-        crossing = np.where(fits, np.append(sizes, 0.0)[:, None], np.inf)
-        crossing[0] = np.where(fits[0], 0.0, np.inf)
-        _, begins = _least(crossing, ranks, np.add)
+        limit = shortest * slack * (1 + _ROUNDING)
+        _, begins = _least([np.where(each <= limit, crossing, np.inf) for each in longest], np.add)
         places = pairwise([*begins, len(chain)])
         found.append([rank for rank, (begin, end) in enumerate(places) for _ in range(begin, end)])
     return found
 
 
 def _least(
-    costs: npt.NDArray[np.float64], runs: int, joined: Callable[..., Any]
+    costs: Sequence[npt.NDArray[np.float64]], joined: Callable[..., Any]
 ) -> tuple[float, list[int]]:
-    """Return the least cost of so many runs from the first place to the last, and their begins.
+    """Return the least cost of runs from the first place to the last, and their begins.
 
     Args:
-        costs: of a run, by the places where it begins and ends.
-        runs: their number.
+        costs: of each run, by the places where it begins and ends.
         joined: makes one cost of two.
     """
-    best, begins = costs[0], []
-    for _ in range(runs - 1):
-        ways = joined(best[:, None], costs)
+    (first, *others), begins = costs, []
+    best = first[0]
+    for each in others:
+        ways = joined(best[:, None], each)
         begins.append(ways.argmin(axis=0))
         best = ways.min(axis=0)
     at, found = len(best) - 1, list[int]()

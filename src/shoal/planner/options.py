@@ -96,6 +96,11 @@ def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
 
 
 def _unable(layer: str, strategy: str, reason: str) -> PlanError:
+    if named(Strategy, strategy).role.names_ranks:
+        return PlanError(
+            f"the model cannot be given to ranks as a {strategy}: {reason}",
+            do="leave the pin out: the planner finds a way for each layer",
+        )
     return PlanError(
         f"{strategy} cannot serve layer {layer}: {reason}",
         where=f"pin of {layer}",

@@ -29,7 +29,7 @@ from shoal.planner.timeline import Predictor
 from shoal.profiling.tails import tail_of
 
 # times as fast a pipeline must be, and seconds that it must save
-DEALT_WORTH, _LEAST_SAVED_S = 1.3, 0.02
+DEALT_WORTH, LEAST_SAVED_S = 1.3, 0.02
 _CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
 
 
@@ -70,7 +70,7 @@ def plan_for(
             raise
         return pipeline
     saved_s = plan.predicted_s - pipeline.predicted_s
-    is_worth = plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > _LEAST_SAVED_S
+    is_worth = plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > LEAST_SAVED_S
     return pipeline if is_worth else plan
 
 

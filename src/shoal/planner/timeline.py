@@ -146,8 +146,9 @@ class Predictor:
 
     def _priced(self, site: Site) -> Priced:
         if site not in self._prices:
-            # the tail's backward is over before the workers' begins
-            number = 0 if self.role(site.strategy).is_at_tail else -1
+            # the tail's backward is over before the workers' begins; stations change all of it
+            role = self.role(site.strategy)
+            number = 0 if role.is_at_tail or role.names_ranks else -1
             self._prices[site] = Priced(site, self._estimated(site), site.layers[number])
         return self._prices[site]
 

@@ -368,6 +368,7 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
         ),
         state_bytes=max(p.state_bytes for p in profiles),
         digest=profiles[0].digest,
+        rank_s=tuple(p.forward_s + p.backward_s for p in profiles),
     )
 
 

@@ -65,7 +65,9 @@ class Pipeline(Strategy):
         nbytes = dict.fromkeys(range(cluster.size), 0)
         for layer in layers:
             nbytes[layer.setting.rank] += layer.nbytes
-        most = max(nbytes.values()) / max(1, sum(nbytes.values()))
+        whole = max(1, sum(nbytes.values()))
+        paces = {station.rank: station.pace for station in stations}
+        most = max(nbytes.values()) / whole
         there = traffic_of(stations, cluster.size)
         back = replace(there, sent=there.received, received=there.sent)
         return Cost(
@@ -75,7 +77,7 @@ class Pipeline(Strategy):
             backward_s=backward_s - sum(use.backward_s for use in uses),
             memory_bytes=max(nbytes.values()),  # gradients
             held=most,
-            update=Update(main=most),
+            update=Update(main=max(nbytes[rank] * pace for rank, pace in paces.items()) / whole),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

@@ -10,7 +10,7 @@ import click
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS, MOST_RANKS_HERE, MOST_SECONDS
-from shoal_tools.commands.options import Finite
+from shoal_tools.commands.options import Finite, FiniteEach
 from shoal_tools.launch.lab import MAX_HOSTS, QUEUE, Lab
 from shoal_tools.launch.quota import LEAST_CORES
 
@@ -60,8 +60,8 @@ from shoal_tools.launch.quota import LEAST_CORES
 )
 @click.option(
     "--cores",
-    type=Finite(LEAST_CORES, MOST_RANKS),
-    help="Of each rank, as by a quota (0.25); by default ranks share what there is.",
+    type=FiniteEach(LEAST_CORES, MOST_RANKS),
+    help="Of each rank, as by a quota (0.25), or by host (1,0.33); by default ranks share all.",
 )
 @click.option(
     "--grace",

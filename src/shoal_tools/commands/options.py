@@ -60,6 +60,17 @@ class NamedPath(click.Path):
         return super().convert(value, parameter, context)
 
 
+class FiniteEach(Finite):
+    """A finite number in a range, or several with commas between them."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        texts = value.split(",") if isinstance(value, str) else [value]
+        numbers = [super(FiniteEach, self).convert(text, parameter, context) for text in texts]
+        return numbers if len(numbers) > 1 else numbers[0]
+
+
 COUNT = click.IntRange(1, MOST_COUNTED)
 LATENCY_US = Finite(0, 1e8)
 CORES = Finite(0.001, MOST_RANKS)

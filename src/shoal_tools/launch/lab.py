@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +87,7 @@ class Lab(Launcher):
             so that all that is sent waits as long, acknowledgements of what comes the other way
             too: a switch with shallow buffers or a fair queue (fq_codel) has some milliseconds.
         cores: each rank may take so many cores' worth of processor time, also while others leave
-            theirs; None for no limit.
+            theirs. One number, or one for the ranks of each host. None for no limit.
 
     Raises: LabError for options that no lab can have.
 
@@ -104,7 +105,7 @@ class Lab(Launcher):
     ranks_per_host: int = 1
     congestion: str = "cubic"
     queue: str = QUEUE
-    cores: float | None = None
+    cores: float | Sequence[float] | None = None
     # of the hosts in order, then of the switch; empty while it is down
     namespaces: tuple[str, ...] = field(default=(), init=False)
     _guard: Guard | None = field(default=None, init=False, repr=False)  # while it is up
@@ -124,12 +125,7 @@ class Lab(Launcher):
                 got=f"ranks_per_host={self.ranks_per_host}",
                 do="ask for another number",
             )
-        if self.cores is not None and not quota.LEAST_CORES <= self.cores < math.inf:
-            raise LabError(
-                "a rank of a lab has some part of a core, or several",
-                got=f"cores={self.cores}",
-                expected=f"at least {quota.LEAST_CORES:g}",
-            )
+        self._check_cores()
         self.rate = None if self.rate in UNSHAPED else self.rate
         for option, value in (
             ("rate", self.rate),
@@ -215,7 +211,8 @@ class Lab(Launcher):
         host, local_rank = divmod(rank, self.ranks_per_host)
         label = f"h{host}" if self.ranks_per_host == 1 else f"h{host}.{local_rank}"
         meeting = variables(SWITCH_ADDRESS, port, rank, job.ranks, local_rank, self.ranks_per_host)
-        own = {} if self.cores is None else {CORES: f"{self.cores:g}"}
+        cores = self._cores_of(host)
+        own = {} if cores is None else {CORES: f"{cores:g}"}
         variables_here = environment(
             job,
             GLOO_SOCKET_IFNAME=INTERFACE,
@@ -225,9 +222,29 @@ class Lab(Launcher):
             **{TOKEN: token},
         )
         command: tuple[str, ...] = ("ip", "netns", "exec", self.namespaces[host], *job.command)
-        if self.cores is not None:
+        if cores is not None:
             command = quota.entering(self._groups[rank], command)
         return Command(command, variables_here, label)
+
+    def _cores_of(self, host: int) -> float | None:
+        """Return how many cores each rank of a host has, if it has some by a quota."""
+        return self.cores[host] if isinstance(self.cores, Sequence) else self.cores
+
+    def _check_cores(self) -> None:
+        given = self.cores if isinstance(self.cores, Sequence) else [self.cores] * self.hosts
+        if len(given) != self.hosts:
+            raise LabError(
+                "the number of cores is one for all hosts, or one for each",
+                got=f"{len(given)} numbers",
+                expected=f"1 or {self.hosts}",
+            )
+        for cores in given:
+            if cores is not None and not quota.LEAST_CORES <= cores < math.inf:
+                raise LabError(
+                    "a rank of a lab has some part of a core, or several",
+                    got=f"cores={cores}",
+                    expected=f"at least {quota.LEAST_CORES:g}",
+                )
 
     def _check_kernel(self) -> None:
         """Try each queue on a short-lived loopback device: a kernel without one says so here."""
@@ -275,9 +292,10 @@ class Lab(Launcher):
             _ip(switch, f"link set {port} master bridge up")
             self._shape(host, INTERFACE, delayed=True)
             self._shape(switch, port, delayed=False)
-        if self.cores is not None:
-            for host, local_rank in product(hosts, range(self.ranks_per_host)):
-                self._groups.append(quota.make(f"{host}.{local_rank}", self.cores))
+        for (number, host), local_rank in product(enumerate(hosts), range(self.ranks_per_host)):
+            cores = self._cores_of(number)
+            if cores is not None:
+                self._groups.append(quota.make(f"{host}.{local_rank}", cores))
 
     def _set_congestion(self, host: str, address: str) -> None:
         """By the route, as a namespace may not set every sysctl."""

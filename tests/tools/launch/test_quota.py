@@ -58,6 +58,22 @@ def test_a_rank_has_its_part_and_leaves_no_group(tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @needs_quotas
+def test_hosts_have_unlike_parts(tmp_path: Path) -> None:
+    lab = Lab(hosts=2, cores=[0.5, 0.2])
+    assert lab.launch(Job((sys.executable, "-c", BUSY, str(tmp_path)), 2)).exit_codes == (0, 0)
+    told = [(tmp_path / rank).read_text().split() for rank in "01"]
+    assert [cores for _, cores in told] == ["0.5", "0.2"]
+    assert float(told[1][0]) < 0.35
+    assert groups() == []
+
+
+def test_each_host_has_a_number_of_cores_or_none() -> None:
+    with pytest.raises(LabError, match="one for all hosts, or one for each"):
+        Lab(hosts=3, cores=[1.0, 0.5])
+
+
+@pytest.mark.lab
+@needs_quotas
 def test_groups_of_a_launcher_that_is_gone_are_swept() -> None:
     gone = 1 << 30  # above every process's number
     quota.make(f"shoal-{gone}-0-h0.0", 0.5)
