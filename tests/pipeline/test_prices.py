@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -23,9 +24,11 @@ from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import uses_of
 from shoal.planner.explain import explain
 from shoal.planner.holders import holders_of, unasked_holders
+from shoal.planner.search import repredicted
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.layers import completed, profile_model
+from shoal.strategies.row_parts import RowFacts
 
 ROWS, EACH_S = 4, 0.001
 RESIDUAL = ROWS * LENGTH * WIDTH * 4  # bytes
@@ -144,6 +147,45 @@ def test_slow_ranks_have_fewer_layers() -> None:
     alone_s = 2 * profile.step_s  # of the slow rank, with the rows of both
     assert 0.5 * alone_s > plans[0].predicted_s > 0.3 * alone_s
     assert plans[1].predicted_s > 0.8 * alone_s
+
+
+def _tried(profile: ModelProfile, facts: RowFacts) -> ModelProfile:
+    """Say of a profile that parts of rows were tried so."""
+    layers = [
+        replace(each, facts=(*(f for f in each.facts if not isinstance(f, RowFacts)), facts))
+        for each in profile.layers
+    ]
+    return replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("facts", "parts"),
+    [
+        (RowFacts("", rows=8), 8),
+        (RowFacts("", rows=3), 2),
+        (RowFacts("", rows=8, added=0.5), 1),
+        (RowFacts("rows depend on one another", rows=8), 1),
+    ],
+)
+def test_rows_go_in_as_many_parts_as_pay(facts: RowFacts, parts: int) -> None:
+    profile, hosts = _tried(profiled(Gpt(blocks=6)), facts), cluster(4, rate=1e9)
+    plan = plan_for(profile, hosts, strategies=["pipeline"])
+    assert plan.micro_batches == parts
+    assert repredicted(plan, profile, hosts).predicted_s == plan.predicted_s
+    assert plan_for(profile, hosts, strategies=["pipeline"], micro_batches=1).micro_batches == 1
+
+
+def test_values_cross_as_codes_where_links_are_slow() -> None:
+    profile = profiled(Gpt(blocks=6))
+
+    def ways(rate: float, codecs: Sequence[str]) -> set[str]:
+        hosts = cluster(2, rate=rate)
+        plan = plan_for(profile, hosts, strategies=["pipeline"], codecs=codecs)
+        assert plan.predicted_s == repredicted(plan, profile, hosts).predicted_s
+        return {choice.rows for choice in plan.choices}
+
+    assert ways(2e4, ["bfloat16", "int8"]) == {"+bfloat16"}
+    assert ways(2e4, ["int8"]) == ways(2e4, []) == ways(1e9, ["bfloat16"]) == {""}
 
 
 def test_explained_stations_send_both_ways() -> None:

@@ -96,7 +96,7 @@ class Trial:
     optimizers: tuple[Optimizer, ...]
     ranks: int
     micro_batches: int | None  # that a batch is cut into, if tail hosts may run the model's end
-    row_parts: int  # parts of a rank's batch in a pipeline
+    row_parts: int | None  # parts of a rank's batch in a pipeline; None: the planner may choose
     step: MeasuredStep  # the median of some
     read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

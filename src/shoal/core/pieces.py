@@ -8,6 +8,7 @@ view of it, and can be updated in place.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -114,10 +115,16 @@ def is_tracing(caller: FrameType) -> bool:
     return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _TRACING
 
 
-def is_clipping(caller: FrameType) -> bool:
-    """Return whether torch's clipping by the norm of all gradients is asking."""
+def warn_of_clipping(caller: FrameType) -> None:
+    """Warn if torch's clipping by the norm of all gradients asks for one that is in parts."""
     frames = caller, caller.f_back or caller  # a comprehension has a frame of its own
-    return any(frame.f_code is _CLIPPING for frame in frames)
+    if any(frame.f_code is _CLIPPING for frame in frames):
+        warnings.warn(
+            "torch.nn.utils.clip_grad_norm_ brings the gradients of layers that no rank has whole "
+            "to every rank, in each step. optimizer.clip_grad_norm_(max_norm) clips alike and "
+            "sends one number",
+            stacklevel=6,
+        )
 
 
 _CLIPPING = inspect.unwrap(nn.utils.clip_grad_norm_).__code__

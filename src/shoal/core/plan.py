@@ -17,6 +17,7 @@ from shoal.core.facts import Cluster
 from shoal.core.json_record import check_types, record_of
 from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, MOST_SECONDS, how_many, shown
 from shoal.core.outer import Outer
+from shoal.core.periods import check_periods
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.regular_files import read_text
@@ -27,7 +28,6 @@ MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 _TABLES = 8  # number of layers that send their rows together
-MOST_STEPS = 512  # longest period: a sum in 16 bits can count this many shares
 _BOUNDS: dict[str, tuple[float, float]] = {
     "ranks": (1, MOST_RANKS),
     "bucket_bytes": (1, MOST_COUNTED),
@@ -50,7 +50,8 @@ class Choice:
 
     If the layer is on tail hosts ("stage"), `exchange` names the strategy by which they share it
     among themselves. Rows between workers and tail hosts may cross as codes: "+bfloat16", or
-    "+bfloat16:sliced:direct".
+    "+bfloat16:sliced:direct". If it is in a pipeline, `exchange` names its rank: "2", or
+    "+bfloat16:2".
 
     Examples:
         >>> import shoal
@@ -95,6 +96,17 @@ class Choice:
         codec, _ = rows_and_rest(self.exchange)
         return f"+{codec}" if codec else ""
 
+    @property
+    def holder(self) -> int:
+        """Rank of a layer in a pipeline.
+
+        Examples:
+            >>> import shoal
+            >>> shoal.Choice("blocks.3.mlp", "pipeline", "+bfloat16:2").holder
+            2
+        """
+        return int(rows_and_rest(self.exchange)[1])
+
 
 def strategy_and_exchange(way: str) -> tuple[str, str]:
     """Split a pin into the strategy and exchange of a `Choice`.
@@ -115,6 +127,13 @@ def rows_and_rest(exchange: str) -> tuple[str, str]:
         return "", exchange
     codec, _, rest = exchange[1:].partition(":")
     return codec, rest
+
+
+def _rows_before(choices: Sequence[Choice], rest: str = "") -> str:
+    """Return the exchange of a site: rows cross as codes only if all of its layers say so."""
+    rows = {choice.rows for choice in choices}
+    codec = rows.pop() if len(rows) == 1 else ""
+    return f"{codec}:{rest}" if codec and rest else codec + rest
 
 
 @dataclass(frozen=True)
@@ -225,8 +244,9 @@ class Layout:
         ranked = {name for name, role in used.items() if role.names_ranks}
         on_ranks = [choice for choice in self.choices if choice.strategy in ranked]
         if on_ranks:
-            holders = ",".join(choice.exchange for choice in on_ranks)
-            yield Site(tuple(choice.layer for choice in on_ranks), on_ranks[0].strategy, holders)
+            holders = ",".join(str(choice.holder) for choice in on_ranks)
+            names = tuple(choice.layer for choice in on_ranks)
+            yield Site(names, on_ranks[0].strategy, _rows_before(on_ranks, holders))
         at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange, self.period(choice.layer))
@@ -234,9 +254,8 @@ class Layout:
                 continue
             if choice.strategy in ends:
                 if choice == at_tail[-1]:
-                    rows = {c.rows for c in at_tail}  # codes only if all of them say so
-                    coded = choice.rows if len(rows) == 1 else ""
-                    yield Site(tuple(c.layer for c in at_tail), choice.strategy, coded)
+                    names = tuple(c.layer for c in at_tail)
+                    yield Site(names, choice.strategy, _rows_before(at_tail))
                 continue
             if choice.strategy not in joining:
                 yield _site([choice.layer], *key)
@@ -465,31 +484,6 @@ class Plan(Layout):
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"
             ) from None
         return cls.from_json(text, source=str(path))
-
-
-def check_periods(update_every: Any, source: str) -> None:
-    """Raise PlanError unless the value maps names to numbers of steps."""
-    form = 'write for instance {"classifier.*": 4}'
-    if not isinstance(update_every, Mapping):
-        raise PlanError(
-            f"{source}: update_every is not a mapping from layers to steps",
-            got=repr(update_every)[:80],
-            do=form,
-        )
-    for pattern, every in update_every.items():
-        if not isinstance(pattern, str):
-            raise PlanError(
-                f"{source}: update_every is by the name of a layer, or a glob",
-                got=repr(pattern)[:80],
-                do=form,
-            )
-        if type(every) is not int or not 1 <= every <= MOST_STEPS:
-            raise PlanError(
-                f"{source}: the update period of {pattern!r} is no number of steps",
-                got=repr(every)[:80],
-                expected=f"a whole number from 1 to {MOST_STEPS}",
-                do=form,
-            )
 
 
 def _no_constant(name: str) -> float:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shoal.codecs.remembering import Remembering, coded_carriers
-from shoal.core.plan import Choice
+from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
 from shoal.front.planned import attached_of
 from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
 from shoal.strategies.cutting import error_of_rows
+from shoal.strategies.pipeline import error_of_crossing
 from shoal.strategies.stage import error_at_tail
 
 
@@ -120,12 +121,14 @@ def codec_report(model: nn.Module) -> CodecReport:
     predictor = Predictor(attached.profile, attached.cluster)
     errors = _Errors.of(coded_carriers(attached.engine.transfers))
     coded = [choice for choice in attached.plan.choices if choice.codec]
+    modules = dict(uncompiled(model).named_modules())
+    if coded and predictor.role(coded[0].strategy).names_ranks:
+        return CodecReport((_of_pipeline(attached.plan, predictor, modules[""]),))
     # what crosses to tail hosts is that of all their layers: a row for the last of them
     of_tail = [c for c in coded if c.rows and predictor.role(c.strategy).is_at_tail]
     coded = [choice for choice in coded if choice not in of_tail[1:]]
     steps = attached.plan.steps_per_exchange
     rows = [_row(choice, predictor, errors, steps) for choice in coded]
-    modules = dict(uncompiled(model).named_modules())
     for at, choice in enumerate(coded):
         if choice.exchange.startswith("+"):
             at_tail = choice in of_tail
@@ -172,6 +175,17 @@ def _row(choice: Choice, predictor: Predictor, errors: _Errors, steps: int) -> C
         max((errors.mean[name] for name in names if name in errors.mean), default=None),
         coded,
     )
+
+
+def _of_pipeline(plan: Plan, predictor: Predictor, model: nn.Module) -> CodecRow:
+    """Return the row of values that cross between the ranks of a pipeline."""
+    exact = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
+    before, after = (
+        sum(cost.traffic.worst for cost in predictor.costs(each)) for each in (exact, plan)
+    )
+    first = plan.choices[0]
+    way = f"{first.strategy}{first.rows}"
+    return CodecRow("all layers", way, before, after, error_of_crossing(model), None, True)
 
 
 def _percent(error: float | None) -> str:

@@ -183,7 +183,7 @@ def how_profiled(options: Options, micro_batches: int | None, draft: Plan) -> Pr
     """
     return ProfileOptions(
         micro_batches,
-        row_parts=draft.micro_batches if is_pipelined(draft) else 1,
+        row_parts=draft.micro_batches if is_pipelined(draft) else options.micro_batches,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
         counted=options.count is not None or options.weigh == "ranks",

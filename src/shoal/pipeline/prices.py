@@ -80,26 +80,49 @@ def stations_of(
     ]
 
 
+@dataclass(frozen=True)
+class RowPassage:
+    """The way of rows through a pipeline.
+
+    Args:
+        parts: parts of each rank's rows, which are a micro-batch each.
+        slower: the seconds of all parts, as a multiple of those of a rank's rows at once.
+        sent: bytes that go for each byte that crosses, if that crosses as a code.
+        code_s: seconds to code a byte.
+        read_s: seconds to read the code of a byte.
+    """
+
+    parts: int = 1
+    slower: float = 1.0
+    sent: float = 1.0
+    code_s: float = 0.0
+    read_s: float = 0.0
+
+
+WHOLE = RowPassage()
+
+
 def step_of(
-    stations: Sequence[StationUses], cluster: Cluster, parts: int = 1
+    stations: Sequence[StationUses], cluster: Cluster, passage: RowPassage = WHOLE
 ) -> tuple[float, float]:
     """Return the seconds of forward and of backward, waits included.
 
     Args:
         stations: in the order of forward.
         cluster: the ranks.
-        parts: parts of each rank's rows, which are a micro-batch each.
+        passage: the way of rows through them.
     """
-    part, sizes = cluster.turn / parts, [station.before_bytes / parts for station in stations]
-    micro_batches = cluster.size * parts
-    there = [
-        StationWork(station.rank, station.forward_s * part, after)
-        for station, after in zip(stations, [*sizes[1:], 0.0], strict=True)
-    ]
-    back = [
-        StationWork(station.rank, station.backward_s * part, before)
-        for station, before in zip(stations, sizes, strict=True)
-    ]
+    parts, micro_batches = passage.parts, cluster.size * passage.parts
+    part = cluster.turn / parts
+    before = [0.0, *(station.before_bytes / parts for station in stations[1:]), 0.0]
+
+    def work(station: StationUses, seconds: float, come: float, go: float) -> StationWork:
+        seconds = seconds * passage.slower * part + come * passage.read_s + go * passage.code_s
+        return StationWork(station.rank, seconds, go * passage.sent)
+
+    ends = [*zip(stations, pairwise(before), strict=True)]
+    there = [work(each, each.forward_s, come, go) for each, (come, go) in ends]
+    back = [work(each, each.backward_s, come, go) for each, (go, come) in ends]
     dealt_s = _input_bytes(stations) * (cluster.size - 1) / cluster.link.bytes_per_s
     return (
         dealt_s + passage_s(there, micro_batches, cluster),
@@ -107,28 +130,34 @@ def step_of(
     )
 
 
-def least_s(stations: Sequence[StationUses], cluster: Cluster) -> float:
+def least_s(
+    stations: Sequence[StationUses], cluster: Cluster, passage: RowPassage = WHOLE
+) -> float:
     """Return about the seconds that a step takes at least: the first micro-batch, then the others
     at the pace of the busiest rank or link.
     """
     busy: dict[int, float] = defaultdict(float)
     for station in stations:
         busy[station.rank] += (station.forward_s + station.backward_s) * cluster.turn
-    crossing_s = [2 * station.before_bytes / cluster.link.bytes_per_s for station in stations]
+    byte_s = 2 * passage.sent / cluster.link.bytes_per_s
+    crossing_s = [station.before_bytes * byte_s for station in stations]
     first_s, all_s = sum(busy.values()), sum(busy.values()) * cluster.size
     slowest_s = max(*busy.values(), *crossing_s)
-    piped_s = first_s + sum(crossing_s) + (cluster.size - 1) * slowest_s
+    micro_batches = cluster.size * passage.parts
+    waits_s = first_s + sum(crossing_s) + (micro_batches - 1) * slowest_s
+    piped_s = waits_s / passage.parts
     if cluster.steady:
         return piped_s
     return max(piped_s, all_s / (cluster.cores_per_rank * cluster.size))
 
 
-def traffic_of(stations: Sequence[StationUses], ranks: int) -> Traffic:
+def traffic_of(stations: Sequence[StationUses], ranks: int, passage: RowPassage = WHOLE) -> Traffic:
     """Return the bytes that cross in forward, for the rows of all ranks; as many come back."""
     sent, received = [0.0] * ranks, [0.0] * ranks
     for one, other in pairwise(stations):
-        sent[one.rank] += other.before_bytes * ranks
-        received[other.rank] += other.before_bytes * ranks
+        nbytes = other.before_bytes * passage.sent * ranks
+        sent[one.rank] += nbytes
+        received[other.rank] += nbytes
     return Traffic(tuple(sent), tuple(received), rounds=0)
 
 

@@ -13,6 +13,7 @@ from shoal.contracts.comm import Comm, Pending
 from shoal.pipeline.calls import Shape
 from shoal.pipeline.record import ForwardRecord
 from shoal.pipeline.replay import StationSpan
+from shoal.tensors.crossing import EXACT, RowCrossing
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,46 @@ class StationRoute:
 
 @final
 class Coming:
-    """Tensors that come from another rank. Their receives have begun."""
+    """Tensors that come from another rank. Their receives have begun.
 
-    def __init__(self, comm: Comm, source: int, like: Sequence[Shape], device: Any) -> None:
-        self._comm = comm
-        self.tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like]
-        self._pending = [comm.receive(t, source) for t in self.tensors if t.numel()]
+    Args:
+        comm: the ranks.
+        source: the rank that sends them.
+        like: their shapes and types.
+        device: the device that they come to.
+        crossing: reads codes of those that come as codes.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        source: int,
+        like: Sequence[Shape],
+        device: Any,
+        crossing: RowCrossing = EXACT,
+    ) -> None:
+        self._comm, self._crossing = comm, crossing
+        self._dtypes = [dtype for _, dtype in like]
+        forms = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
+        self._coded = [is_coded(crossing, form) for form in forms]
+        self._landing = [
+            crossing.landing(form, device) if coded else torch.empty_like(form, device=device)
+            for form, coded in zip(forms, self._coded, strict=True)
+        ]
+        self._pending = [comm.receive(t, source) for t in self._landing if t.numel()]
 
     def wait(self) -> list[Tensor]:
         """Wait for all of them."""
         self._comm.finish(self._pending)
-        return self.tensors
+        return [
+            self._crossing.widened(landed, dtype) if coded else landed
+            for landed, dtype, coded in zip(self._landing, self._dtypes, self._coded, strict=True)
+        ]
+
+
+def is_coded(crossing: RowCrossing, tensor: Tensor) -> bool:
+    """Return whether a value that crosses goes as a code. Vectors and numbers go as they are."""
+    return tensor.dim() > 1 and crossing.narrows(tensor)
 
 
 @final
@@ -74,11 +104,13 @@ class Outbox:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+        self.crossing = EXACT  # of values behind layers, and of their gradients
         self._pending: list[tuple[Pending, Tensor]] = []
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Begin to send a tensor, which must not change."""
-        tensor = tensor.detach().contiguous()
+    def send(self, tensor: Tensor, to: int, crossing: RowCrossing = EXACT) -> None:
+        """Begin to send a tensor, which must not change, or the code of it."""
+        code = crossing.narrowed(tensor) if is_coded(crossing, tensor) else None
+        tensor = tensor.detach().contiguous() if code is None else code
         if tensor.numel():
             self._pending.append((self._comm.send(tensor, to), tensor))
 

@@ -37,6 +37,7 @@ from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import Coming
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
+from shoal.tensors.crossing import EXACT, RowCrossing
 
 
 @final
@@ -81,6 +82,11 @@ class ForwardRun:
     def comm(self) -> Comm:
         """The ranks."""
         return self.pipeline.comm
+
+    @property
+    def _crossing(self) -> RowCrossing:
+        """The crossing of values between stations. Evaluation is exact."""
+        return self.pipeline.outbox.crossing if self.grad else EXACT
 
     def _compute(self) -> None:
         """Compute this rank's stations for the rows of every rank."""
@@ -156,7 +162,7 @@ class ForwardRun:
     def _coming(self, station: int, shapes: Sequence[Shape]) -> Coming:
         flags = (len(shapes),), torch.int64
         source = self.route.holders[station - 1]
-        return Coming(self.comm, source, [flags, *shapes], self.device)
+        return Coming(self.comm, source, [flags, *shapes], self.device, self._crossing)
 
     def _station(
         self, station: int, micro: int, inputs: Any, coming: Coming | None
@@ -233,7 +239,7 @@ class ForwardRun:
         flags = [int(self.grad and value.requires_grad) for value in values]
         self.pipeline.outbox.send(torch.tensor(flags, dtype=torch.int64, device=self.device), to)
         for value in values:
-            self.pipeline.outbox.send(value, to)
+            self.pipeline.outbox.send(value, to, self._crossing)
         if not self.grad:
             return
         self._sent[station, micro] = [torch.empty_like(value, device="meta") for value in taking]
@@ -248,7 +254,9 @@ class ForwardRun:
         for station, micro in sorted(self._sent, reverse=True):
             shapes = [(tuple(form.shape), form.dtype) for form in self._sent[station, micro]]
             source = self.route.holders[station + 1]
-            self._returning[station, micro] = Coming(self.comm, source, shapes, self.device)
+            self._returning[station, micro] = Coming(
+                self.comm, source, shapes, self.device, self._crossing
+            )
 
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
         """Wait for the gradients of sent values."""
@@ -260,7 +268,7 @@ class ForwardRun:
     def return_gradients(self, station: int, micro: int, grads: Sequence[Tensor]) -> None:
         """Send the gradients of arrived values."""
         for grad in grads:
-            self.pipeline.outbox.send(grad, self.route.holders[station - 1])
+            self.pipeline.outbox.send(grad, self.route.holders[station - 1], self._crossing)
 
 
 def _call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:

@@ -109,7 +109,7 @@ def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | N
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
     """The servers, the tail's ranks, or ranks of a pipeline, if the plan has no use for them."""
     if is_dealt(plan):
-        held = {int(choice.exchange) for choice in plan.choices}
+        held = {choice.holder for choice in plan.choices}
         hosts = enumerate(cluster.topology.hosts)
         return tuple(f"rank {rank} ({host})" for rank, host in hosts if rank not in held)
     chosen = [predictor.role(choice.strategy) for choice in plan.choices]
@@ -139,7 +139,7 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
     if not is_dealt(plan):
         return ()
     layers = predictor.profile.layers
-    stations = stations_at(layers, {c.layer: int(c.exchange) for c in plan.choices})
+    stations = stations_at(layers, {c.layer: c.holder for c in plan.choices})
     before = [0.0, *(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
     hosts, seen, found = cluster.topology.hosts, set[str](), list[StationExplanation]()
     for station, (back_bytes, on_bytes) in zip(stations, pairwise(before), strict=True):

@@ -15,13 +15,23 @@ import numpy.typing as npt
 from shoal.contracts.state import OF_LOSS
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.plan import Plan
+from shoal.core.facts import Cluster, ModelProfile, Setting
+from shoal.core.plan import Plan, rows_and_rest
 from shoal.core.registry import named
-from shoal.pipeline.prices import StationUses, least_s, stations_at, stations_of, step_of
+from shoal.pipeline.prices import (
+    WHOLE,
+    RowPassage,
+    StationUses,
+    least_s,
+    stations_at,
+    stations_of,
+    step_of,
+)
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_holder
+from shoal.strategies.pipeline import passage_of
+from shoal.strategies.row_parts import RowFacts
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
@@ -31,7 +41,9 @@ _SIMULATED = 8  # cuts into runs, of all that are found
 _MOST_RANKS = 64  # ranks: of more, a simulation takes long, because each has a micro-batch
 
 
-def unasked_holders(predictor: Predictor, way: str) -> dict[str, int] | None:
+def unasked_holders(
+    predictor: Predictor, way: str, passage: RowPassage = WHOLE
+) -> dict[str, int] | None:
     """Return a rank for each layer of a pipeline that nobody has asked for.
 
     Some ranks may have no layers. None: a pipeline cannot serve the model, or it would change more
@@ -40,6 +52,7 @@ def unasked_holders(predictor: Predictor, way: str) -> dict[str, int] | None:
     Args:
         predictor: of the model, on these ranks.
         way: the name of the strategy.
+        passage: the way of rows through it.
     """
     profile, cluster = predictor.profile, predictor.cluster
     others = cluster.servers or cluster.tail or cluster.ahead or predictor.periods
@@ -49,7 +62,7 @@ def unasked_holders(predictor: Predictor, way: str) -> dict[str, int] | None:
     if any(predictor.refusal(each, way) or predictor.unasked(each, way) for each in profile.layers):
         return None
     counts = {2**power for power in range(cluster.size.bit_length())}
-    return holders_of(profile, cluster, [*counts, *range(1, _FEW), cluster.size])
+    return holders_of(profile, cluster, [*counts, *range(1, _FEW), cluster.size], passage)
 
 
 def with_holders(
@@ -71,11 +84,19 @@ def with_holders(
             got=f"{len(held)} of {len(profile.names)} layers",
             do=f'pin all of them: pins={{"*": "{way}"}}',
         )
-    unnamed = [name for name in held if not pins[name][1]]
+    if len(codecs := {rows_and_rest(pins[name][1])[0] for name in held}) > 1:
+        raise PlanError(
+            f"what crosses in a {way} has one codec, or none",
+            got=" and ".join(sorted(codec or "none" for codec in codecs)),
+            do=f'write the same of each layer: pins={{"*": "{way}+{max(codecs)}"}}',
+        )
+    (codec,) = codecs
+    named_ranks = {name: rows_and_rest(exchange)[1] for name, (_, exchange) in pins.items()}
+    unnamed = [name for name in held if not named_ranks[name]]
     if not unnamed:
-        for name, (_, rank) in pins.items():
-            check_holder(name, way, rank, cluster.size)
-        check_cuts(profile, {name: int(rank) for name, (_, rank) in pins.items()})
+        for name, (_, exchange) in pins.items():
+            check_holder(name, way, exchange, cluster.size)
+        check_cuts(profile, {name: int(rank) for name, rank in named_ranks.items()})
         return dict(pins)
     if len(unnamed) < len(held):
         raise PlanError(
@@ -83,9 +104,12 @@ def with_holders(
             where=f"layer {unnamed[0]}",
             do=f'name a rank for each layer ("{way}:0"), or for none',
         )
-    holders = holders_of(profile, cluster)
+    facts = profile.layers[0].measured(RowFacts)
+    passage = passage_of(Setting(codec=codec), facts, cluster)
+    holders = holders_of(profile, cluster, passage=passage)
     check_cuts(profile, holders)
-    return {name: (way, str(rank)) for name, rank in holders.items()}
+    before = f"+{codec}:" if codec else ""
+    return {name: (way, f"{before}{rank}") for name, rank in holders.items()}
 
 
 def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
@@ -101,7 +125,10 @@ def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
 
 
 def holders_of(
-    profile: ModelProfile, cluster: Cluster, counts: Sequence[int] | None = None
+    profile: ModelProfile,
+    cluster: Cluster,
+    counts: Sequence[int] | None = None,
+    passage: RowPassage = WHOLE,
 ) -> dict[str, int]:
     """Return a rank for each layer. Layers that use one parameter have one rank.
 
@@ -113,6 +140,7 @@ def holders_of(
         profile: the model.
         cluster: the ranks.
         counts: numbers of ranks that may have layers; None: all ranks have some.
+        passage: the way of rows through the ranks.
     """
     uses = uses_of(profile.layers)
     firsts = {use.layer: use for use in reversed(uses)}
@@ -134,8 +162,8 @@ def holders_of(
     def stations(runs: Iterable[int]) -> list[StationUses]:
         return stations_of(uses, dict(zip(order, runs, strict=True)), paces)
 
-    likely = sorted(sorted(tried), key=lambda runs: least_s(stations(runs), cluster))
-    best = min(likely[:_SIMULATED], key=lambda runs: sum(step_of(stations(runs), cluster)))
+    likely = sorted(sorted(tried), key=lambda runs: least_s(stations(runs), cluster, passage))
+    best = min(likely[:_SIMULATED], key=lambda runs: sum(step_of(stations(runs), cluster, passage)))
     found = dict(zip(order, best, strict=True))
     ties = {layer.name: layer.measured(UseFacts).with_layer for layer in profile.layers}
     return {layer.name: found[ties[layer.name] or layer.name] for layer in profile.layers}

@@ -80,7 +80,12 @@ def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice
     if layer.kind in _TABLES:
         return []
     coded = any(p.is_real and len(p.shape) >= max(codec.least_dims, 1) for p in layer.parameters)
-    able = [strategy for strategy in of(Strategy) if not predictor.refusal(layer, strategy)]
+    able = [
+        strategy
+        for strategy, kind in of(Strategy).items()
+        # a pipeline has one codec for all layers: dealt.py
+        if not kind.role.names_ranks and not predictor.refusal(layer, strategy)
+    ]
     return [
         Choice(layer.name, strategy, f"{exchange}+{codec}")
         for strategy in able

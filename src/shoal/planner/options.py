@@ -13,7 +13,7 @@ from shoal.core.names import matched
 from shoal.core.plan import MICRO_BATCHES, Choice, Site, rows_and_rest, strategy_and_exchange
 from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
-from shoal.strategies.carried import check_carried
+from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
@@ -252,7 +252,9 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
         elif exchange and not (role.is_at_tail or role.names_ranks):
             exchange = str(exchange_named(exchange))
         layers = matched(pattern, names, "pin", "layer")
-        if exchange:
+        if role.names_ranks and not rest:  # the planner finds the rank
+            row_codec(exchange)
+        elif exchange:
             check_carried(layers[0], strategy, exchange)
         resolved |= dict.fromkeys(layers, (strategy, exchange))
     return resolved

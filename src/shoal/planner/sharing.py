@@ -17,15 +17,13 @@ from typing import Any
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
-from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan, rows_and_rest
 from shoal.core.registry import named, of
-from shoal.planner.holders import unasked_holders
+from shoal.planner.dealt import dealing_of, is_dealt_alone
 from shoal.planner.lossy import with_codecs
-from shoal.planner.options import known, micro_batches_of
+from shoal.planner.options import micro_batches_of
 from shoal.planner.search import repredicted, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
-from shoal.planner.timeline import Predictor
 from shoal.profiling.tails import tail_of
 
 # times as fast a pipeline must be, and seconds that it must save
@@ -53,18 +51,19 @@ def plan_for(
         how: the fields of `Constraints`.
     """
     constraints = Constraints(**how)
-    make = partial(_plan_under, profile, cluster, micro_batches, options, codecs)
-    dealt = _dealt(profile, cluster, constraints)
-    if dealt is None:
-        return make(constraints)
+    make = partial(_plan_under, profile, cluster, options)
+    dealing = dealing_of(profile, cluster, constraints, micro_batches, codecs)
+    if dealing is None:
+        return make(micro_batches, codecs, constraints)
     try:
-        pipeline = make(dealt)
+        dealt = make(dealing.parts, (), replace(constraints, pins=dealing.pins))
+        pipeline = repredicted(dealt, profile, cluster)
     except PlanError:  # the limit of memory
-        return make(constraints)
-    if _is_dealt_alone(constraints):
+        return make(micro_batches, codecs, constraints)
+    if is_dealt_alone(constraints):
         return pipeline
     try:
-        plan = make(constraints)
+        plan = make(micro_batches, codecs, constraints)
     except PlanError:
         if constraints.memory_limit is None:
             raise
@@ -74,28 +73,11 @@ def plan_for(
     return pipeline if is_worth else plan
 
 
-def _is_dealt_alone(constraints: Constraints) -> bool:
-    """Return whether nothing but a pipeline is allowed."""
-    return all(named(Strategy, n).role.names_ranks for n in known(constraints.strategies))
-
-
-def _dealt(profile: ModelProfile, cluster: Cluster, constraints: Constraints) -> Constraints | None:
-    """Return constraints by which each layer is given to a rank; None if that is not to be."""
-    ways = [n for n in known(constraints.strategies) if named(Strategy, n).role.names_ranks]
-    if not ways or constraints.pins or constraints.placement != BALANCED:
-        return None
-    if _is_dealt_alone(constraints):
-        return replace(constraints, pins={"*": ways[0]})
-    holders = unasked_holders(Predictor(profile, cluster), ways[0])
-    pins = {name: f"{ways[0]}:{rank}" for name, rank in (holders or {}).items()}
-    return replace(constraints, pins=pins) if pins else None
-
-
 def _plan_under(
     profile: ModelProfile,
     cluster: Cluster,
-    micro_batches: int | None,
     options: SearchOptions,
+    micro_batches: int | None,
     codecs: Sequence[str],
     constraints: Constraints,
 ) -> Plan:

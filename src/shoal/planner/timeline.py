@@ -161,14 +161,14 @@ class Predictor:
                 layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers
             ]
         strategy = self._strategies[site.strategy]
-        codec, _ = rows_and_rest(site.exchange)
+        codec, rest = rows_and_rest(site.exchange)
         if strategy.codes_rows and codec:
             setting = replace(layers[0].setting, codec=codec)
             layers = [replace(layer, setting=setting) for layer in layers]
         if self.role(site.strategy).names_ranks:
             layers = [
                 replace(layer, setting=replace(layer.setting, rank=int(rank or 0)))
-                for layer, rank in zip(layers, site.exchange.split(","), strict=True)
+                for layer, rank in zip(layers, rest.split(","), strict=True)
             ]
         cost, every = strategy.estimate(layers, carrier, self.cluster), layers[0].setting.every
         if every > 1:

@@ -69,7 +69,8 @@ class ProfileOptions:
 
     # parts of a batch, if the end of the model may run on hosts of its own
     micro_batches: int | None = None
-    row_parts: int = 1  # parts of a rank's batch in a pipeline
+    # parts of a rank's batch in a pipeline; None: the planner may choose
+    row_parts: int | None = None
     # what measures for strategies; None: all that any known strategy asks for
     probes: Iterable[type[Probe]] | None = None
     buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it

@@ -89,7 +89,7 @@ def placed(
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
     )
     roles = {name: named(Strategy, name).role for name in {c.strategy for c in plan.choices}}
-    holders = {c.layer: int(c.exchange) for c in plan.choices if roles[c.strategy].names_ranks}
+    holders = {c.layer: c.holder for c in plan.choices if roles[c.strategy].names_ranks}
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:

@@ -30,9 +30,12 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
         exchange: as plans write it, "" for none.
     """
     strategy = named(Strategy, name)
-    if exchange.startswith("+"):
+    codec, rest = rows_and_rest(exchange)
+    if codec:
         _check_rows(layer, strategy, exchange)
-    elif strategy.role.takes_exchange:
+    if codec and not strategy.role.names_ranks:
+        return
+    if strategy.role.takes_exchange:
         if not strategy.takes(exchange_named(exchange)):
             raise PlanError(
                 f"{exchange} cannot carry {name}",
@@ -41,11 +44,11 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
                 do="change the layer's exchange",
             )
     elif strategy.role.names_ranks:
-        if not exchange.isdecimal():
+        if not rest.isdecimal():
             raise PlanError(
                 f"{name} names the rank that holds the layer",
                 where=f"layer {layer}",
-                got=exchange or "no rank",
+                got=rest or "no rank",
                 do=f'write for instance "{name}:0"',
             )
     elif exchange and not strategy.role.is_at_tail:
@@ -67,11 +70,11 @@ def check_holder(layer: str, name: str, exchange: str, ranks: int) -> None:
         ranks: number of ranks.
     """
     check_carried(layer, name, exchange)
-    if int(exchange) >= ranks:
+    if int(rank := rows_and_rest(exchange)[1]) >= ranks:
         raise PlanError(
             "the plan gives a layer to a rank that there is not",
             where=f"layer {layer}",
-            got=f"rank {exchange}",
+            got=f"rank {rank}",
             expected=f"one of the ranks 0 … {ranks - 1}",
             do="change the rank",
         )

@@ -23,26 +23,30 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shoal.codecs.coded import codec_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Update, Wait
 from shoal.core.errors import PlanError
-from shoal.core.facts import Cluster, LayerProfile, MovingState
+from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
 from shoal.core.role import Role
 from shoal.pipeline.ended import PipelineCalls
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput
-from shoal.pipeline.prices import stations_at, step_of, traffic_of
+from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of
 from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.row_parts import RowProbe
+from shoal.strategies.row_parts import RowFacts, RowProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.strategies.uses import UseProbe
+from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.on_rank import OnRank
+
+_NUMBER = 4  # bytes of a number that crosses, if it is not known
 
 
 @final
@@ -52,6 +56,7 @@ class Pipeline(Strategy):
     name = "pipeline"
     role = Role.PIPELINE
     probes = (UseProbe, UpdateProbe, RowProbe)
+    codes_rows = True
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         return layer.measured(UseFacts).reason or layer.measured(UpdateFacts).joint or None
@@ -61,14 +66,15 @@ class Pipeline(Strategy):
     ) -> Cost:
         uses = uses_of(layers)
         stations = stations_at(layers, {layer.name: layer.setting.rank for layer in layers})
-        forward_s, backward_s = step_of(stations, cluster, layers[0].setting.parts)
+        passage = passage_of(layers[0].setting, layers[0].measured(RowFacts), cluster)
+        forward_s, backward_s = step_of(stations, cluster, passage)
         nbytes = dict.fromkeys(range(cluster.size), 0)
         for layer in layers:
             nbytes[layer.setting.rank] += layer.nbytes
         whole = max(1, sum(nbytes.values()))
         paces = {station.rank: station.pace for station in stations}
         most = max(nbytes.values()) / whole
-        there = traffic_of(stations, cluster.size)
+        there = traffic_of(stations, cluster.size, passage)
         back = replace(there, sent=there.received, received=there.sent)
         return Cost(
             in_forward=Phase(there, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
@@ -92,6 +98,7 @@ class Pipeline(Strategy):
         pipeline = PipelinedModel(
             place.ways.model, place.ways.holders, layers, place.comm, place.weighs
         )
+        pipeline.outbox.crossing = RowCrossing(place.rows.codec)
         calls = PipelineCalls(pipeline)
         for name, parameter in place.parameters.items():
             holder = place.ways.holders[layers[name]]
@@ -113,6 +120,23 @@ class Pipeline(Strategy):
             run_no_more(module)
         for parameter in filter(is_cut, place.ways.model.parameters()):
             restore(parameter)
+
+
+def passage_of(setting: Setting, facts: RowFacts, cluster: Cluster) -> RowPassage:
+    """Return the way of rows through a pipeline under a setting, of numbers of four bytes."""
+    whole = RowPassage(setting.parts, facts.slower(setting.parts))
+    if not setting.codec:
+        return whole
+    codec, pace = codec_named(setting.codec), cluster.coding(setting.codec)
+    sent = codec.nbytes(1, _NUMBER) / _NUMBER
+    return replace(whole, sent=sent, code_s=pace.encode_s / _NUMBER, read_s=pace.decode_s / _NUMBER)
+
+
+def error_of_crossing(model: nn.Module) -> float | None:
+    """Return how far the values were off that were looked at last, relative; None if they go as
+    they are.
+    """
+    return pipeline_of(model).outbox.crossing.error
 
 
 def _hold(calls: PipelineCalls, name: str, parameter: nn.Parameter, rank: int) -> None:

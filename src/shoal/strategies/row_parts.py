@@ -1,14 +1,16 @@
 """Finds out whether a pipeline may cut a rank's batch into parts: the model treats rows apart.
 
-It runs the sample whole and in parts, and compares. Only done if parts are asked for. Costs three
-forwards.
+It runs the sample whole and in parts, compares, and takes the time. Done if parts are asked for, or
+if the planner may choose a pipeline, and with it parts. Costs four forwards.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -28,7 +30,10 @@ from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.parts import RowPart, RowParts, joined, rows_of
 from shoal.pipeline.trees import copied, mapped, tensors_in
 from shoal.profiling.tails import close
+from shoal.strategies.uses import uses_in
 
+_FEWEST = 2  # parts that are tried if nobody says how many
+_UNTRIED = "nobody has tried it"
 _NO_ROWS = "no rank's sample has two rows, so nobody can try parts of them"
 _OTHERWISE = "in parts the model computes something else than for all rows of a rank at once"
 _OWN_LOSS = (
@@ -44,10 +49,18 @@ class RowFacts(Facts):
     Args:
         reason: why nobody may cut a rank's batch; '' if one may.
         calls: the form of each call of the model, and whether each tensor has the rows first.
+        rows: rows of the sample, if it was tried in parts.
+        added: seconds that each part but the first adds, as a part of those of all rows at once.
     """
 
     reason: str = ""
     calls: tuple[tuple[str, tuple[bool, ...]], ...] = ()
+    rows: int = 0
+    added: float = 0.0
+
+    def slower(self, parts: int) -> float:
+        """Return the seconds of so many parts, as a multiple of those of all rows at once."""
+        return 1.0 + self.added * (parts - 1)
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[RowFacts]) -> RowFacts:
@@ -59,15 +72,20 @@ class RowFacts(Facts):
             before = known.get(form, cut)
             known[form] = tuple(a and b for a, b in zip(before, cut, strict=True))
         reason = next((facts.reason for facts in tried if facts.reason), "")
-        return cls(reason, tuple(known.items()))
+        rows, added = max(facts.rows for facts in tried), min(facts.added for facts in tried)
+        return cls(reason, tuple(known.items()), rows, added)
 
 
 @final
 class RowProbe(Probe):
-    """Tries parts of the sample, if parts are asked for."""
+    """Tries parts of the sample, if a pipeline may have some."""
 
     def measure(self, layer: Layer, trial: Trial) -> RowFacts:
-        return trial.once(_tried) if trial.row_parts > 1 else RowFacts()
+        parts = trial.row_parts
+        alone = trial.ranks == 1 or trial.micro_batches is not None  # or beside tail hosts
+        if parts is None and not alone and not uses_in(trial)[layer.name].reason:
+            parts = _FEWEST
+        return trial.once(_tried) if parts and parts > 1 else RowFacts(_UNTRIED)
 
 
 def is_pipelined(plan: Plan) -> bool:
@@ -79,16 +97,19 @@ def check_row_parts(plan: Plan, profile: ModelProfile) -> None:
     """Refuse a pipeline that cuts ranks' batches where rows depend on one another (PlanError)."""
     if plan.micro_batches == 1 or not is_pipelined(plan):
         return
-    reason = _facts_of(profile).reason
-    moving = [state.name for state in profile.moving if not state.name.startswith("(loss)")]
-    if not reason and moving:
-        reason = f"training changes buffer {moving[0]} by all rows of a rank"
-    if reason:
+    if reason := whole_rows(profile):
         raise PlanError(
             f"a pipeline cannot cut the batch of a rank into parts: {reason}",
             got=f"micro_batches={plan.micro_batches}",
             do="give micro_batches=1: each rank's batch is then one micro-batch",
         )
+
+
+def whole_rows(profile: ModelProfile) -> str:
+    """Return why the batch of a rank must go through a pipeline whole; '' if it may go in parts."""
+    moving = [state.name for state in profile.moving if not state.name.startswith("(loss)")]
+    by_all = f"training changes buffer {moving[0]} by all rows of a rank" if moving else ""
+    return _facts_of(profile).reason or by_all
 
 
 def check_buffers(plan: Plan, profile: ModelProfile) -> None:
@@ -135,20 +156,22 @@ def _tried(trial: Trial) -> RowFacts:
                 place = ".".join(filter(None, (name, attribute)))
                 return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
     found: dict[str, tuple[bool, ...]] = {}
+    parts, rows, added = trial.row_parts or _FEWEST, 0, 0.0
     for args, kwargs in calls:
         call = ModelCall(args, kwargs, {})
-        if rows_of(call.shapes) < 2:
+        rows = rows_of(call.shapes)
+        if rows < 2:
             return RowFacts(_NO_ROWS)
         reason = ""
         for cut in dict.fromkeys(_cuts(call)):
-            its_reason = _differs(model, call, cut, trial.row_parts)
+            its_reason, added = _differs(model, call, cut, parts)
             if not its_reason:
                 found[call.form] = cut
                 break
             reason = reason or its_reason
         if call.form not in found:
             return RowFacts(reason)
-    return RowFacts("", tuple(found.items()))
+    return RowFacts("", tuple(found.items()), rows, added)
 
 
 def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
@@ -166,8 +189,10 @@ def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
     return [every, without_squares]
 
 
-def _differs(model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: int) -> str:
-    """Return why parts of a call are not the call; '' if they are."""
+def _differs(
+    model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: int
+) -> tuple[str, float]:
+    """Return why parts of a call are not the call, '' if they are; and what a further part adds."""
     slots = [slot for slot in states(model, None).values() if slot.is_buffer]
     with _kept(slots) as put_back:
 
@@ -178,21 +203,35 @@ def _differs(model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: in
             return output, [slot.tensor.clone() for slot in slots if slot.tensor is not None]
 
         with _repeating(model, lambda: run(call.tensors)[0]):
+            device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
+            clock = [_now(device)]
             whole, after = run(call.tensors)
+            clock.append(_now(device))
             if any(leaf.is_floating_point() and not leaf.dim() for leaf in tensors_in(whole)):
-                return _OWN_LOSS
+                return _OWN_LOSS, 0.0
             outputs, begin = [], 0
             rows = rows_of(call.shapes)
-            for size in cut_sizes(rows, min(count, rows)):
+            sizes = cut_sizes(rows, min(count, rows))
+            for size in sizes:
                 part, begin = RowPart(0, begin, size, cut), begin + size
                 try:
                     output, its = run([part.of(n, t) for n, t in enumerate(call.tensors)])
                 except Exception as error:  # forward is somebody's own, and may raise anything
-                    return f"the model does not take a part of the sample ({error})"
+                    return f"the model does not take a part of the sample ({error})", 0.0
                 if not all(map(_same, after, its)):
-                    return "forward changes a buffer by all rows of a rank"
+                    return "forward changes a buffer by all rows of a rank", 0.0
                 outputs.append(output)
-    return "" if _is_joined(whole, outputs) else _OTHERWISE
+            clock.append(_now(device))
+    whole_s, parts_s = (end - begin for begin, end in pairwise(clock))
+    added = max(0.0, parts_s / whole_s - 1) / (len(sizes) - 1)
+    return "" if _is_joined(whole, outputs) else _OTHERWISE, added
+
+
+def _now(device: torch.device) -> float:
+    """Return the time at which the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:

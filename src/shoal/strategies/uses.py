@@ -29,7 +29,12 @@ class UseProbe(Probe):
     """Finds the uses of each layer in a record of the sample's forward."""
 
     def measure(self, layer: Layer, trial: Trial) -> UseFacts:
-        return trial.once(_uses)[layer.name]
+        return uses_in(trial)[layer.name]
+
+
+def uses_in(trial: Trial) -> Mapping[str, UseFacts]:
+    """Return the uses of each layer, by name."""
+    return trial.once(_uses)
 
 
 def _uses(trial: Trial) -> dict[str, UseFacts]:

@@ -78,11 +78,11 @@ class RowCrossing:
         """Whether such rows go as codes."""
         return self._codec is not None and _is_narrower(self._codec, rows)
 
-    def landing(self, rows: Tensor) -> Tensor:
-        """Where the code of such rows may land, on the host."""
+    def landing(self, rows: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Where the code of such rows may land, by default on the host."""
         assert self._codec is not None
         shape = *rows.shape, self._codec.nbytes(1, rows.itemsize)
-        return torch.empty(shape, dtype=torch.uint8, device="cpu")
+        return torch.empty(shape, dtype=torch.uint8, device=device)
 
     def widened(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows, of that type, that a code from `narrowed` stands for."""

@@ -15,7 +15,6 @@ remote/tables.py. Guarded by tests/equivalence/test_cut.py.
 from __future__ import annotations
 
 import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,10 +30,10 @@ from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.core.pieces import (
     is_clearing,
-    is_clipping,
     is_tracing,
     local_gradient,
     set_local_gradient,
+    warn_of_clipping,
 )
 from shoal.core.rows import in_rows
 
@@ -259,12 +258,6 @@ class OverRanks(SpreadCut):
         return whole, in_rows(own_ids, own, local.shape, coalesced=True)
 
 
-_CLIPPING = (
-    "torch.nn.utils.clip_grad_norm_ brings the gradients of layers that no rank has whole to every "
-    "rank, in each step. optimizer.clip_grad_norm_(max_norm) clips alike and sends one number"
-)
-
-
 class CutParameter(nn.Parameter):
     """A parameter of which this rank has a part."""
 
@@ -274,8 +267,8 @@ class CutParameter(nn.Parameter):
         local, caller = local_gradient(self), sys._getframe(1)
         if is_clearing(caller) or is_tracing(caller):
             return local
-        if is_clipping(caller) and not cut_of(self).comm.rank:
-            warnings.warn(_CLIPPING, stacklevel=5)
+        if not cut_of(self).comm.rank:
+            warn_of_clipping(caller)
         with torch.inference_mode(False):  # what is read in it is stepped with outside
             return cut_of(self).gradient(self, local)
 

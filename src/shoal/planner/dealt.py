@@ -1,0 +1,125 @@
+"""Plans that give each layer to a rank: who has which, in how many parts rows go, and their codec.
+
+Rows go in 1, 2, 4 or 8 parts, if the sample showed that parts of a rank's rows are computed alike.
+More parts keep ranks less idle, but each is computed more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.codecs.coded import codec_named
+from shoal.contracts.strategy import Strategy
+from shoal.core.facts import Cluster, ModelProfile, Setting
+from shoal.core.placement import BALANCED
+from shoal.core.registry import named
+from shoal.pipeline.prices import RowPassage, stations_at, step_of
+from shoal.planner.holders import holders_of, unasked_holders
+from shoal.planner.lossy import WORTH
+from shoal.planner.options import known
+from shoal.planner.search_options import Constraints
+from shoal.planner.timeline import Predictor
+from shoal.strategies.pipeline import passage_of
+from shoal.strategies.row_parts import RowFacts, whole_rows
+
+Holders = Callable[[RowPassage], dict[str, int] | None]
+
+_PARTS = (1, 2, 4, 8)  # of a rank's rows
+_PARTS_WORTH = 0.05  # of the step: what more parts must gain
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Layers that are given to ranks.
+
+    Args:
+        pins: of each layer.
+        parts: parts of each rank's rows.
+    """
+
+    pins: dict[str, str]
+    parts: int = 1
+
+
+def is_dealt_alone(constraints: Constraints) -> bool:
+    """Return whether nothing but a pipeline is allowed."""
+    return all(named(Strategy, n).role.names_ranks for n in known(constraints.strategies))
+
+
+def dealing_of(
+    profile: ModelProfile,
+    cluster: Cluster,
+    constraints: Constraints,
+    micro_batches: int | None,
+    codecs: Sequence[str],
+) -> Dealing | None:
+    """Return the best way to give each layer to a rank; None if that is not to be.
+
+    Args:
+        profile: the model.
+        cluster: the ranks.
+        constraints: what the plan must keep.
+        micro_batches: parts of each rank's rows, if somebody asks for a number.
+        codecs: codecs that may be used, as plans write them.
+    """
+    ways = [n for n in known(constraints.strategies) if named(Strategy, n).role.names_ranks]
+    if not ways or constraints.pins or constraints.placement != BALANCED:
+        return None
+    is_alone, predictor = is_dealt_alone(constraints), Predictor(profile, cluster)
+    reasons = [predictor.refusal(layer, ways[0]) for layer in profile.layers]
+    if is_alone and any(reasons):
+        return Dealing({"*": ways[0]})  # which says why it cannot be
+
+    def holders(passage: RowPassage) -> dict[str, int] | None:
+        if is_alone:
+            return holders_of(profile, cluster, passage=passage)
+        return unasked_holders(predictor, ways[0], passage)
+
+    tried = [
+        found
+        for codec in ("", *_rows_codec(codecs))
+        if (found := _in_parts(profile, cluster, micro_batches, holders, codec))
+    ]
+    if not tried:
+        return None
+    dealt, setting, _ = min(tried, key=lambda found: found[2] * (1 + WORTH * bool(found[1].codec)))
+    before = f"+{setting.codec}" if setting.codec else ""
+    pins = {name: f"{ways[0]}{before}:{rank}" for name, rank in dealt.items()}
+    return Dealing(pins, setting.parts)
+
+
+def _rows_codec(codecs: Sequence[str]) -> list[str]:
+    """Return the codec for what crosses: of those that may have it the one that is off least."""
+    able = [codec for codec in map(codec_named, codecs) if codec.by_value]
+    return [str(min(able, key=lambda codec: codec.most_error))] if able else []
+
+
+def _in_parts(
+    profile: ModelProfile,
+    cluster: Cluster,
+    micro_batches: int | None,
+    holders: Holders,
+    codec: str,
+) -> tuple[dict[str, int], Setting, float] | None:
+    """Return the ranks of layers, what goes between them, and the seconds of the step."""
+    facts = profile.layers[0].measured(RowFacts)
+    numbers = [micro_batches] if micro_batches else _numbers(profile)
+    dealt = holders(passage_of(Setting(parts=numbers[0], codec=codec), facts, cluster))
+    if dealt is None:
+        return None
+    stations = stations_at(profile.layers, dealt)
+    best: tuple[Setting, float] | None = None
+    for parts in numbers:
+        setting = Setting(parts=parts, codec=codec)
+        seconds = sum(step_of(stations, cluster, passage_of(setting, facts, cluster)))
+        if best is None or seconds < best[1] * (1 - _PARTS_WORTH):
+            best = setting, seconds
+    assert best is not None
+    return dealt, *best
+
+
+def _numbers(profile: ModelProfile) -> list[int]:
+    """Return the numbers of parts that rows may go in."""
+    facts = profile.layers[0].measured(RowFacts)
+    return [1] if whole_rows(profile) else [n for n in _PARTS if n <= max(1, facts.rows)]
