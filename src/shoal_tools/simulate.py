@@ -6,7 +6,8 @@
         alike        no host slower than another                  usual − alike  = stragglers
         free link    links without end                            alike − free   = link
         one host     nothing is sent                              free − alone   = owners, and the
-                                                                  processor time of bytes
+                                                                  processor time of bytes; of a
+                                                                  pipeline its bubble
 
 Every step waits for the slowest of P hosts: the largest of P draws of a normal law. A profile is
 that of the slowest rank of those that measured it, so the draws are counted from there.
@@ -26,6 +27,7 @@ from shoal.core.errors import UsageError
 from shoal.core.explanation import Explanation
 from shoal.core.facts import Cluster, Excerpt, ModelProfile
 from shoal.core.foresight import (
+    BUBBLE,
     COMPUTE,
     LINK,
     OWNERS,
@@ -37,6 +39,7 @@ from shoal.core.foresight import (
 )
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
+from shoal.planner.holders import is_dealt
 from shoal.planner.imagined import imagined, stretched
 from shoal.planner.lossy import ways
 from shoal.planner.sharing import plan_for
@@ -132,7 +135,7 @@ class _Model:
         limits = {
             COMPUTE: compute_s,
             LINK: max(0.0, alike_s - free_s),
-            OWNERS: max(0.0, free_s - compute_s),
+            BUBBLE if is_dealt(made) else OWNERS: max(0.0, free_s - compute_s),
             STRAGGLERS: max(0.0, usual_s - alike_s),
         }
         rows = 1 if question.strong else hosts  # as many as one host
@@ -175,6 +178,9 @@ class _Model:
 
         def coded(choice: Choice) -> Choice:
             layer = predictor.layer(choice.layer)
+            if predictor.role(choice.strategy).names_ranks:
+                may = codec_named(codec).by_value
+                return replace(choice, exchange=f"+{codec}:{choice.holder}") if may else choice
             able = ways(predictor, layer, codec_named(codec))
             alike = [way for way in able if way.strategy == choice.strategy]
             same = [way for way in alike if way.without_codec() == choice]

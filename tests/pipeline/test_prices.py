@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 from weakref import ref
 
@@ -18,6 +19,7 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ModelProfile
+from shoal.core.foresight import BUBBLE, COMPUTE, Network, Question
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.prices import StationWork, passage_s, stations_of
 from shoal.pipeline.record import recorded
@@ -29,6 +31,7 @@ from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.layers import completed, profile_model
 from shoal.strategies.row_parts import RowFacts
+from shoal_tools.simulate import simulate
 
 ROWS, EACH_S = 4, 0.001
 RESIDUAL = ROWS * LENGTH * WIDTH * 4  # bytes
@@ -186,6 +189,20 @@ def test_values_cross_as_codes_where_links_are_slow() -> None:
 
     assert ways(2e4, ["bfloat16", "int8"]) == {"+bfloat16"}
     assert ways(2e4, ["int8"]) == ways(2e4, []) == ways(1e9, ["bfloat16"]) == {""}
+
+
+@pytest.mark.parametrize(("hosts", "parts"), [(2, 1), (2, 4), (4, 2), (4, 8)])
+def test_imagined_hosts_have_the_bubble_of_the_formula(hosts: int, parts: int) -> None:
+    how = {"strategies": ["pipeline"], "micro_batches": parts}
+    network = Network(bytes_per_s=1e12, latency_s=0.0, cores_per_rank=1.0)
+    alone = shoal.Cluster(shoal.Topology(("h0",)), shoal.Link(0.0, inf))
+    profile = _tried(profiled(Gpt(blocks=6)), RowFacts("", rows=8))
+    answer = simulate(profile, alone, [hosts], Question(network, straggler=0.0, how=how))
+    (scale,) = answer.scales
+    part = scale.limits[BUBBLE] / (scale.limits[BUBBLE] + scale.limits[COMPUTE])
+    assert scale.micro_batches == hosts * parts
+    assert scale.ways == {"pipeline": len(profile.layers)}
+    assert part == pytest.approx((hosts - 1) / (hosts * parts + hosts - 1), abs=0.06)
 
 
 def test_explained_stations_send_both_ways() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.core.plan import Plan
 
 COMPUTE, LINK, STRAGGLERS, OWNERS = "compute", "link", "stragglers", "owners"
+BUBBLE = "bubble"  # of a pipeline: ranks wait for the stations before and behind
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,12 @@ class Scale:
     @property
     def ways(self) -> dict[str, int]:
         """How many layers are served each way, most first."""
-        return dict(Counter(choice.way for choice in self.plan.choices).most_common())
+        return dict(Counter(choice.way_anywhere for choice in self.plan.choices).most_common())
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of all ranks that go through a pipeline; 0 if there is none."""
+        return self.hosts * self.plan.micro_batches if BUBBLE in self.limits else 0
 
 
 @dataclass(frozen=True)
@@ -108,10 +114,10 @@ class Foresight:
         """Where layers come to be served otherwise."""
         planned = [scale for scale in self.scales if scale.plan.choices]
         return [
-            Flip(after.hosts, one.layer, one.way, other.way)
+            Flip(after.hosts, one.layer, one.way_anywhere, other.way_anywhere)
             for before, after in pairwise(planned)
             for one, other in zip(before.plan.choices, after.plan.choices, strict=True)
-            if one.way != other.way
+            if one.way_anywhere != other.way_anywhere
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -133,6 +139,7 @@ class Foresight:
                     "limit": scale.limit,
                     "seconds": dict(scale.limits),
                     "ways": scale.ways,
+                    **({"micro_batches": scale.micro_batches} if scale.micro_batches else {}),
                     "bucket_bytes": scale.plan.bucket_bytes,
                 }
                 for scale in self.scales

@@ -71,6 +71,12 @@ class Choice:
         return f"{self.strategy}:{self.exchange}" if self.exchange else self.strategy
 
     @property
+    def way_anywhere(self) -> str:
+        """The choice as a pin says it, without the rank of a layer in a pipeline."""
+        _, rest = rows_and_rest(self.exchange)
+        return self.strategy + self.rows if rest.isdecimal() else self.way
+
+    @property
     def codec(self) -> str:
         """Codec of the exchange, or of the layer's rows as they cross, as a plan writes it.
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Self
 
-from shoal.core.facts import Facts, LayerProfile, ModelProfile, first
+from shoal.core.facts import Excerpt, Facts, LayerProfile, ModelProfile, first
 
 NO_CUT = 1e15  # bytes that are said to cross where no cut can lie
 _ALIKE = 0.75  # of the slowest rank's seconds: ranks that take turns on cores differ by less
@@ -62,6 +62,19 @@ class UseFacts(Facts):
         slowest_s = max(profile.rank_s, default=0.0)
         paces = tuple(own_s / slowest_s for own_s in profile.rank_s) if slowest_s else ()
         return replace(self, after=after, paces=paces if min(paces, default=1.0) < _ALIKE else ())
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> Self:
+        return replace(
+            self,
+            before_bytes=tuple(
+                nbytes if nbytes >= NO_CUT else nbytes * excerpt.rows
+                for nbytes in self.before_bytes
+            ),
+            inputs=tuple(
+                tuple((number, nbytes * excerpt.rows) for number, nbytes in own)
+                for own in self.inputs
+            ),
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.state import TensorSlot, states
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import Facts, ModelProfile
+from shoal.core.facts import Excerpt, Facts, LayerProfile, ModelProfile
 from shoal.core.pieces import cut_sizes
 from shoal.core.plan import Plan
 from shoal.core.registry import named
@@ -62,6 +62,9 @@ class RowFacts(Facts):
         """Return the seconds of so many parts, as a multiple of those of all rows at once."""
         return 1.0 + self.added * (parts - 1)
 
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> RowFacts:
+        return replace(self, rows=int(self.rows * excerpt.rows))
+
     @classmethod
     def of_ranks(cls, ranks: Sequence[RowFacts]) -> RowFacts:
         tried = [facts for facts in ranks if facts.reason != _NO_ROWS]
@@ -82,8 +85,8 @@ class RowProbe(Probe):
 
     def measure(self, layer: Layer, trial: Trial) -> RowFacts:
         parts = trial.row_parts
-        alone = trial.ranks == 1 or trial.micro_batches is not None  # or beside tail hosts
-        if parts is None and not alone and not uses_in(trial)[layer.name].reason:
+        beside_tail = trial.micro_batches is not None
+        if parts is None and not beside_tail and not uses_in(trial)[layer.name].reason:
             parts = _FEWEST
         return trial.once(_tried) if parts and parts > 1 else RowFacts(_UNTRIED)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.core.foresight import COMPUTE, LINK, OWNERS, STRAGGLERS, Flip, Foresight, Scale
+from shoal.core.foresight import BUBBLE, COMPUTE, LINK, OWNERS, STRAGGLERS, Flip, Foresight, Scale
 from shoal.core.numbers import how_many
 
 _WORTH = 0.5  # of each host: what is less is not worth it
@@ -18,6 +17,7 @@ _SAID = {
     COMPUTE: "compute",
     LINK: "the link",
     OWNERS: "owners and what bytes take of processors",
+    BUBBLE: "the bubble of the pipeline",
     STRAGGLERS: "waiting for the slowest host",
 }
 
@@ -75,7 +75,7 @@ def _table(answer: Foresight) -> Table:
             f"{scale.times:.2f}",
             f"{scale.efficiency:.0%}",
             _limited(scale),
-            _ways(scale.ways),
+            _ways(scale),
         )
     return table
 
@@ -89,9 +89,10 @@ def _limited(scale: Scale) -> str:
     return f"{most} ({beside[most] / scale.step_s:.0%})"
 
 
-def _ways(ways: Mapping[str, int]) -> str:
-    named = [f"{count} {way}" for way, count in list(ways.items())[:2]]
-    return ", ".join(named) + (" …" if len(ways) > 2 else "")
+def _ways(scale: Scale) -> str:
+    named = [f"{count} {way}" for way, count in list(scale.ways.items())[:2]]
+    said = ", ".join(named) + (" …" if len(scale.ways) > 2 else "")
+    return said + (f", {scale.micro_batches} micro-batches" if scale.micro_batches else "")
 
 
 def _flips(answer: Foresight) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from shoal.core.foresight import COMPUTE, LINK, OWNERS, STRAGGLERS, Scale
+from shoal.core.foresight import BUBBLE, COMPUTE, LINK, OWNERS, STRAGGLERS, Scale
 from shoal_tools.report.drawing import (
     FLOOR,
     LEFT,
@@ -23,7 +23,7 @@ from shoal_tools.report.drawing import (
 )
 
 # a class of the page's style each
-LIMITS = {COMPUTE: "c0", LINK: "c1", OWNERS: "c2", STRAGGLERS: "c3"}
+LIMITS = {COMPUTE: "c0", LINK: "c1", OWNERS: "c2", BUBBLE: "c4", STRAGGLERS: "c3"}
 
 
 def curve(scales: Sequence[Scale]) -> Markup:
@@ -74,7 +74,9 @@ def bars(scales: Sequence[Scale]) -> Markup:
                 f"{limit} {duration(seconds)}</title></rect>"
             )
         parts.append(text(middle, FLOOR + 18, f"{scale.hosts:,}", "middle"))
-    for number, (limit, colour) in enumerate(LIMITS.items()):
+    there = {limit for scale in scales for limit in scale.limits}
+    shown = [each for each in LIMITS.items() if each[0] in there]
+    for number, (limit, colour) in enumerate(shown):
         x = LEFT + 10 + number * 130
         parts.append(f'<rect class="{colour}" x="{x}" y="2" width="12" height="12"/>')
         parts.append(text(x + 18, 13, limit, "start"))
