@@ -11,7 +11,7 @@ from typing import Any
 from shoal.core.plan import Plan
 
 COMPUTE, LINK, STRAGGLERS, OWNERS = "compute", "link", "stragglers", "owners"
-BUBBLE = "bubble"  # of a pipeline: ranks wait for the stations before and behind
+BUBBLE = "bubble"  # ranks of a pipeline wait for the stations beside them
 
 
 @dataclass(frozen=True)

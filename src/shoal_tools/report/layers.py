@@ -2,6 +2,7 @@
 
     overview   a column a layer, in the order of forward: time above, bytes below
     rows       the same in words; of many layers those that take most are shown at first
+    stations   of a pipeline: a row for each rank, a box for each of its stations
 
 Reads core only.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from markupsafe import Markup, escape
 
-from shoal.core.explanation import Explanation, LayerExplanation
-from shoal_tools.report.drawing import duration, picture, size
+from shoal.core.explanation import Explanation, LayerExplanation, StationExplanation
+from shoal_tools.report.drawing import LEFT, RIGHT, duration, picture, size, text
 
 _FEW = 30  # layers that are all shown at once
 _SHOWN = 16  # of more than that
@@ -35,9 +37,11 @@ _HUES = {
     "server_rows": 6,
     "stage": 7,
     "head": 7,
+    "pipeline": 7,
 }
 _OTHER = 8
 _WIDTH, _HEIGHT, _MIDDLE, _TOP = 1000, 210, 96, 18
+_BOX, _GAP, _FIRST = 26, 14, 8  # heights of stations' boxes and of gaps, and the top
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class ModelPicture:
     overview: Markup  # '' where the rows say it all
     plain_bytes: float
     sent_bytes: float
+    stations: Markup  # stations of a pipeline; '' without one
 
     @property
     def hidden(self) -> int:
@@ -100,6 +105,7 @@ def picture_of(explanation: Explanation) -> ModelPicture:
         _overview(rows) if len(rows) > _NAMED else Markup(),
         sum(row.layer.plain_bytes for row in rows),
         sum(row.layer.chosen.sent_bytes for row in rows),
+        drawn_stations(explanation.step.stations),
     )
 
 
@@ -189,3 +195,47 @@ def _overview(rows: Sequence[LayerRow]) -> Markup:
         f"sent; the most {size(most)}</text>"
     )
     return picture("the model, a column a layer", parts, _WIDTH, _HEIGHT)
+
+
+def drawn_stations(stations: Sequence[StationExplanation]) -> Markup:
+    """Draw the way of one rank's rows: boxes are as wide as forward and backward take.
+
+    Args:
+        stations: in the order of forward; none for a plan without a pipeline.
+    """
+    if not stations:
+        return Markup()
+    took_s = [station.forward_s + station.backward_s for station in stations]
+    ranks = {rank: row for row, rank in enumerate(dict.fromkeys(s.rank for s in stations))}
+    scale = (RIGHT - LEFT) / (sum(took_s) or 1.0)
+    parts, before = list[str](), (0.0, 0.0)
+    for station, end_s, own_s in zip(stations, accumulate(took_s), took_s, strict=True):
+        x, y = LEFT + (end_s - own_s) * scale, _FIRST + ranks[station.rank] * (_BOX + _GAP)
+        if parts:
+            parts.append(f'<polyline class="axis" fill="none" points="{_way(before, (x, y))}"/>')
+        parts.append(
+            f'<rect class="c0" x="{x:.1f}" y="{y}" width="{max(own_s * scale, 1.0):.1f}" '
+            f'height="{_BOX}"><title>{escape(_told(station))}</title></rect>'
+        )
+        before = x + own_s * scale, y + _BOX / 2
+    for rank, row in ranks.items():
+        middle = _FIRST + row * (_BOX + _GAP) + _BOX / 2 + 4
+        parts.append(text(LEFT - 8, middle, rank.partition(" (")[0], "end"))
+    high = _FIRST + len(ranks) * (_BOX + _GAP)
+    return picture("the stations of the pipeline, in the order of forward", parts, height=high)
+
+
+def _way(begin: tuple[float, float], end: tuple[float, float]) -> str:
+    """Return the points of a line from the end of one box to the begin of the next."""
+    (x, y), (to_x, to_y) = begin, end
+    return f"{x:.1f},{y:.1f} {to_x:.1f},{to_y + _BOX / 2:.1f}"
+
+
+def _told(station: StationExplanation) -> str:
+    first, *_, last = station.layers * 2
+    layers = first if len(station.layers) == 1 else f"{first} … {last}"
+    return (
+        f"{station.rank}: {layers}, {size(station.parameter_bytes)}; forward "
+        f"{duration(station.forward_s)}, backward {duration(station.backward_s)}, sends "
+        f"{size(station.sent_bytes)}"
+    )
