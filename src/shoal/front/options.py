@@ -146,8 +146,9 @@ class Options:
     micro_batches: int | None = option(
         None,
         flag=Flag(
-            "Parts of each rank's batch, in a pipeline (1 by default) or where the end of the "
-            f"model has hosts of its own ({MICRO_BATCHES} by default).",
+            "Parts of each rank's batch, in a pipeline (by default 1 if it is pinned, else what "
+            "the planner finds) or where the end of the model has hosts of its own "
+            f"({MICRO_BATCHES} by default).",
             "--micro-batches",
             read=read_whole("micro-batches", 1),
             metavar="NUMBER",
