@@ -226,6 +226,20 @@ class BeatBoard:
             if address is not None:
                 self.pulses.addresses[rank] = address
 
+    def summon(self) -> None:
+        """Summon others to where this rank waits, and hear to what others summon this one.
+
+        Only of channels on which a rank may take part on any thread. One read for each of them.
+        """
+        waited = self.journal.waited_at()
+        if waited is not None:
+            channel, number = waited
+            self._values.write(f"summons/{channel}", number)
+        for channel in self.journal.attended():
+            number = self._values.read(f"summons/{channel}", int) or 0
+            if number:
+                self.journal.summon(channel, number)
+
     def _tell_of_silent(self, rank: int, silent_s: float) -> None:
         if rank not in self._silent:
             self._silent.add(rank)

@@ -410,6 +410,7 @@ class Heartbeat:
                 self._board.turn = time.monotonic()
                 self._board.write(BEATING)
                 self._board.meet_pulses()
+                self._board.summon()
                 found = self._board.published() or self._judge.found(self._case.doubt)
                 if found is None and self._judge.holder_left():
                     break

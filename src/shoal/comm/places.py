@@ -60,6 +60,8 @@ class ChannelRecord:
     running: tuple[int, str] = (0, "")  # what its lane is at
     # says that this rank brings nothing to what others wait for
     answer: Callable[[], None] | None = None
+    # takes part in this rank's stead, on any thread
+    attend: Callable[[int, bool], None] | None = None
     # seconds that what all members have begun may take; None: as long as the channel's own limit
     limit_s: float | None = None
 
@@ -121,6 +123,24 @@ class Journal:
                 record.answer()
         self.asked.clear()
 
+    def waited_at(self) -> tuple[str, int] | None:
+        """Return where the main thread waits, if others may take part on any thread."""
+        wait = self.wait
+        record = None if wait is None else self._records.get(wait.channel)
+        return None if record is None or record.attend is None else (record.name, wait.number)
+
+    def attended(self) -> list[str]:
+        """Return the channels on which this rank may take part on any thread."""
+        return [record.name for record in list(self._records.values()) if record.attend]
+
+    def summon(self, channel: str, number: int) -> None:
+        """Have this rank take part at that number of a channel, if it has not begun it."""
+        record = self._records.get(channel)
+        if record is None or record.attend is None or record.begun >= number:
+            return
+        wait = self.wait
+        record.attend(number, wait is not None and wait.channel != channel)
+
     def place(self) -> RankPlace:
         """What this rank is at."""
         records = list(self._records.values())
@@ -129,7 +149,7 @@ class Journal:
             self.wait,
             {record.name: record.begun for record in used},
             {record.name: record.at for record in used},
-            tuple(record.name for record in records if record.answer is not None),
+            tuple(record.name for record in records if record.answer or record.attend),
         )
 
 

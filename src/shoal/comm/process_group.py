@@ -310,6 +310,18 @@ class ProcessGroupComm(Comm):
     def may_answer(self, answer: Callable[[], None] | None) -> None:
         self._record.answer = answer
 
+    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+        self._record.attend = attend
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the program has left torch.distributed's groups open."""
+        is_kept = id(self) in self._heartbeat.channels
+        return is_kept and dist.is_initialized() and self._group in dist.distributed_c10d._world.pg_map
+
+    def is_waiting(self) -> bool:
+        return self._heartbeat.journal.wait is not None
+
     def check(self, where: str, number: int | None = None) -> None:
         self._heartbeat.check(where, self._record, number)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from shoal.contracts.attendance import Attendance
 from shoal.core.errors import RanksDiffer, ShoalError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
@@ -46,6 +47,7 @@ class Comm(ABC):
     topology: Topology
     timeout_s: float | None  # how long a receive waits; None: for ever
     recorder: Recorder | None = None  # where set, notes what the main thread waits for
+    attendance: Attendance | None = None  # where set, asked before parts are read over the channel
     waited_s: float = 0.0  # seconds, for messages from every rank to every other
 
     @property
@@ -248,6 +250,24 @@ class Comm(ABC):
         wait for what this rank has not begun on this channel.
         """
         return
+
+    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+        """Have `attend` called on any thread, again and again, while others wait at a number of
+        this channel that this rank has not begun.
+
+        It takes the number, and whether the main thread waits for something on another channel.
+        No rank is said to wait in vain for a channel that has such a function.
+        """
+        return
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can still be sent: the program may have ended what carries them."""
+        return True
+
+    def is_waiting(self) -> bool:
+        """Return whether the main thread waits for other ranks."""
+        return False
 
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it. Costs nothing."""

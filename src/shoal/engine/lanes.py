@@ -87,6 +87,10 @@ class Errand:
             raise self._error
         after(self._computed, self._device)
 
+    def is_done(self, within_s: float) -> bool:
+        """Wait so long for its end at most; whether that has come."""
+        return self._done.wait(within_s)
+
     def failed(self) -> bool:
         """Whether it has ended with an error."""
         return self._error is not None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.contracts.attendance import Wanted
 from shoal.contracts.comm import Comm
 from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
@@ -44,12 +45,24 @@ class CutPart(Part):
     def has(self, parameter: nn.Parameter) -> bool:
         return is_cut(parameter) and cut_of(parameter).comm is self._boundary
 
+    def whole_parts(self) -> list[tuple[SpreadCut, Tensor, Tensor]]:
+        """Return the parts of states that every rank has a part of: the cut, and the part twice."""
+        found: list[tuple[SpreadCut, Tensor, Tensor]] = []
+
+        def spread(part: Tensor, cut: SpreadCut) -> None:
+            found.append((cut, part, part))
+
+        self.kept_state(spread)
+        return found
+
     def open(self) -> None:
         """Let the parameters be the parts, with gradients that lie in memory as they do.
 
         Fused optimizers rely on that. A gradient that somebody has looked at is a view of the whole
         one, and may lie otherwise.
         """
+        if (attendance := self._boundary.attendance) is not None:
+            attendance.step_begins()
         parameters, state = self.parameters(), self.optimizer.state
         self.absorb(parameters)
         for parameter in parameters:
@@ -68,6 +81,8 @@ class CutPart(Part):
 
     def close(self) -> None:
         self._opened.close()
+        if (attendance := self._boundary.attendance) is not None:
+            attendance.step_ends()
 
     def _put_away(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep the parts' states, and leave entries that stand for the whole states."""
@@ -97,6 +112,11 @@ class CutPart(Part):
         scale(self.local_gradients(), factor)
 
     def whole_state(self) -> States:
+        attendance, boundary = self._boundary.attendance, self._boundary
+        if attendance is not None and self.parameters():
+            purpose = "optimizer.state_dict()"
+            if attendance.numbers([0] * boundary.size, purpose, Wanted.STATES) is None:
+                return self.kept_state(lambda part, cut: laid_as(cut.layout, attendance.whole(part)))
         return self.kept_state(_whole)
 
     def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:

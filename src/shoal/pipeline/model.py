@@ -21,6 +21,7 @@ from shoal.pipeline.route import Outbox, StationRoute
 from shoal.pipeline.stations import Stations, stations
 
 FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
+EVALUATION = "pipeline: call of the model in evaluation (no_grad)"
 READING = "pipeline: reading of the model's output"
 
 

@@ -19,6 +19,8 @@ from shoal.contracts.weighing import Weighing
 from shoal.core.facts import Cluster, ModelProfile, MovingState
 from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
+from shoal.engine.attendance import LaneAttendance
+from shoal.engine.lanes import streaming
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
@@ -97,6 +99,7 @@ class Opening:
     weighing: Weighing = field(default_factory=Weighing)
     tables: Tables | None = None
     _boundary: Comm | None = None
+    _attendance: LaneAttendance | None = None
     _channels: list[Comm] = field(default_factory=list)
 
     @property
@@ -137,6 +140,8 @@ class Opening:
 
     def close(self) -> None:
         """Give back the channels, because the model will not be attached."""
+        if self._attendance is not None:
+            self._attendance.close()
         for opened in self._channels:
             opened.close()
 
@@ -146,6 +151,19 @@ class Opening:
             self._boundary = self.channel("boundary")
             self.main.append(self._boundary)
         return self._boundary
+
+    def attendance(self) -> None:
+        """Let a rank read alone what the others have parts of. The boundary is open."""
+        boundary = self.boundary()
+        device = streaming(parameter.device for parameter in self.model.parameters())
+        self._attendance = boundary.attendance = LaneAttendance(
+            self.model, boundary, self.channel("attendance"), device
+        )
+
+    @property
+    def opened_attendance(self) -> LaneAttendance | None:
+        """The attendance of ranks at readings; None if nobody has asked for it."""
+        return self._attendance
 
     @property
     def opened_boundary(self) -> Comm | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -55,6 +55,10 @@ class Cut(ABC):
     @abstractmethod
     def whole(self, part: Tensor) -> Tensor:
         """All of it, of which this is this rank's part."""
+
+    def restored(self, part: Tensor) -> Tensor:
+        """All of it, for all ranks at once (a collective)."""
+        return self.whole(part)
 
     @abstractmethod
     def mean(self, wholes: Tensor) -> Tensor:
@@ -121,8 +125,30 @@ class SpreadCut(Cut):
         Messages say that it is for `purpose`.
         """
 
+    @property
+    def _reading(self) -> str:
+        return f"reading of {self.name} (state_dict, print, grad)"
+
+    def restored(self, part: Tensor) -> Tensor:
+        return self.gathered(part, self._reading)
+
+    @abstractmethod
+    def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
+        """Return all of a tensor of the parameter's form, once ranks have told their numbers.
+
+        A collective.
+        """
+
+    @abstractmethod
+    def own_numbers(self, part: Tensor) -> list[int]:
+        """Return the numbers that this rank tells before its part is gathered."""
+
     def whole(self, part: Tensor) -> Tensor:
-        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")  # save 4
+        attendance = self.comm.attendance
+        if attendance is None:
+            return self.gathered(part, self._reading)  # save 4
+        told = attendance.numbers(self.own_numbers(part), self._reading)
+        return attendance.whole(self).clone() if told is None else self.gathered_by(told, part)
 
     def change(
         self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
@@ -135,7 +161,9 @@ class SpreadCut(Cut):
             return leaf
 
         args, kwargs = pytree.tree_map(part, (tuple(args), dict(kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
+        attendance = self.comm.attendance
+        changing = nullcontext() if attendance is None else attendance.changing()
+        with torch._C.DisableTorchFunctionSubclass(), changing:
             function(subject, *args, **kwargs)
 
     def _part_of(self, other: Tensor) -> Tensor:
@@ -158,7 +186,7 @@ class SpreadCut(Cut):
         return self._seen
 
     def _show_all(self, parameter: Tensor, local: Tensor) -> None:
-        self._show(parameter, self.whole(local))
+        self._show(parameter, self.gathered(local, self._reading))
 
 
 @final
@@ -208,7 +236,12 @@ class OverRanks(SpreadCut):
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
         if part.layout is not torch.strided:
             return self._whole_of_rows(part, purpose)[0]
-        self.comm.numbers([part.numel()] * self.comm.size, purpose)
+        return self.gathered_by(self.comm.numbers(self.own_numbers(part), purpose), part)
+
+    def own_numbers(self, part: Tensor) -> list[int]:
+        return [part.numel()] * self.comm.size
+
+    def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
         pieces = []
         for size in self._sizes:
             shape = list(self.like.shape)
@@ -333,7 +366,7 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
 def restore(parameter: nn.Parameter) -> None:
     """Give this rank all of a parameter again, and of its gradient, in place (a collective)."""
     its_cut, gradient = cut_of(parameter), parameter.grad
-    whole = its_cut.whole(part_of(parameter))
+    whole = its_cut.restored(part_of(parameter))
     parameter.grad = None
     del parameter.__dict__[_CUT]
     parameter.__class__ = nn.Parameter

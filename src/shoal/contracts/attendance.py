@@ -1,0 +1,68 @@
+"""Attendance: whether all ranks come to a call, and the whole parameters for a rank that is alone.
+
+Why here: parameters and layers of which each rank has a part ask for it, and the engine serves it
+(engine/attendance.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+
+
+class Wanted(IntEnum):
+    """The values that a rank needs if it is alone."""
+
+    NOTHING = 0
+    PARAMETERS = 1
+    STATES = 2  # of the optimizers, for parameters that are cut
+    OWNED = 3  # the same for parameters that have owners
+
+
+class Attendance(ABC):
+    """The ranks' attendance at calls that all make together, or one alone."""
+
+    @abstractmethod
+    def numbers(
+        self, numbers: Sequence[int], purpose: str, wanted: Wanted = Wanted.PARAMETERS
+    ) -> list[int] | None:
+        """Tell rank r `numbers[r]`, as `Comm.numbers` does, if all ranks come here.
+
+        Args:
+            numbers: one for each rank.
+            purpose: the call, in the same words on every rank.
+            wanted: what this rank needs if it is alone.
+
+        Returns:
+            The numbers that every rank told this one. None: this rank is alone, and what it wanted
+            is here.
+
+        Raises:
+            WorldError: a rank is gone.
+            UsageError: the parameters do not fit in memory.
+            RanksDiffer: another rank has changed its parameters since.
+        """
+
+    @abstractmethod
+    def whole(self, key: Any) -> Tensor:
+        """Return a whole parameter by its cut, or a whole state by the part of it.
+
+        This rank was found alone. Nobody may change the tensor.
+        """
+
+    @abstractmethod
+    def changing(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank changes its parameters between two steps."""
+
+    @abstractmethod
+    def step_begins(self) -> None:
+        """Keep parts from being read until `step_ends`."""
+
+    @abstractmethod
+    def step_ends(self) -> None:
+        """Let parts be read, which have changed. May be called again, or without `step_begins`."""
