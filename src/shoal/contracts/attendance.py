@@ -34,7 +34,7 @@ class Attendance(ABC):
         """Tell rank r `numbers[r]`, as `Comm.numbers` does, if all ranks come here.
 
         Args:
-            numbers: one for each rank.
+            numbers: one for each rank; empty if ranks have none to tell.
             purpose: the call, in the same words on every rank.
             wanted: what this rank needs if it is alone.
 
@@ -54,6 +54,10 @@ class Attendance(ABC):
 
         This rank was found alone. Nobody may change the tensor.
         """
+
+    @abstractmethod
+    def state(self, owned: Any) -> Any:
+        """Return the whole states of an optimizer's owned part, which this rank has read alone."""
 
     @abstractmethod
     def changing(self) -> AbstractContextManager[None]:

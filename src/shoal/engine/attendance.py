@@ -112,7 +112,10 @@ class LaneAttendance(Attendance):
         self._model, self._boundary, self._comm = ref(model), boundary, comm
         self._lane = Lane(comm, "attendance", device)
         self.states: list[Callable[[], Parts]] = []  # of the optimizers' parts
-        self._wholes: dict[Any, Tensor] = {}  # values that this rank has read alone
+        # of parts of optimizers that owners have: each gathers the state, on every rank
+        self.gathers: dict[Any, Callable[[Comm, dict[Any, Any] | None], None]] = {}
+        self._wholes: dict[Any, Tensor] = {}  # parameters that this rank has read alone,
+        self._states: dict[Any, Any] = {}  # and states
         self._stamp: Stamp = (0, 0)
         self._stepping = threading.RLock()  # while parts change, or are sent
         self._meeting = threading.Lock()  # while a meeting begins
@@ -129,6 +132,8 @@ class LaneAttendance(Attendance):
         has_copy = bool(self._wholes) and wanted is Wanted.PARAMETERS
         if has_copy and self._summons.number <= self._begun:
             return None
+        self._states = {}
+        numbers = numbers or [0] * self._comm.size
         parts = () if has_copy else self._parts(wanted)
         missing = _missing(parts)
         meeting = self._stated(numbers, purpose, Wanted.NOTHING if missing else wanted, len(parts))
@@ -137,6 +142,7 @@ class LaneAttendance(Attendance):
             errand = self._begin(meeting)
         self._wait(errand, purpose)
         if meeting.together:
+            self.free()  # what one rank keeps may be less than all need now
             return [statement.number for statement in meeting.heard]
         if missing:
             raise _too_large(self._who, purpose, missing)
@@ -146,7 +152,11 @@ class LaneAttendance(Attendance):
         return None
 
     def whole(self, key: Any) -> Tensor:
-        return self._wholes[key]
+        whole: Tensor = self._states[key] if key in self._states else self._wholes[key]
+        return whole
+
+    def state(self, owned: Any) -> Any:
+        return self._states.pop(owned)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -167,8 +177,8 @@ class LaneAttendance(Attendance):
 
     def free(self) -> None:
         """Free what this rank has read alone."""
-        if self._wholes:
-            self._wholes = {}
+        if self._wholes or self._states:
+            self._wholes, self._states = {}, {}
 
     def drain(self) -> None:
         """Nobody waits for the lane but other ranks."""
@@ -239,9 +249,11 @@ class LaneAttendance(Attendance):
         if meeting.together:
             return
         for rank, statement in enumerate(meeting.heard):
-            if not statement.wanted:
+            if statement.wanted == Wanted.OWNED:
+                self._gather(comm, rank, statement, meeting)
+            elif not statement.wanted:
                 continue
-            if rank == comm.rank:
+            elif rank == comm.rank:
                 self._take(comm, statement, meeting)
             else:
                 self._give(comm, rank, statement)
@@ -260,30 +272,51 @@ class LaneAttendance(Attendance):
             if isinstance(cut, SpreadCut) and cut.comm is self._boundary
         ]
 
-    def _give(self, comm: Comm, to: int, asked: _Statement) -> None:
-        """Send this rank's parts as they are behind the step that was asked for."""
+    @contextmanager
+    def _behind(self, stamp: Stamp) -> Iterator[Stamp]:
+        """Wait until this rank has done that step, and keep it from going further inside.
+
+        Gives how far it is: it may have gone further already, or do no step any more.
+        """
         waiting_since: float | None = None
         while True:
             with self._stepping:
-                parts = self._parts(asked.wanted)
-                here, fits = self._stamp, len(parts) == asked.tally
-                if here == asked.stamp or here > asked.stamp or self._closed:
-                    is_given = here == asked.stamp and fits and not self._closed
-                    words = torch.tensor([is_given, *here], dtype=torch.int64, device="cpu")
-                    sends = [comm.send(words, to)]
-                    if is_given:
-                        own = (part.contiguous() for _, _, part in parts if part.numel())
-                        sends += [comm.send(part, to) for part in own]
-                    comm.finish(sends)
+                is_stuck = waiting_since and time.monotonic() - waiting_since > _NEVER_S
+                if self._stamp >= stamp or is_stuck or self._closed:
+                    yield self._stamp
                     return
             time.sleep(_LOOK_S)
-            if not comm.is_waiting():
+            if not self._comm.is_waiting():
                 waiting_since = None
             elif waiting_since is None:
                 waiting_since = time.monotonic()
-            elif time.monotonic() - waiting_since > _NEVER_S:
-                comm.send(torch.tensor([0, *here], dtype=torch.int64, device="cpu"), to).wait()
+
+    def _give(self, comm: Comm, to: int, asked: _Statement) -> None:
+        """Send this rank's parts as they are behind the step that was asked for."""
+        with self._behind(asked.stamp) as here:
+            parts = self._parts(asked.wanted)
+            is_given = here == asked.stamp and len(parts) == asked.tally
+            sends = [comm.send(_header(is_given, here), to)]
+            if is_given:
+                own = (part.contiguous() for _, _, part in parts if part.numel())
+                sends += [comm.send(part, to) for part in own]
+            comm.finish(sends)
+
+    def _gather(self, comm: Comm, asking: int, asked: _Statement, meeting: _Meeting) -> None:
+        """Gather the states that owners have, on every rank, for one."""
+        with self._behind(asked.stamp) as here:
+            own = _header(here == asked.stamp, here)
+            headers = [torch.empty_like(own) for _ in range(comm.size)]
+            comm.all_gather(headers, own)
+            late = [rank for rank, words in enumerate(headers) if not words[0]]
+            if late:
+                meeting.error = _changed(late[0], asking, headers[late[0]].tolist(), asked)
                 return
+            for part, gather in self.gathers.items():
+                whole: dict[Any, Any] | None = {} if asking == comm.rank else None
+                gather(comm, whole)
+                if whole is not None:
+                    self._states[part] = whole
 
     def _take(self, comm: Comm, asked: _Statement, meeting: _Meeting) -> None:
         """Receive the other ranks' parts, and join them."""
@@ -309,7 +342,7 @@ class LaneAttendance(Attendance):
         elif asked.wanted == Wanted.PARAMETERS:
             self._wholes = wholes
         else:
-            self._wholes = {**self._wholes, **wholes}
+            self._states = wholes
 
     def _tell(self, purpose: str, nbytes: int, seconds: float) -> None:
         if self._has_told or not nbytes:
@@ -342,6 +375,10 @@ class _Summons:
             self._elsewhere_since = now
         since = self._elsewhere_since
         return now - self._since > _PATIENCE_S or (since is not None and now - since > _ELSEWHERE_S)
+
+
+def _header(is_given: bool, stamp: Stamp) -> Tensor:
+    return torch.tensor([is_given, *stamp], dtype=torch.int64, device="cpu")
 
 
 def _is_in_torch(thread: int) -> bool:

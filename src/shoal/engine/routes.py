@@ -175,6 +175,11 @@ class Routes:
             if self._last.get(transfer) is errand:
                 del self._last[transfer]
 
+    def finish(self, transfer: Transfer) -> None:
+        """Wait on any thread until the lanes are done with a transfer."""
+        if (errand := self._last.get(transfer)) is not None:
+            errand.result()
+
     def wait(self, errand: Errand, transfer: Transfer, purpose: str = "") -> None:
         """Wait for an errand of a transfer, and note it as `purpose` if that is given."""
         begin_s = perf_counter()

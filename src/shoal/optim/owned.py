@@ -18,6 +18,8 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.contracts.attendance import Attendance, Wanted
+from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.optim.owners import Owners, norms_of, scale
 from shoal.optim.part import Part, States
@@ -43,6 +45,7 @@ class OwnedPart(Part):
         self._updates = {
             transfer: PieceUpdate(like(optimizer), transfer) for transfer in owners.transfers
         }
+        self.attendance: Attendance | None = None  # of ranks at readings of the state
         # the groups that a step has taken parameters out of, with all that they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
@@ -51,6 +54,8 @@ class OwnedPart(Part):
 
     def open(self) -> None:
         """Send the updates off, and take the parameters out of the groups."""
+        if self.attendance is not None:
+            self.attendance.step_begins()
         groups = self.optimizer.param_groups
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"] if self.has(p)}
         self.absorb(group_of)
@@ -64,6 +69,8 @@ class OwnedPart(Part):
         for group, parameters in self._taken:
             group["params"] = parameters
         self._taken = []
+        if self.attendance is not None:
+            self.attendance.step_ends()
 
     def norms(self, order: float) -> list[Tensor]:
         """Of gradients that somebody has brought to every rank, and of those at their owners."""
@@ -74,8 +81,22 @@ class OwnedPart(Part):
         scale(self.local_gradients(), factor)
         self._owners.scale(self.parameters(), factor)
 
+    def gather(self, comm: Comm, whole: States | None) -> None:
+        """Put every rank's pieces of the state into `whole`, if one is given (a collective).
+
+        On any thread, behind a step whose updates are on their way.
+        """
+        self._owners.finish_updates()
+        for update in self._updates.values():
+            update.gather_state(whole, comm)
+
     def whole_state(self) -> States:
         self._owners.settle()
+        if self.attendance is not None:
+            purpose = "optimizer.state_dict(): state that owners have"
+            if self.attendance.numbers((), purpose, Wanted.OWNED) is None:
+                owned = self.attendance.state(self)
+                return {parameter: owned.get(parameter, {}) for parameter in self.parameters()}
         self._owners.tell(GatherState(self._number))
         whole: States = {}
         for transfer, update in self._updates.items():

@@ -241,6 +241,11 @@ class Owners:
         for transfer in self.transfers:
             self.arrive(transfer.parameters[0])
 
+    def finish_updates(self) -> None:
+        """Wait on any thread for updates that are on their way. Nothing is said of the wait."""
+        for transfer in self.transfers:
+            self._engine.routes.finish(transfer)
+
     def release(self) -> None:
         """Make the parameters ordinary ones, which have their gradients (a collective)."""
         self.settle()

@@ -44,7 +44,7 @@ from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
 from shoal.remote.orders import SumGradients
 from shoal.rewrite.align import of_first, take
-from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
+from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed, splits
 from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
@@ -133,6 +133,7 @@ def _opened(opening: Opening, num_servers: int) -> Running:
     }
     if cuts(plan):
         opening.boundary()
+    if splits(plan) and not num_servers:
         opening.attendance()
     buckets = Buckets(job.memory)
     sites = placed(job.model, plan, session.comm.rank, num_servers, buckets)
@@ -304,12 +305,20 @@ def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
     for number, optimizer in enumerate(opening.optimizers):
         parts = _parts(optimizer, number, running, boundary, opening.stage)
         if opening.opened_attendance is not None:
-            opening.opened_attendance.states += [
-                part.whole_parts for part in parts if isinstance(part, CutPart)
-            ]
+            _serve_states(opening.opened_attendance, parts)
         add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone)
         all_parts += parts
     return tuple(all_parts)
+
+
+def _serve_states(attendance: LaneAttendance, parts: Sequence[Part]) -> None:
+    """Let a rank that is alone read the state of an optimizer's parts."""
+    for part in parts:
+        if isinstance(part, CutPart):
+            attendance.states.append(part.whole_parts)
+        elif isinstance(part, OwnedPart):
+            attendance.gathers[part] = part.gather
+            part.attendance = attendance
 
 
 def _parts(

@@ -153,12 +153,12 @@ class Opening:
         return self._boundary
 
     def attendance(self) -> None:
-        """Let a rank read alone what the others have parts of. The boundary is open."""
-        boundary = self.boundary()
+        """Let a rank read alone what the others have parts of."""
         device = streaming(parameter.device for parameter in self.model.parameters())
-        self._attendance = boundary.attendance = LaneAttendance(
-            self.model, boundary, self.channel("attendance"), device
-        )
+        boundary, channel = self._boundary, self.channel("attendance")
+        self._attendance = LaneAttendance(self.model, boundary, channel, device)
+        if boundary is not None:
+            boundary.attendance = self._attendance
 
     @property
     def opened_attendance(self) -> LaneAttendance | None:

@@ -128,11 +128,6 @@ class Threads:
         for lane in self.lanes:
             lane.drain()
 
-    def wait_for_the_last(self) -> None:
-        """At the end of the program, serve ranks that read alone until all are at the end."""
-        if self.attendance is not None and self.boundary is not None and self.boundary.is_open:
-            self.boundary.numbers([0] * self.boundary.size, "the end of the program")
-
     def abandon(self) -> None:
         """End behind what is being done, whatever there is still to do."""
         for part in self._all():
@@ -242,8 +237,9 @@ class Session:
         """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""
         for part in self._parts():
             part.drain()
-        for threads in self.threads.values():
-            threads.wait_for_the_last()
+        serves = any(threads.attendance is not None for threads in self.threads.values())
+        if serves and self.comm.is_open:  # ranks may read alone until all are at the end
+            self.comm.numbers([0] * self.comm.size, "the end of the program")
 
     def abandon(self) -> None:
         """Leave what is still to be done: this rank ends for an error."""
