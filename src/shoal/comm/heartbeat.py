@@ -304,6 +304,8 @@ class Heartbeat:
             self._board.at, self._board.waiting = where or self.at, True
             if record is not None:
                 self.journal.waits(record, number, self.at)
+                if record.attend is not None:
+                    self._nudge.set()  # the others are summoned at once
                 if self.journal.asked:
                     self.journal.answer()
         if self._case.verdict is not None:

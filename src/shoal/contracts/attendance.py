@@ -22,10 +22,16 @@ class Wanted(IntEnum):
     PARAMETERS = 1
     STATES = 2  # of the optimizers, for parameters that are cut
     OWNED = 3  # the same for parameters that have owners
+    CHANGING = 4  # states that other ranks may be changing now, so that nobody can give them
 
 
 class Attendance(ABC):
     """The ranks' attendance at calls that all make together, or one alone."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Number of this rank's steps so far."""
 
     @abstractmethod
     def numbers(

@@ -113,7 +113,7 @@ class LaneAttendance(Attendance):
         self._lane = Lane(comm, "attendance", device)
         self.states: list[Callable[[], Parts]] = []  # of the optimizers' parts
         # of parts of optimizers that owners have: each gathers the state, on every rank
-        self.gathers: dict[Any, Callable[[Comm, dict[Any, Any] | None], None]] = {}
+        self.gathers: dict[Any, Callable[[Comm, dict[Any, Any] | None, int], None]] = {}
         self._wholes: dict[Any, Tensor] = {}  # parameters that this rank has read alone,
         self._states: dict[Any, Any] = {}  # and states
         self._stamp: Stamp = (0, 0)
@@ -124,6 +124,10 @@ class LaneAttendance(Attendance):
         self._main = threading.get_ident()
         self._has_told = self._closed = False
         comm.may_attend(self._attend)
+
+    @property
+    def steps(self) -> int:
+        return self._stamp[0]
 
     def numbers(
         self, numbers: Sequence[int], purpose: str, wanted: Wanted = Wanted.PARAMETERS
@@ -146,6 +150,8 @@ class LaneAttendance(Attendance):
             return [statement.number for statement in meeting.heard]
         if missing:
             raise _too_large(self._who, purpose, missing)
+        if wanted is Wanted.CHANGING:
+            raise _changing(self._who, purpose)
         if meeting.error is not None:
             raise meeting.error
         self._tell(purpose, meeting.nbytes, time.monotonic() - begin_s)
@@ -251,7 +257,7 @@ class LaneAttendance(Attendance):
         for rank, statement in enumerate(meeting.heard):
             if statement.wanted == Wanted.OWNED:
                 self._gather(comm, rank, statement, meeting)
-            elif not statement.wanted:
+            elif statement.wanted in (Wanted.NOTHING, Wanted.CHANGING):
                 continue
             elif rank == comm.rank:
                 self._take(comm, statement, meeting)
@@ -305,7 +311,8 @@ class LaneAttendance(Attendance):
     def _gather(self, comm: Comm, asking: int, asked: _Statement, meeting: _Meeting) -> None:
         """Gather the states that owners have, on every rank, for one."""
         with self._behind(asked.stamp) as here:
-            own = _header(here == asked.stamp, here)
+            # a main thread may be steps ahead of its lanes, which wait for the one that asks
+            own = _header(here[0] >= asked.stamp[0], here)
             headers = [torch.empty_like(own) for _ in range(comm.size)]
             comm.all_gather(headers, own)
             late = [rank for rank, words in enumerate(headers) if not words[0]]
@@ -314,7 +321,7 @@ class LaneAttendance(Attendance):
                 return
             for part, gather in self.gathers.items():
                 whole: dict[Any, Any] | None = {} if asking == comm.rank else None
-                gather(comm, whole)
+                gather(comm, whole, asked.stamp[0])
                 if whole is not None:
                     self._states[part] = whole
 
@@ -403,6 +410,14 @@ def _too_large(who: str, purpose: str, missing: tuple[int, int]) -> UsageError:
         where=who,
         got=f"{needed / 1e6:.0f} MB, of which {free / 1e6:.0f} MB are free",
         do="let every rank take part: evaluate, and read the state, on all ranks alike",
+    )
+
+
+def _changing(who: str, purpose: str) -> RanksDiffer:
+    return RanksDiffer(
+        f"one rank alone came to: {purpose}, between backward and optimizer.step()",
+        where=who,
+        do="read it behind optimizer.step(), or on every rank",
     )
 
 

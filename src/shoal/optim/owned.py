@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shoal.contracts.attendance import Attendance, Wanted
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
+from shoal.engine.lanes import Errand
 from shoal.optim.owners import Owners, norms_of, scale
 from shoal.optim.part import Part, States
 from shoal.optim.update import PieceUpdate, state_of_pieces, steps_of
@@ -46,6 +47,8 @@ class OwnedPart(Part):
             transfer: PieceUpdate(like(optimizer), transfer) for transfer in owners.transfers
         }
         self.attendance: Attendance | None = None  # of ranks at readings of the state
+        self._backwards = 0  # that were sent before the last step
+        self._sent_off: dict[int, list[Errand]] = {}  # by the number of steps with theirs
         # the groups that a step has taken parameters out of, with all that they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
@@ -54,6 +57,7 @@ class OwnedPart(Part):
 
     def open(self) -> None:
         """Send the updates off, and take the parameters out of the groups."""
+        self._backwards = self._owners.backwards
         if self.attendance is not None:
             self.attendance.step_begins()
         groups = self.optimizer.param_groups
@@ -81,12 +85,15 @@ class OwnedPart(Part):
         scale(self.local_gradients(), factor)
         self._owners.scale(self.parameters(), factor)
 
-    def gather(self, comm: Comm, whole: States | None) -> None:
+    def gather(self, comm: Comm, whole: States | None, steps: int) -> None:
         """Put every rank's pieces of the state into `whole`, if one is given (a collective).
 
-        On any thread, behind a step whose updates are on their way.
+        On any thread, as it is after so many steps. The next step may have begun: its updates wait
+        for gradients of a rank that is here.
         """
-        self._owners.finish_updates()
+        for sent_at, errands in list(self._sent_off.items()):
+            for errand in errands if sent_at <= steps else ():
+                errand.result()
         for update in self._updates.values():
             update.gather_state(whole, comm)
 
@@ -94,7 +101,9 @@ class OwnedPart(Part):
         self._owners.settle()
         if self.attendance is not None:
             purpose = "optimizer.state_dict(): state that owners have"
-            if self.attendance.numbers((), purpose, Wanted.OWNED) is None:
+            is_behind_step = self._backwards == self._owners.backwards
+            wanted = Wanted.OWNED if is_behind_step else Wanted.CHANGING
+            if self.attendance.numbers((), purpose, wanted) is None:
                 owned = self.attendance.state(self)
                 return {parameter: owned.get(parameter, {}) for parameter in self.parameters()}
         self._owners.tell(GatherState(self._number))
@@ -147,11 +156,15 @@ class OwnedPart(Part):
 
             self._owners.tell(OfRank(update_for))  # step 5  # order 1
         self.mark(p for p in updated if p not in self._entries)  # absorb has seen the others
+        sent_off: list[Errand] = []
+        if self.attendance is not None:
+            last = list(self._sent_off.items())[-1:]
+            self._sent_off = {**dict(last), self.attendance.steps + 1: sent_off}
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]
             work = update.work(steps, captured, attributes_now, set(parameters))
-            self._owners.send_off(transfer, parameters, work)  # step 6
+            sent_off.append(self._owners.send_off(transfer, parameters, work))  # step 6
 
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]
