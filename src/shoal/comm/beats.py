@@ -67,8 +67,8 @@ class Verdict:
         if self.left:
             do += (
                 ". If that rank had done its work, its loader had fewer batches (shoal.shard gives "
-                "every rank as many), or other ranks alone call state_dict() or evaluate, where "
-                "layers are cut"
+                "every rank as many), or it has destroyed torch's process groups while other ranks "
+                "alone call state_dict() or evaluate, where layers are cut"
             )
         problem = f"a peer was lost: {self.what}"
         return PeerLost(problem, where=where, got=self.got, do=do, rank=self.rank)

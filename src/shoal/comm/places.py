@@ -126,8 +126,9 @@ class Journal:
     def waited_at(self) -> tuple[str, int] | None:
         """Return where the main thread waits, if others may take part on any thread."""
         wait = self.wait
-        record = None if wait is None else self._records.get(wait.channel)
-        return None if record is None or record.attend is None else (record.name, wait.number)
+        if wait is None or wait.channel not in self.attended():
+            return None
+        return wait.channel, wait.number
 
     def attended(self) -> list[str]:
         """Return the channels on which this rank may take part on any thread."""
@@ -169,10 +170,11 @@ class Apart:
 
 
 ALIKE = (
-    "make the same calls in the same order on every rank: forward, backward and step; state_dict() "
-    "and reads of gradients where layers are cut or owned; evaluation where layers are cut; "
-    "parallelize. Leave a backward out (a NaN loss) on all ranks, or on none. Or let no layer be "
-    'cut: strategies=["replicate", "sliced", "factor"]'
+    "make the same calls in the same order on every rank: forward, backward and step; reads of "
+    "gradients where layers are cut, owned or in a pipeline; parallelize. A rank may evaluate alone "
+    "under torch.no_grad(), and read state_dict() alone behind optimizer.step(). Leave a backward "
+    "out (a NaN loss) on all ranks, or on none, and have as many batches on all. Or let no layer "
+    'be cut: strategies=["replicate", "sliced", "factor"]'
 )
 
 

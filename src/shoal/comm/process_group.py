@@ -317,7 +317,9 @@ class ProcessGroupComm(Comm):
     def is_open(self) -> bool:
         """Whether the program has left torch.distributed's groups open."""
         is_kept = id(self) in self._heartbeat.channels
-        return is_kept and dist.is_initialized() and self._group in dist.distributed_c10d._world.pg_map
+        return (
+            is_kept and dist.is_initialized() and self._group in dist.distributed_c10d._world.pg_map
+        )
 
     def is_waiting(self) -> bool:
         return self._heartbeat.journal.wait is not None

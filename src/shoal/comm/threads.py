@@ -140,7 +140,7 @@ class Hub:
         places = self._places()
         for rank in places:
             self.journals[rank].asked |= missed(rank, places)
-        for waited in {journal.waited_at() for journal in self.journals} - {None}:
+        for waited in filter(None, {journal.waited_at() for journal in self.journals}):
             for journal in self.journals:
                 journal.summon(*waited)
         before, self._apart = self._apart, apart(places)

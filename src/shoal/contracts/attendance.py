@@ -55,6 +55,10 @@ class Attendance(ABC):
         """
 
     @abstractmethod
+    def keep(self) -> None:
+        """Note the parameters that are cut now, to serve them also when the model is gone."""
+
+    @abstractmethod
     def whole(self, key: Any) -> Tensor:
         """Return a whole parameter by its cut, or a whole state by the part of it.
 

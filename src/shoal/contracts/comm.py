@@ -308,8 +308,9 @@ class Comm(ABC):
             f"rank {odd} does something else than rank {other}: rank {odd} is at {at[odd]}, "
             f"rank {other}: {at[other]}",
             got="; ".join(f"rank {number}: {purpose}" for number, purpose in at.items()),
-            do="where layers are cut, on every rank alike: call the model (also to evaluate) and "
-            "state_dict(), read cut parameters and gradients, or let none be cut: "
+            do="where layers are cut or in a pipeline, train and read gradients and outputs on "
+            "every rank alike; a rank may evaluate alone under torch.no_grad(), and read "
+            "state_dict() alone behind optimizer.step(). Or let no layer be cut: "
             'strategies=["replicate", "factor"]',
             rank=rank,
         )

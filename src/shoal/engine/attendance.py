@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 from weakref import ref
 
 import torch
@@ -53,6 +53,13 @@ _LOGGER = logging.getLogger("shoal")
 
 Parts = Sequence[tuple[SpreadCut, Any, Tensor]]  # the cut, the key of the whole, and the part
 Stamp = tuple[int, int]  # steps so far, and changes by hand since
+
+
+class StatesOfOwners(Protocol):
+    """States of which owners have pieces."""
+
+    def gather(self, comm: Comm, steps: int) -> Any:
+        """Return the states of all ranks as they are after so many steps (a collective)."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class LaneAttendance(Attendance):
         boundary: the channel by which the model's cut parameters are known.
         comm: a channel of its own.
         device: where the model is, if that computes in streams.
+        memory_limit: bytes that a rank may hold between steps, if there is a limit.
     """
 
     def __init__(
@@ -108,14 +116,16 @@ class LaneAttendance(Attendance):
         boundary: Comm | None,
         comm: Comm,
         device: torch.device | None = None,
+        memory_limit: float | None = None,
     ) -> None:
         self._model, self._boundary, self._comm = ref(model), boundary, comm
         self._lane = Lane(comm, "attendance", device)
         self.states: list[Callable[[], Parts]] = []  # of the optimizers' parts
-        # of parts of optimizers that owners have: each gathers the state, on every rank
-        self.gathers: dict[Any, Callable[[Comm, dict[Any, Any] | None, int], None]] = {}
+        self.owned: list[StatesOfOwners] = []  # of the optimizers
+        self._kept: Parts = ()  # parameters, also when the model is gone
         self._wholes: dict[Any, Tensor] = {}  # parameters that this rank has read alone,
         self._states: dict[Any, Any] = {}  # and states
+        self._memory_limit = memory_limit
         self._stamp: Stamp = (0, 0)
         self._stepping = threading.RLock()  # while parts change, or are sent
         self._meeting = threading.Lock()  # while a meeting begins
@@ -139,7 +149,7 @@ class LaneAttendance(Attendance):
         self._states = {}
         numbers = numbers or [0] * self._comm.size
         parts = () if has_copy else self._parts(wanted)
-        missing = _missing(parts)
+        missing = _missing(parts, self._memory_limit)
         meeting = self._stated(numbers, purpose, Wanted.NOTHING if missing else wanted, len(parts))
         begin_s = time.monotonic()
         with self._meeting:
@@ -210,9 +220,7 @@ class LaneAttendance(Attendance):
     def _who(self) -> str:
         return f"rank {self._comm.rank} of {self._comm.size}"
 
-    def _stated(
-        self, numbers: Sequence[int], purpose: str, wanted: Wanted, tally: int
-    ) -> _Meeting:
+    def _stated(self, numbers: Sequence[int], purpose: str, wanted: Wanted, tally: int) -> _Meeting:
         digest = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=7).digest(), "little")
         stamp = self._stamp
         return _Meeting([_Statement(n, digest, wanted, tally, stamp) for n in numbers])
@@ -268,11 +276,17 @@ class LaneAttendance(Attendance):
         """The parts of one kind that this rank has, in the same order on every rank."""
         if wanted == Wanted.STATES:
             return [part for states in self.states for part in states()]
-        model = self._model()
-        if model is None or wanted != Wanted.PARAMETERS:
+        if wanted != Wanted.PARAMETERS:
             return ()
+        self.keep()
+        return self._kept
+
+    def keep(self) -> None:
+        model = self._model()
+        if model is None:
+            return
         cuts = [(cut_of(p), part_of(p)) for p in model.parameters() if is_cut(p)]
-        return [
+        self._kept = [
             (cut, cut, part)
             for cut, part in cuts
             if isinstance(cut, SpreadCut) and cut.comm is self._boundary
@@ -319,11 +333,10 @@ class LaneAttendance(Attendance):
             if late:
                 meeting.error = _changed(late[0], asking, headers[late[0]].tolist(), asked)
                 return
-            for part, gather in self.gathers.items():
-                whole: dict[Any, Any] | None = {} if asking == comm.rank else None
-                gather(comm, whole, asked.stamp[0])
-                if whole is not None:
-                    self._states[part] = whole
+            for owned in self.owned:
+                states = owned.gather(comm, asked.stamp[0])
+                if asking == comm.rank:
+                    self._states[owned] = states
 
     def _take(self, comm: Comm, asked: _Statement, meeting: _Meeting) -> None:
         """Receive the other ranks' parts, and join them."""
@@ -394,21 +407,23 @@ def _is_in_torch(thread: int) -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed")
 
 
-def _missing(parts: Parts) -> tuple[int, int] | None:
-    """Return the bytes of the wholes, and the free bytes, if the wholes do not fit."""
+def _missing(parts: Parts, limit: float | None) -> str:
+    """Return in words why the wholes do not fit; '' if they fit."""
     if not parts:
-        return None
+        return ""
     needed = sum(sum(cut.numels()) * part.itemsize for cut, _, part in parts)
     free = free_bytes(parts[0][2].device)
-    return None if free is None or needed < free else (needed, free)
+    words = f"{needed / 1e6:.3g} MB"
+    if limit is not None and needed > limit:
+        return f"{words}, and a memory_limit of {limit / 1e6:.3g} MB"
+    return f"{words}, and {free / 1e6:.3g} MB free" if free is not None and needed > free else ""
 
 
-def _too_large(who: str, purpose: str, missing: tuple[int, int]) -> UsageError:
-    needed, free = missing
+def _too_large(who: str, purpose: str, missing: str) -> UsageError:
     return UsageError(
         f"one rank alone came to: {purpose}; it needs all of the parameters, which do not fit",
         where=who,
-        got=f"{needed / 1e6:.0f} MB, of which {free / 1e6:.0f} MB are free",
+        got=missing,
         do="let every rank take part: evaluate, and read the state, on all ranks alike",
     )
 
@@ -431,4 +446,3 @@ def _changed(rank: int, own: int, header: Sequence[int], asked: _Statement) -> R
         "rank; and change them on every rank alike",
         rank=rank,
     )
-

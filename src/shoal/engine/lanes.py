@@ -55,7 +55,7 @@ class Errand:
         self._process = os.getpid()
         self._queued = this_moment(device)
         self._computed: torch.Event | None = None
-        self._done = threading.Event()
+        self._done = self.ended = threading.Event()
         self._error: BaseException | None = None
         self._heard = False  # somebody was told of the error
 

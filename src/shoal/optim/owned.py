@@ -11,8 +11,9 @@ Guarded by tests/equivalence/test_owners.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Event
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -28,6 +29,35 @@ from shoal.optim.update import PieceUpdate, state_of_pieces, steps_of
 from shoal.profiling.updates import attributes, like, settings
 from shoal.remote.orders import GatherState, OfRank, TakeState, UpdatePieces
 from shoal.remote.wire import Data
+
+
+@final
+class OwnedStates:
+    """The states of the pieces that this rank owns. They outlive the model and its optimizer.
+
+    Args:
+        own: for each transfer, gives the states of this rank's pieces.
+    """
+
+    def __init__(self, own: Sequence[Callable[[], list[Any]]]) -> None:
+        self._own = own
+        self._updates: dict[int, list[Event]] = {}  # of the last two steps, by their number
+
+    def sent_off(self, steps: int, errands: Sequence[Errand]) -> None:
+        """Note the updates of a step, which ends as the one of that number."""
+        last = dict([*self._updates.items()][-1:])
+        self._updates = {**last, steps: [errand.ended for errand in errands]}
+
+    def gather(self, comm: Comm, steps: int) -> list[list[Any]]:
+        """Return every rank's states for each transfer, as they are after so many steps.
+
+        A collective, on any thread. Further steps may have begun: their updates wait for gradients
+        of a rank that is here.
+        """
+        for number, updates in [*self._updates.items()]:
+            for ended in updates if number <= steps else ():
+                ended.wait()
+        return [comm.gather_objects(own(), "optimizer.state_dict()") for own in self._own]
 
 
 @final
@@ -48,7 +78,7 @@ class OwnedPart(Part):
         }
         self.attendance: Attendance | None = None  # of ranks at readings of the state
         self._backwards = 0  # that were sent before the last step
-        self._sent_off: dict[int, list[Errand]] = {}  # by the number of steps with theirs
+        self.states = OwnedStates([update.own_states() for update in self._updates.values()])
         # the groups that a step has taken parameters out of, with all that they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
@@ -85,18 +115,6 @@ class OwnedPart(Part):
         scale(self.local_gradients(), factor)
         self._owners.scale(self.parameters(), factor)
 
-    def gather(self, comm: Comm, whole: States | None, steps: int) -> None:
-        """Put every rank's pieces of the state into `whole`, if one is given (a collective).
-
-        On any thread, as it is after so many steps. The next step may have begun: its updates wait
-        for gradients of a rank that is here.
-        """
-        for sent_at, errands in list(self._sent_off.items()):
-            for errand in errands if sent_at <= steps else ():
-                errand.result()
-        for update in self._updates.values():
-            update.gather_state(whole, comm)
-
     def whole_state(self) -> States:
         self._owners.settle()
         if self.attendance is not None:
@@ -104,8 +122,11 @@ class OwnedPart(Part):
             is_behind_step = self._backwards == self._owners.backwards
             wanted = Wanted.OWNED if is_behind_step else Wanted.CHANGING
             if self.attendance.numbers((), purpose, wanted) is None:
-                owned = self.attendance.state(self)
-                return {parameter: owned.get(parameter, {}) for parameter in self.parameters()}
+                joined: States = {}
+                of_transfers = self.attendance.state(self.states)
+                for update, of_ranks in zip(self._updates.values(), of_transfers, strict=True):
+                    update.join_states(joined, of_ranks)
+                return {parameter: joined.get(parameter, {}) for parameter in self.parameters()}
         self._owners.tell(GatherState(self._number))
         whole: States = {}
         for transfer, update in self._updates.items():
@@ -156,15 +177,14 @@ class OwnedPart(Part):
 
             self._owners.tell(OfRank(update_for))  # step 5  # order 1
         self.mark(p for p in updated if p not in self._entries)  # absorb has seen the others
-        sent_off: list[Errand] = []
-        if self.attendance is not None:
-            last = list(self._sent_off.items())[-1:]
-            self._sent_off = {**dict(last), self.attendance.steps + 1: sent_off}
+        errands: list[Errand] = []
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]
             work = update.work(steps, captured, attributes_now, set(parameters))
-            sent_off.append(self._owners.send_off(transfer, parameters, work))  # step 6
+            errands.append(self._owners.send_off(transfer, parameters, work))  # step 6
+        if self.attendance is not None:
+            self.states.sent_off(self.attendance.steps + 1, errands)
 
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]

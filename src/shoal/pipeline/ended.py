@@ -72,7 +72,6 @@ class PipelineCalls:
         finally:
             self.runs = False
 
-
     def _is_alone(self) -> bool:
         """Return whether this rank alone calls the model, without gradients."""
         comm = self.pipeline.comm

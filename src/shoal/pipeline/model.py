@@ -97,6 +97,8 @@ class PipelinedModel:
                 )
         holders, cuts, homes, _ = told[0]
         self.homes.settle(homes)
+        if self.comm.attendance is not None:
+            self.comm.attendance.keep()
         self._layers.update(zip(homes, homes, strict=True))
         self.holders.update(homes)
         found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))

@@ -305,6 +305,7 @@ def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
     for number, optimizer in enumerate(opening.optimizers):
         parts = _parts(optimizer, number, running, boundary, opening.stage)
         if opening.opened_attendance is not None:
+            opening.opened_attendance.keep()
             _serve_states(opening.opened_attendance, parts)
         add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone)
         all_parts += parts
@@ -315,9 +316,9 @@ def _serve_states(attendance: LaneAttendance, parts: Sequence[Part]) -> None:
     """Let a rank that is alone read the state of an optimizer's parts."""
     for part in parts:
         if isinstance(part, CutPart):
-            attendance.states.append(part.whole_parts)
+            attendance.states.append(part.states.parts)
         elif isinstance(part, OwnedPart):
-            attendance.gathers[part] = part.gather
+            attendance.owned.append(part.states)
             part.attendance = attendance
 
 

@@ -156,7 +156,8 @@ class Opening:
         """Let a rank read alone what the others have parts of."""
         device = streaming(parameter.device for parameter in self.model.parameters())
         boundary, channel = self._boundary, self.channel("attendance")
-        self._attendance = LaneAttendance(self.model, boundary, channel, device)
+        limit = self.job.memory_limit
+        self._attendance = LaneAttendance(self.model, boundary, channel, device, limit)
         if boundary is not None:
             boundary.attendance = self._attendance
 

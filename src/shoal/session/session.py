@@ -29,8 +29,8 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.passes import Passes
 from shoal.core.plan import Plan
-from shoal.engine.border import accumulator
 from shoal.engine.attendance import LaneAttendance
+from shoal.engine.border import accumulator
 from shoal.engine.engine import Engine
 from shoal.optim.part import Part
 from shoal.session.running import Running

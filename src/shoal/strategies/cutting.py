@@ -320,9 +320,7 @@ class _LayerPart:
         at = accumulate(cut_sizes(outputs, place.ranks), initial=0)
         self._mine = list(pairwise(at))[place.rank]  # of the outputs, those whose bias is here
 
-    def called(
-        self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor
-    ) -> Tensor:
+    def called(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The layer's output for this rank's rows; `forward` is the layer's own."""
         ahead, row = x.shape[: -self._row_dims], x.shape[-self._row_dims :]
         cut_rows = None
