@@ -227,7 +227,7 @@ class BeatBoard:
                 self.pulses.addresses[rank] = address
 
     def summon(self) -> None:
-        """Summon others to where this rank waits, and hear to what others summon this one.
+        """Summon others to where this rank waits, and take the summons of others.
 
         Only of channels on which a rank may take part on any thread. One read for each of them.
         """

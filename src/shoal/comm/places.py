@@ -171,10 +171,10 @@ class Apart:
 
 ALIKE = (
     "make the same calls in the same order on every rank: forward, backward and step; reads of "
-    "gradients where layers are cut, owned or in a pipeline; parallelize. A rank may evaluate alone "
-    "under torch.no_grad(), and read state_dict() alone behind optimizer.step(). Leave a backward "
-    "out (a NaN loss) on all ranks, or on none, and have as many batches on all. Or let no layer "
-    'be cut: strategies=["replicate", "sliced", "factor"]'
+    "gradients where layers are cut, owned or in a pipeline; parallelize. A rank may evaluate "
+    "alone under torch.no_grad(), and read state_dict() alone behind optimizer.step(). Leave a "
+    "backward out (a NaN loss) on all ranks, or on none, and have as many batches on all. Or let "
+    'no layer be cut: strategies=["replicate", "sliced", "factor"]'
 )
 
 

@@ -20,9 +20,9 @@ class Wanted(IntEnum):
 
     NOTHING = 0
     PARAMETERS = 1
-    STATES = 2  # of the optimizers, for parameters that are cut
-    OWNED = 3  # the same for parameters that have owners
-    CHANGING = 4  # states that other ranks may be changing now, so that nobody can give them
+    STATES = 2  # optimizers' states, for parameters that are cut
+    OWNED = 3  # optimizers' states, for parameters that have owners
+    CHANGING = 4  # states that other ranks may be changing now, so that none can give them
 
 
 class Attendance(ABC):
@@ -42,11 +42,11 @@ class Attendance(ABC):
         Args:
             numbers: one for each rank; empty if ranks have none to tell.
             purpose: the call, in the same words on every rank.
-            wanted: what this rank needs if it is alone.
+            wanted: the values that this rank needs if it is alone.
 
         Returns:
-            The numbers that every rank told this one. None: this rank is alone, and what it wanted
-            is here.
+            The numbers that every rank told this one. None: this rank is alone, and the
+            values that it wanted are here.
 
         Raises:
             WorldError: a rank is gone.
@@ -62,7 +62,7 @@ class Attendance(ABC):
     def whole(self, key: Any) -> Tensor:
         """Return a whole parameter by its cut, or a whole state by the part of it.
 
-        This rank was found alone. Nobody may change the tensor.
+        This rank was found alone. The tensor must not change.
         """
 
     @abstractmethod

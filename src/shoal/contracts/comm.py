@@ -47,7 +47,7 @@ class Comm(ABC):
     topology: Topology
     timeout_s: float | None  # how long a receive waits; None: for ever
     recorder: Recorder | None = None  # where set, notes what the main thread waits for
-    attendance: Attendance | None = None  # where set, asked before parts are read over the channel
+    attendance: Attendance | None = None  # asked before parts are read over the channel
     waited_s: float = 0.0  # seconds, for messages from every rank to every other
 
     @property

@@ -41,7 +41,7 @@ class OwnedStates:
 
     def __init__(self, own: Sequence[Callable[[], list[Any]]]) -> None:
         self._own = own
-        self._updates: dict[int, list[Event]] = {}  # of the last two steps, by their number
+        self._updates: dict[int, list[Event]] = {}  # updates of the last two steps, by number
 
     def sent_off(self, steps: int, errands: Sequence[Errand]) -> None:
         """Note the updates of a step, which ends as the one of that number."""
@@ -76,8 +76,8 @@ class OwnedPart(Part):
         self._updates = {
             transfer: PieceUpdate(like(optimizer), transfer) for transfer in owners.transfers
         }
-        self.attendance: Attendance | None = None  # of ranks at readings of the state
-        self._backwards = 0  # that were sent before the last step
+        self.attendance: Attendance | None = None  # asked before the state is read
+        self._backwards = 0  # backwards that were sent before the last step
         self.states = OwnedStates([update.own_states() for update in self._updates.values()])
         # the groups that a step has taken parameters out of, with all that they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []

@@ -244,7 +244,7 @@ class Owners:
 
     @property
     def backwards(self) -> int:
-        """Number of backwards whose gradients were sent."""
+        """Number of backwards that have sent gradients."""
         return self._engine.routes.step
 
     def release(self) -> None:

@@ -280,7 +280,7 @@ def _listen(
     passes.waits.add(engine.routes)
     engine.listen(Event.ROUND_OPENED, running.weigher.opened)
     if attendance is not None:
-        engine.listen(Event.FORWARD_ENTERED, attendance.free)
+        engine.listen(Event.FORWARD_ENTERED, attendance.parts.free)
     engine.listen(Event.FORWARD_ENTERED, passes.forward)
     entered = [passes.backward, *(table.begin for table in (tables.all if tables else ()))]
     for listener in entered if stage is None else [*entered, stage.entered]:
@@ -316,9 +316,9 @@ def _serve_states(attendance: LaneAttendance, parts: Sequence[Part]) -> None:
     """Let a rank that is alone read the state of an optimizer's parts."""
     for part in parts:
         if isinstance(part, CutPart):
-            attendance.states.append(part.states.parts)
+            attendance.parts.states.append(part.states.parts)
         elif isinstance(part, OwnedPart):
-            attendance.owned.append(part.states)
+            attendance.parts.owned.append(part.states)
             part.attendance = attendance
 
 

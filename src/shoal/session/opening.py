@@ -21,6 +21,7 @@ from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
 from shoal.engine.attendance import LaneAttendance
 from shoal.engine.lanes import streaming
+from shoal.engine.shared_parts import SharedParts
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
@@ -153,17 +154,17 @@ class Opening:
         return self._boundary
 
     def attendance(self) -> None:
-        """Let a rank read alone what the others have parts of."""
+        """Let a rank that is alone read the parts of the others."""
         device = streaming(parameter.device for parameter in self.model.parameters())
         boundary, channel = self._boundary, self.channel("attendance")
-        limit = self.job.memory_limit
-        self._attendance = LaneAttendance(self.model, boundary, channel, device, limit)
+        parts = SharedParts(self.model, boundary, self.job.memory_limit)
+        self._attendance = LaneAttendance(parts, channel, device)
         if boundary is not None:
             boundary.attendance = self._attendance
 
     @property
     def opened_attendance(self) -> LaneAttendance | None:
-        """The attendance of ranks at readings; None if nobody has asked for it."""
+        """The attendance of ranks at readings; None if there is none."""
         return self._attendance
 
     @property

@@ -45,8 +45,9 @@ from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.tensors.boundary import CallRows, Move, call_of, linear
 from shoal.tensors.crossing import EXACT, RowCrossing
-from shoal.tensors.cut import OverRanks, cut, is_cut, restore
+from shoal.tensors.cut import cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.over_ranks import OverRanks
 from shoal.tensors.wholes import holding_wholes, told_numbers
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer

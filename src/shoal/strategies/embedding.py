@@ -51,7 +51,8 @@ from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
 from shoal.tensors.boundary import call_of, dealt, refuse_second_derivative
-from shoal.tensors.cut import OverRanks, cut, cut_of, part_of, restore
+from shoal.tensors.cut import cut, cut_of, part_of, restore
+from shoal.tensors.over_ranks import OverRanks
 from shoal.tensors.wholes import holding_wholes, told_numbers
 
 _LOOKED_AT = 64  # rows of a gradient

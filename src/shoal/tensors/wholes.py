@@ -13,7 +13,7 @@ from shoal.tensors.cut import cut_of, is_cut
 
 
 def told_numbers(comm: Comm, numbers: Sequence[int], purpose: str) -> list[int] | None:
-    """Tell rank r `numbers[r]` before a call, and return what every rank told this one.
+    """Tell rank r `numbers[r]` before a call, and return the numbers that it was told.
 
     None: in a call without gradients this rank is alone. In training all ranks come.
     """
@@ -24,7 +24,7 @@ def told_numbers(comm: Comm, numbers: Sequence[int], purpose: str) -> list[int] 
 
 @contextmanager
 def holding_wholes(modules: Iterable[nn.Module], comm: Comm) -> Iterator[None]:
-    """Let modules hold whole parameters inside, in place of those that are cut over a channel.
+    """Let modules hold whole parameters inside, in place of parts that are cut over a channel.
 
     This rank was found to be alone.
     """
