@@ -262,7 +262,7 @@ class Comm(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can still be sent: the program may have ended what carries them."""
+        """Whether messages can still be sent. The program may have closed all connections."""
         return True
 
     def is_waiting(self) -> bool:

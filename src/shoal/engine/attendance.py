@@ -13,7 +13,7 @@ not, the parts go to each rank that wants them, in the same meeting. A lane stat
 soon as the main thread waits elsewhere: in an exchange of Shoal, in torch.distributed, or at the
 end of the program.
 
-Costs nothing in training. A call of all ranks costs what `Comm.numbers` does, and a switch of
+Costs nothing in training. A call of all ranks costs as much as `Comm.numbers`, and a switch of
 threads. A rank that is alone waits about a second for the others' lanes. Guarded by tests/alone/.
 """
 
@@ -201,7 +201,7 @@ class LaneAttendance(Attendance):
         return self._lane.run(lambda comm: self._meet(comm, meeting), _PURPOSE, number)
 
     def _attend(self, number: int, waits: bool) -> None:
-        """On any thread: others wait at a meeting to which this rank has not come.
+        """Hear that others wait at a meeting to which this rank has not come, on any thread.
 
         Args:
             number: of the channel.

@@ -68,7 +68,7 @@ class SharedParts:
     def __init__(self, model: nn.Module, boundary: Comm | None, memory_limit: float | None) -> None:
         self._model, self._boundary, self._limit = ref(model), boundary, memory_limit
         self._kept: KeyedParts = ()  # parts of parameters
-        self.states: list[Callable[[], KeyedParts]] = []  # of the optimizers
+        self.states: list[Callable[[], KeyedParts]] = []  # optimizers' states
         self.owned: list[StatesOfOwners] = []
         self.wholes: dict[Any, Tensor] = {}  # parameters that this rank has read alone,
         self.read_states: dict[Any, Any] = {}  # and states
