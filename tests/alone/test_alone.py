@@ -148,11 +148,12 @@ def in_one_process(way: str, habit: Habit, ranks: int) -> tuple[list[Seen], Seen
 
 def on_ranks(way: str, work: Callable[..., Any], ranks: int = 2, **options: Any) -> list[Any]:
     """Each rank's result of `work(rank, model, loss_fn, optimizer)` on a model in parts."""
+    whole = built(way)  # ranks share torch's random numbers
 
     def of_rank(comm: ThreadComm) -> Any:
         hosts = tuple(f"host{rank}" for rank in range(ranks))
         with using(comm, Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)):
-            model = built(way)
+            model = copy.deepcopy(whole)
             model, loss_fn, optimizer = shoal.parallelize(
                 model,
                 nn.CrossEntropyLoss(),
