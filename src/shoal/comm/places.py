@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from shoal.contracts.comm import is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
 
+_ANY = 1 << 62  # greater than all numbers of channels
 _MOST_RANKS = 4  # that a message names one by one
 
 
@@ -44,7 +45,8 @@ class RankPlace:
     wait: ChannelWait | None
     begun: dict[str, int]  # by channel: the last that it has begun
     running: dict[str, tuple[int, str]]  # by channel: what it is at, and its number
-    answers: tuple[str, ...] = ()  # channels on which it can still say that it has nothing to bring
+    # by channel: the greatest number at which it can still say that it has nothing to bring
+    answers: dict[str, int] = field(default_factory=dict)
 
 
 @final
@@ -60,6 +62,7 @@ class ChannelRecord:
     running: tuple[int, str] = (0, "")  # what its lane is at
     # says that this rank brings nothing to what others wait for
     answer: Callable[[], None] | None = None
+    answers_to: int = 0  # the greatest number at which it may say so
     # takes part in this rank's stead, on any thread
     attend: Callable[[int, bool], None] | None = None
     # seconds that what all members have begun may take; None: as long as the channel's own limit
@@ -150,7 +153,11 @@ class Journal:
             self.wait,
             {record.name: record.begun for record in used},
             {record.name: record.at for record in used},
-            tuple(record.name for record in records if record.answer or record.attend),
+            {
+                record.name: _ANY if record.attend else record.answers_to
+                for record in records
+                if record.answer or record.attend
+            },
         )
 
 
@@ -223,20 +230,21 @@ def _is_blocked(rank: int, ring: Mapping[int, RankPlace]) -> bool:
     return any(
         other != rank
         and other in wait.members
-        and wait.channel not in place.answers
+        and wait.number > place.answers.get(wait.channel, 0)
         and place.begun.get(wait.channel, 0) < wait.number
         for other, place in ring.items()
     )
 
 
 def missed(rank: int, places: Mapping[int, RankPlace]) -> set[str]:
-    """The channels on which others wait for what this rank has not begun."""
-    begun = places[rank].begun
+    """The channels on which others wait for this rank, which can answer that it will not come."""
+    begun, answers = places[rank].begun, places[rank].answers
     waits = [place.wait for other, place in places.items() if other != rank and place.wait]
     return {
         wait.channel
         for wait in waits
-        if rank in wait.members and begun.get(wait.channel, 0) < wait.number
+        if rank in wait.members
+        and begun.get(wait.channel, 0) < wait.number <= answers.get(wait.channel, 0)
     }
 
 

@@ -307,8 +307,8 @@ class ProcessGroupComm(Comm):
         if self._membership.patience.given_s is None:
             self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
-        self._record.answer = answer
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
+        self._record.answer, self._record.answers_to = answer, up_to
 
     def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
         self._record.attend = attend

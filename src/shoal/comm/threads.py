@@ -288,9 +288,9 @@ class ThreadComm(Comm):
         """Note what the channel's lane is at."""
         self._record.running = number, purpose
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
         """Have it called on the main thread where others wait for this rank."""
-        self._record.answer = answer
+        self._record.answer, self._record.answers_to = answer, up_to
 
     def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
         """Have it called where others wait for this rank, on their threads."""

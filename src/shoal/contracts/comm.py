@@ -245,9 +245,13 @@ class Comm(ABC):
         """
         return
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
         """Have `answer` called once, on the main thread as that waits for something, where others
         wait for what this rank has not begun on this channel.
+
+        Args:
+            answer: says that this rank brings nothing.
+            up_to: the greatest number on the channel of which that is certain.
         """
         return
 
