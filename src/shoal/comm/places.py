@@ -45,7 +45,7 @@ class RankPlace:
     wait: ChannelWait | None
     begun: dict[str, int]  # by channel: the last that it has begun
     running: dict[str, tuple[int, str]]  # by channel: what it is at, and its number
-    # by channel: the greatest number at which it can still say that it has nothing to bring
+    # the greatest number, by channel, at which it can still say that it has nothing to bring
     answers: dict[str, int] = field(default_factory=dict)
 
 

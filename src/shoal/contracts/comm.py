@@ -313,7 +313,7 @@ class Comm(ABC):
             f"rank {other}: {at[other]}",
             got="; ".join(f"rank {number}: {purpose}" for number, purpose in at.items()),
             do="where layers are cut or in a pipeline, train and read gradients and outputs on "
-            "every rank alike; a rank may evaluate alone under torch.no_grad(), and read "
+            "every rank alike. A rank may evaluate alone under torch.no_grad(), and read "
             "state_dict() alone behind optimizer.step(). Or let no layer be cut: "
             'strategies=["replicate", "factor"]',
             rank=rank,

@@ -231,7 +231,7 @@ class LaneAttendance(Attendance):
     def _serve(self, comm: Comm, reader: int, request: PartsRequest, meeting: _RankMeeting) -> None:
         """Take or give the parts that one rank reads."""
         if request.wanted == Wanted.OWNED:
-            self.parts.gather(comm, reader, request)
+            meeting.nbytes += self.parts.gather(comm, reader, request)
         elif request.wanted not in (Wanted.PARAMETERS, Wanted.STATES):
             return
         elif reader == comm.rank:
@@ -245,8 +245,9 @@ class LaneAttendance(Attendance):
         self._has_told = True
         _LOGGER.warning(
             f"shoal: rank {self._comm.rank} alone came to: {purpose}. The other ranks have parts "
-            f"of the model, so it took these, {nbytes / 1e6:.3g} MB in {seconds:.2g} s, and keeps "
-            "them until its next step or training forward. It is quicker if every rank takes part"
+            f"of it, so it took these, {nbytes / 1e6:.3g} MB in {seconds:.2g} s. It keeps "
+            "parameters until its next step or training forward. It is quicker if every rank takes "
+            "part"
         )
 
 
@@ -280,7 +281,7 @@ def _is_in_torch(thread: int) -> bool:
 
 def _too_large(who: str, purpose: str, missing: str) -> UsageError:
     return UsageError(
-        f"one rank alone came to: {purpose}; it needs all of the parameters, which do not fit",
+        f"one rank alone came to: {purpose}. It needs all of the parameters, which do not fit",
         where=who,
         got=missing,
         do="let every rank take part: evaluate, and read the state, on all ranks alike",

@@ -60,7 +60,7 @@ class RowCounts:
         self._round, self._calls = self._round + 1, 0
         if self._says_ends:
             self._end(self._round - 1)
-        else:  # of this round's calls it is not certain yet whether they come
+        else:  # calls of this round may still come
             self._comm.may_answer(self.say_ends, self._round * _MOST_CALLS)
 
     def say_ends(self) -> None:

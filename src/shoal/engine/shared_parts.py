@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shoal.contracts.attendance import Wanted
 from shoal.contracts.comm import Comm
@@ -150,8 +151,8 @@ class SharedParts:
             self.read_states = wholes
         return nbytes
 
-    def gather(self, comm: Comm, reader: int, request: PartsRequest) -> None:
-        """Gather on every rank the states that owners have, for one reader.
+    def gather(self, comm: Comm, reader: int, request: PartsRequest) -> int:
+        """Gather on every rank the states that owners have, for one reader. Return their bytes.
 
         Raises:
             RanksDiffer: a rank has not done the step that is asked for, and does none any more.
@@ -164,10 +165,11 @@ class SharedParts:
             late = next((rank for rank, words in enumerate(headers) if not words[0]), None)
             if late is not None:
                 raise _changed(late, reader, headers[late].tolist(), request)
-            for owned in self.owned:
-                states = owned.gather(comm, request.stamp[0])
-                if reader == comm.rank:
-                    self.read_states[owned] = states
+            gathered = {owned: owned.gather(comm, request.stamp[0]) for owned in self.owned}
+        if reader == comm.rank:
+            self.read_states = gathered
+        leaves = pytree.tree_leaves([*gathered.values()])
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def missing(self, parts: KeyedParts) -> str:
         """Return in words why the wholes do not fit here; '' if they fit."""
@@ -212,8 +214,8 @@ def _changed(rank: int, reader: int, header: Sequence[int], request: PartsReques
         got=f"rank {rank}: after step {steps}, {changes} changes later",
         expected=f"as rank {reader}: after step {request.stamp[0]}, "
         f"{request.stamp[1]} changes later",
-        do="read them behind optimizer.step(), before anything changes them, or on every rank; and "
-        "change them on every rank alike",
+        do="read them behind optimizer.step(), before anything changes them, or on every rank. "
+        "Change them on every rank alike",
         rank=rank,
     )
 

@@ -98,7 +98,7 @@ class CallsTold:
                         where=purpose,
                         got=_difference(theirs, common),
                         do="call the model with the same arguments on every rank, in the same "
-                        "mode; a rank that evaluates alone does so under torch.no_grad()",
+                        "mode. A rank that evaluates alone does so under torch.no_grad()",
                         rank=rank,
                     )
                 self._known[rank, numbers[rank]] = [
