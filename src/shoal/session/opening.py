@@ -142,7 +142,7 @@ class Opening:
     def close(self) -> None:
         """Give back the channels, because the model will not be attached."""
         if self._attendance is not None:
-            self._attendance.close()
+            self._attendance.abandon()
         for opened in self._channels:
             opened.close()
 
