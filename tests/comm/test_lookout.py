@@ -11,7 +11,7 @@ from shoal.comm import lookout
 from shoal.comm.beats import BEATING, Beat, BeatBoard, Verdict
 from shoal.comm.lookout import Lookout
 from shoal.comm.patience import Patience
-from shoal.comm.places import ChannelRecord, Journal
+from shoal.comm.places import ChannelRecord, ChannelWait, Journal, RankPlace, missed
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer
 
 LOOKS = 40  # in ten seconds
@@ -104,12 +104,16 @@ def test_a_rank_that_computes_is_waited_for_longest(board: Others) -> None:
     assert "(last at: work 1)" in error.got and "same forward and backward calls" in error.do
 
 
+def can_answer(record: ChannelRecord) -> None:
+    record.answer, record.answers_to = lambda: None, 1
+
+
 def test_a_rank_that_waits_for_nothing_that_goes_on_is_not_waited_for_long() -> None:
     """As where it waits for one that it has not told of, which no ring shows."""
     board = Others(3)
     board.waits(1, (1, 2))
     board.waits(2, (1, 2), "others")
-    board.journals[1].opened("others", (1, 2), numbered=True).answer = lambda: None
+    can_answer(board.journals[1].opened("others", (1, 2), numbered=True))
     found = board.told(10)
     assert found.got == "absent: rank 1 (host h1) and rank 2, waiting at: work 1"
 
@@ -118,7 +122,7 @@ def test_a_rank_that_has_not_beaten_of_late_may_have_gone_on() -> None:
     board = Others(3)
     board.waits(1, (1, 2))
     board.waits(2, (1, 2), "others")
-    board.journals[1].opened("others", (1, 2), numbered=True).answer = lambda: None
+    can_answer(board.journals[1].opened("others", (1, 2), numbered=True))
     board.stale.add(1)
     assert board.looks(4 * LOOKS - 1) is None
 
@@ -209,3 +213,14 @@ def test_ranks_that_were_told_that_they_differ_and_went_on_are_not_judged() -> N
 def test_advice_is_to_the_point(verdict: Verdict, kind: type[Exception], words: str) -> None:
     error = verdict.error("rank 0")
     assert isinstance(error, kind) and words in str(error)
+
+
+def test_a_rank_is_asked_only_for_calls_that_it_will_certainly_not_make() -> None:
+    """It may still come to a call of the round that it is in. Then nobody waits in vain."""
+    board = Others(2)
+    can_answer(board.journals[1].opened("counts", (0, 1), numbered=True))
+    (channel,) = board.journals[1].place().answers
+    for number, asked in ((1, {channel}), (2, set())):
+        wait = ChannelWait(channel, number, "row counts", (0, 1))
+        places = {0: RankPlace(wait, {channel: number}, {}), 1: board.journals[1].place()}
+        assert missed(1, places) == asked

@@ -34,7 +34,7 @@ from torch.optim import Adam
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.strategy import Strategy
-from shoal.core.errors import PlanError, RanksDiffer, UsageError, WorldError
+from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import named
 from shoal.front.joining import using
@@ -249,44 +249,6 @@ def test_a_layer_with_fewer_columns_than_ranks_is_refused(way):
             model.double(), F.cross_entropy, [sgd(model.parameters())], (x, y), ThreadComm()
         )
         search(profile, cluster_of(4), Constraints(pins={"*": way}))
-
-
-@CUT
-def test_a_rank_that_does_not_call_a_cut_layer_is_named(way):
-    def work(comm: ThreadComm) -> None:
-        x, y = rows_of(features(7, 3)[0], comm.rank, 2)
-        model = mlp().to(DEVICE, torch.float64)
-        with using(comm, cluster_of(2)):
-            shoal.parallelize(
-                model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), pins={"*": way}
-            )
-            if comm.rank == 0:
-                with torch.no_grad():
-                    model(x)
-
-    with pytest.raises(WorldError, match="rank 1"):
-        run(2, work, timeout_s=1.5)
-
-
-ALONE = {
-    "evaluates": lambda model, x: model(x),
-    "saves": lambda model, x: model.state_dict(),
-    "reads": lambda model, x: print(model[0].weight),
-}
-
-
-@pytest.mark.parametrize("alone", ALONE)
-@CUT
-def test_what_one_rank_does_alone_is_found_in_the_next_step_of_the_others(way, alone):
-    def loop(model, loss_fn, optimizer, batches):
-        stepped(model, loss_fn, optimizer, batches[:1])
-        if shoal.world().rank == 0:
-            with torch.no_grad():
-                ALONE[alone](model, batches[0][0])
-        stepped(model, loss_fn, optimizer, batches[1:])
-
-    with pytest.raises(RanksDiffer, match="does something else than rank"):
-        Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
 
 
 class Fields(nn.Module):

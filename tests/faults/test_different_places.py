@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable
@@ -81,12 +80,6 @@ def told(work: Callable[[Job], object], way: str, ranks: int = 2) -> RanksDiffer
     return caught.value
 
 
-def rank_0_reads_the_state(job: Job) -> None:
-    if job.rank == 0:
-        copy.deepcopy(job.optimizer.state_dict())
-    job.step(2)
-
-
 def rank_1_clips_by_shoals_norm(job: Job) -> None:
     job.step()
     job.forward().backward()
@@ -120,13 +113,6 @@ def rank_0_validates_with_gradients(job: Job) -> None:
     job.step(2)
 
 
-def rank_0_validates_without(job: Job) -> None:
-    if job.rank == 0:
-        with torch.no_grad():
-            job.model(torch.randn(64, 6))
-    job.step(2)
-
-
 def rank_1_skips_a_backward(job: Job) -> None:
     loss = job.forward()
     if job.rank == 0:
@@ -143,8 +129,6 @@ def rank_0_gives_the_model_back(job: Job) -> None:
 @pytest.mark.parametrize(
     ("way", "work", "said"),
     [
-        ("sliced", rank_0_reads_the_state, r"^rank 0 .*optimizer.state_dict\(\).*rank 1: "),
-        ("cut", rank_0_reads_the_state, r"optimizer.state_dict\(\): state of 0.weight"),
         ("sliced", rank_1_clips_by_shoals_norm, r"rank 1: .*clip_grad_norm_\(\)"),
         ("cut", rank_1_clips_by_shoals_norm, r"clip_grad_norm_"),
         ("sliced", rank_1_reads_a_gradient, r"rank 1: .*read gradients \(.grad\)"),
@@ -156,7 +140,6 @@ def rank_0_gives_the_model_back(job: Job) -> None:
         ("sliced", rank_0_gives_the_model_back, r"rank 0: unparallelize"),
         ("cut", rank_0_gives_the_model_back, r"rank 0: unparallelize"),
         ("cut", rank_0_validates_with_gradients, r"rank 0"),
-        ("cut", rank_0_validates_without, r"evaluation \(no_grad\)"),
         ("cut", rank_1_skips_a_backward, r"rank 1: training, call of layer|backward"),
     ],
 )

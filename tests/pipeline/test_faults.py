@@ -103,13 +103,6 @@ def test_a_rank_that_dies_at_a_message_is_named_by_all(at: int) -> None:
     assert {rank: getattr(errors[rank], "rank", None) for rank in (0, 2)} == {0: 1, 2: 1}
 
 
-def _evaluates(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
-    if not rank:
-        with torch.no_grad():
-            model(x)
-    a_step(model, loss_fn, x, y)
-
-
 def _looks(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
     output = model(x)
     if rank:  # which has the end
@@ -121,12 +114,6 @@ def _adds_a_loss(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
     output = model(x)
     loss = output.sum() if rank else output.mean()
     loss.backward()
-
-
-def _reads_state(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
-    if not rank:
-        model.state_dict()
-    a_step(model, loss_fn, x, y)
 
 
 def _skips_backward(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
@@ -163,10 +150,8 @@ def _without_gradients(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> N
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (_evaluates, "with gradients: "),
         (_looks, "reading of the model's output"),
         (_adds_a_loss, r"functions: (sum|mean)\(output 0.0\)"),
-        (_reads_state, r"reading of first.weight \(state_dict"),
         (_skips_backward, "pipeline: backward"),
         (_skips_loss, "pipeline: loss"),
         (_in_other_modes, "in training: "),

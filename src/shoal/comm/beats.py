@@ -67,8 +67,8 @@ class Verdict:
         if self.left:
             do += (
                 ". If that rank had done its work, its loader had fewer batches (shoal.shard gives "
-                "every rank as many), or other ranks alone call state_dict() or evaluate, where "
-                "layers are cut"
+                "every rank as many), or it has destroyed torch's process groups while other ranks "
+                "alone call state_dict() or evaluate, where layers are cut"
             )
         problem = f"a peer was lost: {self.what}"
         return PeerLost(problem, where=where, got=self.got, do=do, rank=self.rank)
@@ -225,6 +225,20 @@ class BeatBoard:
             address = self._values.read(f"pulse/{rank}", PulseAddress)
             if address is not None:
                 self.pulses.addresses[rank] = address
+
+    def summon(self) -> None:
+        """Summon others to where this rank waits, and take the summons of others.
+
+        Only of channels on which a rank may take part on any thread. One read for each of them.
+        """
+        waited = self.journal.waited_at()
+        if waited is not None:
+            channel, number = waited
+            self._values.write(f"summons/{channel}", number)
+        for channel in self.journal.attended():
+            number = self._values.read(f"summons/{channel}", int) or 0
+            if number:
+                self.journal.summon(channel, number)
 
     def _tell_of_silent(self, rank: int, silent_s: float) -> None:
         if rank not in self._silent:

@@ -304,6 +304,8 @@ class Heartbeat:
             self._board.at, self._board.waiting = where or self.at, True
             if record is not None:
                 self.journal.waits(record, number, self.at)
+                if record.attend is not None:
+                    self._nudge.set()  # the others are summoned at once
                 if self.journal.asked:
                     self.journal.answer()
         if self._case.verdict is not None:
@@ -410,6 +412,7 @@ class Heartbeat:
                 self._board.turn = time.monotonic()
                 self._board.write(BEATING)
                 self._board.meet_pulses()
+                self._board.summon()
                 found = self._board.published() or self._judge.found(self._case.doubt)
                 if found is None and self._judge.holder_left():
                     break

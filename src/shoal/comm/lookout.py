@@ -212,8 +212,7 @@ class Lookout:
             _LOGGER.warning(
                 f"shoal: rank {first} waits for {named(late)} (last at: {last}), which has not "
                 f"come there, for {waited_s:.0f} s already, at: {wait.at}. It computes, or waits "
-                "outside Shoal, or makes other calls: all ranks call the model, evaluate and save "
-                "together"
+                "outside Shoal, or makes other calls: all ranks train together"
             )
 
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from shoal.contracts.comm import is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
 
+_ANY = 1 << 62  # greater than all numbers of channels
 _MOST_RANKS = 4  # that a message names one by one
 
 
@@ -44,7 +45,8 @@ class RankPlace:
     wait: ChannelWait | None
     begun: dict[str, int]  # by channel: the last that it has begun
     running: dict[str, tuple[int, str]]  # by channel: what it is at, and its number
-    answers: tuple[str, ...] = ()  # channels on which it can still say that it has nothing to bring
+    # the greatest number, by channel, at which it can still say that it has nothing to bring
+    answers: dict[str, int] = field(default_factory=dict)
 
 
 @final
@@ -60,6 +62,9 @@ class ChannelRecord:
     running: tuple[int, str] = (0, "")  # what its lane is at
     # says that this rank brings nothing to what others wait for
     answer: Callable[[], None] | None = None
+    answers_to: int = 0  # the greatest number at which it may say so
+    # takes part in this rank's stead, on any thread
+    attend: Callable[[int, bool], None] | None = None
     # seconds that what all members have begun may take; None: as long as the channel's own limit
     limit_s: float | None = None
 
@@ -121,6 +126,25 @@ class Journal:
                 record.answer()
         self.asked.clear()
 
+    def waited_at(self) -> tuple[str, int] | None:
+        """Return where the main thread waits, if others may take part on any thread."""
+        wait = self.wait
+        if wait is None or wait.channel not in self.attended():
+            return None
+        return wait.channel, wait.number
+
+    def attended(self) -> list[str]:
+        """Return the channels on which this rank may take part on any thread."""
+        return [record.name for record in list(self._records.values()) if record.attend]
+
+    def summon(self, channel: str, number: int) -> None:
+        """Have this rank take part at that number of a channel, if it has not begun it."""
+        record = self._records.get(channel)
+        if record is None or record.attend is None or record.begun >= number:
+            return
+        wait = self.wait
+        record.attend(number, wait is not None and wait.channel != channel)
+
     def place(self) -> RankPlace:
         """What this rank is at."""
         records = list(self._records.values())
@@ -129,7 +153,11 @@ class Journal:
             self.wait,
             {record.name: record.begun for record in used},
             {record.name: record.at for record in used},
-            tuple(record.name for record in records if record.answer is not None),
+            {
+                record.name: _ANY if record.attend else record.answers_to
+                for record in records
+                if record.answer or record.attend
+            },
         )
 
 
@@ -149,10 +177,11 @@ class Apart:
 
 
 ALIKE = (
-    "make the same calls in the same order on every rank: forward, backward and step; state_dict() "
-    "and reads of gradients where layers are cut or owned; evaluation where layers are cut; "
-    "parallelize. Leave a backward out (a NaN loss) on all ranks, or on none. Or let no layer be "
-    'cut: strategies=["replicate", "sliced", "factor"]'
+    "make the same calls in the same order on every rank: forward, backward and step; reads of "
+    "gradients where layers are cut, owned or in a pipeline; parallelize. A rank may evaluate "
+    "alone under torch.no_grad(), and read state_dict() alone behind optimizer.step(). Leave a "
+    "backward out (a NaN loss) on all ranks, or on none, and have as many batches on all. Or let "
+    'no layer be cut: strategies=["replicate", "sliced", "factor"]'
 )
 
 
@@ -201,20 +230,21 @@ def _is_blocked(rank: int, ring: Mapping[int, RankPlace]) -> bool:
     return any(
         other != rank
         and other in wait.members
-        and wait.channel not in place.answers
+        and wait.number > place.answers.get(wait.channel, 0)
         and place.begun.get(wait.channel, 0) < wait.number
         for other, place in ring.items()
     )
 
 
 def missed(rank: int, places: Mapping[int, RankPlace]) -> set[str]:
-    """The channels on which others wait for what this rank has not begun."""
-    begun = places[rank].begun
+    """The channels on which others wait for this rank, which can answer that it will not come."""
+    begun, answers = places[rank].begun, places[rank].answers
     waits = [place.wait for other, place in places.items() if other != rank and place.wait]
     return {
         wait.channel
         for wait in waits
-        if rank in wait.members and begun.get(wait.channel, 0) < wait.number
+        if rank in wait.members
+        and begun.get(wait.channel, 0) < wait.number <= answers.get(wait.channel, 0)
     }
 
 

@@ -307,8 +307,22 @@ class ProcessGroupComm(Comm):
         if self._membership.patience.given_s is None:
             self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
-        self._record.answer = answer
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
+        self._record.answer, self._record.answers_to = answer, up_to
+
+    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+        self._record.attend = attend
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the program has left torch.distributed's groups open."""
+        is_kept = id(self) in self._heartbeat.channels
+        return (
+            is_kept and dist.is_initialized() and self._group in dist.distributed_c10d._world.pg_map
+        )
+
+    def is_waiting(self) -> bool:
+        return self._heartbeat.journal.wait is not None
 
     def check(self, where: str, number: int | None = None) -> None:
         self._heartbeat.check(where, self._record, number)

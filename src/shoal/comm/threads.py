@@ -140,6 +140,9 @@ class Hub:
         places = self._places()
         for rank in places:
             self.journals[rank].asked |= missed(rank, places)
+        for waited in filter(None, {journal.waited_at() for journal in self.journals}):
+            for journal in self.journals:
+                journal.summon(*waited)
         before, self._apart = self._apart, apart(places)
         if self._apart is not None and before == self._apart:
             self._in_vain = self._apart
@@ -285,9 +288,17 @@ class ThreadComm(Comm):
         """Note what the channel's lane is at."""
         self._record.running = number, purpose
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
         """Have it called on the main thread where others wait for this rank."""
-        self._record.answer = answer
+        self._record.answer, self._record.answers_to = answer, up_to
+
+    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+        """Have it called where others wait for this rank, on their threads."""
+        self._record.attend = attend
+
+    def is_waiting(self) -> bool:
+        """Return whether the rank's main thread waits."""
+        return self._journal.wait is not None
 
     def reached(self, where: str) -> None:
         """The main thread waits no longer."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from shoal.contracts.attendance import Attendance
 from shoal.core.errors import RanksDiffer, ShoalError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
@@ -46,6 +47,7 @@ class Comm(ABC):
     topology: Topology
     timeout_s: float | None  # how long a receive waits; None: for ever
     recorder: Recorder | None = None  # where set, notes what the main thread waits for
+    attendance: Attendance | None = None  # asked before parts are read over the channel
     waited_s: float = 0.0  # seconds, for messages from every rank to every other
 
     @property
@@ -243,11 +245,33 @@ class Comm(ABC):
         """
         return
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
         """Have `answer` called once, on the main thread as that waits for something, where others
         wait for what this rank has not begun on this channel.
+
+        Args:
+            answer: says that this rank brings nothing.
+            up_to: the greatest number on the channel of which that is certain.
         """
         return
+
+    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+        """Have `attend` called on any thread, again and again, while others wait at a number of
+        this channel that this rank has not begun.
+
+        It takes the number, and whether the main thread waits for something on another channel.
+        No rank is said to wait in vain for a channel that has such a function.
+        """
+        return
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can still be sent. The program may have closed all connections."""
+        return True
+
+    def is_waiting(self) -> bool:
+        """Return whether the main thread waits for other ranks."""
+        return False
 
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it. Costs nothing."""
@@ -288,8 +312,9 @@ class Comm(ABC):
             f"rank {odd} does something else than rank {other}: rank {odd} is at {at[odd]}, "
             f"rank {other}: {at[other]}",
             got="; ".join(f"rank {number}: {purpose}" for number, purpose in at.items()),
-            do="where layers are cut, on every rank alike: call the model (also to evaluate) and "
-            "state_dict(), read cut parameters and gradients, or let none be cut: "
+            do="where layers are cut or in a pipeline, train and read gradients and outputs on "
+            "every rank alike. A rank may evaluate alone under torch.no_grad(), and read "
+            "state_dict() alone behind optimizer.step(). Or let no layer be cut: "
             'strategies=["replicate", "factor"]',
             rank=rank,
         )

@@ -49,7 +49,6 @@ class RowCounts:
         self._heard: list[dict[Call, Tensor]] = [{} for _ in range(comm.size)]
         self._ended = [-1] * comm.size
         self._says_ends = False
-        comm.may_answer(self.say_ends)
 
     def called(self) -> Call:
         """The model is called."""
@@ -61,6 +60,8 @@ class RowCounts:
         self._round, self._calls = self._round + 1, 0
         if self._says_ends:
             self._end(self._round - 1)
+        else:  # calls of this round may still come
+            self._comm.may_answer(self.say_ends, self._round * _MOST_CALLS)
 
     def say_ends(self) -> None:
         """Say from here on in every round that it has ended."""

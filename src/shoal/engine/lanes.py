@@ -55,7 +55,7 @@ class Errand:
         self._process = os.getpid()
         self._queued = this_moment(device)
         self._computed: torch.Event | None = None
-        self._done = threading.Event()
+        self._done = self.ended = threading.Event()
         self._error: BaseException | None = None
         self._heard = False  # somebody was told of the error
 
@@ -86,6 +86,10 @@ class Errand:
             self._heard = True
             raise self._error
         after(self._computed, self._device)
+
+    def is_done(self, within_s: float) -> bool:
+        """Wait so long for its end at most; whether that has come."""
+        return self._done.wait(within_s)
 
     def failed(self) -> bool:
         """Whether it has ended with an error."""

@@ -138,12 +138,12 @@ class Routes:
         """The same, behind all that its lanes have to do for it."""
         self._behind(transfer, self._there[transfer], transfer.run, f"exchange {transfer.label}")
 
-    def later(self, transfer: Transfer, work: Callable[[Comm], None], purpose: str) -> None:
+    def later(self, transfer: Transfer, work: Callable[[Comm], None], purpose: str) -> Errand:
         """Have a transfer's lane do this work on its way back, behind all that it has to do.
 
         The same calls in order on every rank.
         """
-        self._behind(transfer, self._back[transfer], work, f"{purpose} {transfer.label}")
+        return self._behind(transfer, self._back[transfer], work, f"{purpose} {transfer.label}")
 
     def beside(
         self, transfer: Transfer, work: Callable[[Comm], None], purpose: str, back: bool
@@ -153,7 +153,7 @@ class Routes:
 
     def _behind(
         self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], purpose: str
-    ) -> None:
+    ) -> Errand:
         with self._changing_last:
             before = self._last.get(transfer)
 
@@ -162,7 +162,8 @@ class Routes:
                     before.result()  # another lane may be at it; if it fails, so does this
                 work(comm)
 
-            self._last[transfer] = lane.run(behind, purpose)
+            errand = self._last[transfer] = lane.run(behind, purpose)
+        return errand
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until the lanes are done with a transfer; an error there is raised here."""

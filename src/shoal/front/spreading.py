@@ -83,6 +83,7 @@ def job_of(
         options.left_alone,
         options.memory,
         alike=options.weigh == "ranks",
+        memory_limit=options.memory_limit,
     )
 
 
@@ -103,6 +104,7 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     comm, model, options = session.comm, job.model, request.options
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
+    session.end_gone()  # before this model is measured: they keep parts of models
     comm.reached("parallelize: measuring the model")
     how = how_profiled(options, _micro_batches(session, request), request.draft)
     profile = profiled(job, sample, comm, request.features, how)

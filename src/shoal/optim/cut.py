@@ -18,12 +18,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.contracts.attendance import Wanted
 from shoal.contracts.comm import Comm
 from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Part, States
 from shoal.profiling.updates import part_of as part_of_state
-from shoal.tensors.cut import SpreadCut, cut_of, is_cut, laid_as, opened, part_of
+from shoal.tensors.cut import Cut, SpreadCut, cut_of, is_cut, laid_as, opened, part_of
+
+
+@final
+class CutStates:
+    """The states of this rank's parts. They outlive the model and its optimizer.
+
+    It holds no parameter, as hooks on these lead to the model.
+    """
+
+    def __init__(self) -> None:
+        self.of_cuts: list[tuple[Cut, dict[str, Any]]] = []
+
+    def parts(self) -> list[tuple[SpreadCut, Tensor, Tensor]]:
+        """Return each cut with its part of a state, twice. The order is the same on all ranks."""
+        return [
+            (cut, value, value)
+            for cut, state in self.of_cuts
+            for value in state.values()
+            if isinstance(cut, SpreadCut)
+            and isinstance(value, Tensor)
+            and value.shape == cut.part(cut.like).shape
+        ]
 
 
 @final
@@ -40,6 +63,7 @@ class CutPart(Part):
         self._boundary = boundary
         self._opened = ExitStack()
         self._states: States = {}  # within a step they are in `optimizer.state`
+        self.states = CutStates()
 
     def has(self, parameter: nn.Parameter) -> bool:
         return is_cut(parameter) and cut_of(parameter).comm is self._boundary
@@ -50,6 +74,8 @@ class CutPart(Part):
         Fused optimizers rely on that. A gradient that somebody has looked at is a view of the whole
         one, and may lie otherwise.
         """
+        if (attendance := self._boundary.attendance) is not None:
+            attendance.step_begins()
         parameters, state = self.parameters(), self.optimizer.state
         self.absorb(parameters)
         for parameter in parameters:
@@ -68,6 +94,8 @@ class CutPart(Part):
 
     def close(self) -> None:
         self._opened.close()
+        if (attendance := self._boundary.attendance) is not None:
+            attendance.step_ends()
 
     def _put_away(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep the parts' states, and leave entries that stand for the whole states."""
@@ -76,6 +104,12 @@ class CutPart(Part):
             if parameter in state:
                 self._states[parameter] = state.pop(parameter)
         self.mark({**self._states, **self._entries})
+        self._show_states()
+
+    def _show_states(self) -> None:
+        """Show the states to ranks that are alone."""
+        if self._boundary.attendance is not None:
+            self.states.of_cuts = [(cut_of(p), state) for p, state in self._states.items()]
 
     def norms(self, order: float) -> list[Tensor]:
         """The norm of every rank's parts, in rank order."""
@@ -97,6 +131,12 @@ class CutPart(Part):
         scale(self.local_gradients(), factor)
 
     def whole_state(self) -> States:
+        attendance = self._boundary.attendance
+        if attendance is not None and self.parameters():
+            purpose = "optimizer.state_dict(): state of parameters that are cut"
+            if attendance.numbers((), purpose, Wanted.STATES) is None:
+                whole = attendance.whole
+                return self.kept_state(lambda part, cut: laid_as(cut.layout, whole(part)))
         return self.kept_state(_whole)
 
     def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:
@@ -120,6 +160,7 @@ class CutPart(Part):
             if parameter in state
         }
         self.mark(self._states)
+        self._show_states()
 
     def state_bytes(self) -> int:
         values = (value for state in self._states.values() for value in state.values())

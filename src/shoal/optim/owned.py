@@ -11,20 +11,53 @@ Guarded by tests/equivalence/test_owners.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Event
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.contracts.attendance import Attendance, Wanted
+from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
+from shoal.engine.lanes import Errand
 from shoal.optim.owners import Owners, norms_of, scale
 from shoal.optim.part import Part, States
 from shoal.optim.update import PieceUpdate, state_of_pieces, steps_of
 from shoal.profiling.updates import attributes, like, settings
 from shoal.remote.orders import GatherState, OfRank, TakeState, UpdatePieces
 from shoal.remote.wire import Data
+
+
+@final
+class OwnedStates:
+    """The states of the pieces that this rank owns. They outlive the model and its optimizer.
+
+    Args:
+        own: for each transfer, gives the states of this rank's pieces.
+    """
+
+    def __init__(self, own: Sequence[Callable[[], list[Any]]]) -> None:
+        self._own = own
+        self._updates: dict[int, list[Event]] = {}  # updates of the last two steps, by number
+
+    def sent_off(self, steps: int, errands: Sequence[Errand]) -> None:
+        """Note the updates of a step, which ends as the one of that number."""
+        last = dict([*self._updates.items()][-1:])
+        self._updates = {**last, steps: [errand.ended for errand in errands]}
+
+    def gather(self, comm: Comm, steps: int) -> list[list[Any]]:
+        """Return every rank's states for each transfer, as they are after so many steps.
+
+        A collective, on any thread. Further steps may have begun: their updates wait for gradients
+        of a rank that is here.
+        """
+        for number, updates in [*self._updates.items()]:
+            for ended in updates if number <= steps else ():
+                ended.wait()
+        return [comm.gather_objects(own(), "optimizer.state_dict()") for own in self._own]
 
 
 @final
@@ -43,6 +76,9 @@ class OwnedPart(Part):
         self._updates = {
             transfer: PieceUpdate(like(optimizer), transfer) for transfer in owners.transfers
         }
+        self.attendance: Attendance | None = None  # asked before the state is read
+        self._backwards = 0  # backwards that were sent before the last step
+        self.states = OwnedStates([update.own_states() for update in self._updates.values()])
         # the groups that a step has taken parameters out of, with all that they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
@@ -51,6 +87,9 @@ class OwnedPart(Part):
 
     def open(self) -> None:
         """Send the updates off, and take the parameters out of the groups."""
+        self._backwards = self._owners.backwards
+        if self.attendance is not None:
+            self.attendance.step_begins()
         groups = self.optimizer.param_groups
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"] if self.has(p)}
         self.absorb(group_of)
@@ -64,6 +103,8 @@ class OwnedPart(Part):
         for group, parameters in self._taken:
             group["params"] = parameters
         self._taken = []
+        if self.attendance is not None:
+            self.attendance.step_ends()
 
     def norms(self, order: float) -> list[Tensor]:
         """Of gradients that somebody has brought to every rank, and of those at their owners."""
@@ -76,6 +117,16 @@ class OwnedPart(Part):
 
     def whole_state(self) -> States:
         self._owners.settle()
+        if self.attendance is not None:
+            purpose = "optimizer.state_dict(): state that owners have"
+            is_behind_step = self._backwards == self._owners.backwards
+            wanted = Wanted.OWNED if is_behind_step else Wanted.CHANGING
+            if self.attendance.numbers((), purpose, wanted) is None:
+                joined: States = {}
+                of_transfers = self.attendance.state(self.states)
+                for update, of_ranks in zip(self._updates.values(), of_transfers, strict=True):
+                    update.join_states(joined, of_ranks)
+                return {parameter: joined.get(parameter, {}) for parameter in self.parameters()}
         self._owners.tell(GatherState(self._number))
         whole: States = {}
         for transfer, update in self._updates.items():
@@ -126,11 +177,14 @@ class OwnedPart(Part):
 
             self._owners.tell(OfRank(update_for))  # step 5  # order 1
         self.mark(p for p in updated if p not in self._entries)  # absorb has seen the others
+        errands: list[Errand] = []
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]
             work = update.work(steps, captured, attributes_now, set(parameters))
-            self._owners.send_off(transfer, parameters, work)  # step 6
+            errands.append(self._owners.send_off(transfer, parameters, work))  # step 6
+        if self.attendance is not None:
+            self.states.sent_off(self.attendance.steps + 1, errands)
 
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]

@@ -31,6 +31,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
 from shoal.engine.engine import Engine
+from shoal.engine.lanes import Errand
 from shoal.remote.orders import (
     AnyModelOrder,
     FetchAll,
@@ -241,6 +242,11 @@ class Owners:
         for transfer in self.transfers:
             self.arrive(transfer.parameters[0])
 
+    @property
+    def backwards(self) -> int:
+        """Number of backwards that have sent gradients."""
+        return self._engine.routes.step
+
     def release(self) -> None:
         """Make the parameters ordinary ones, which have their gradients (a collective)."""
         self.settle()
@@ -319,16 +325,17 @@ class Owners:
         transfer: OwnedTransfer,
         parameters: Iterable[nn.Parameter],
         work: Callable[[Comm], None],
-    ) -> None:
+    ) -> Errand:
         """Let a lane bring new values of some of a transfer's parameters.
 
         Until then, whoever uses one waits.
         """
         with self._marking:
-            self._engine.routes.later(transfer, work, "update and return")
+            errand = self._engine.routes.later(transfer, work, "update and return")
             for parameter in parameters:
                 torch.autograd.graph.increment_version(parameter)
                 parameter.__class__ = ComingParameter
+        return errand
 
 
 def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -174,10 +174,20 @@ class PieceUpdate:
 
     def gather_state(self, whole: States | None, comm: Comm) -> None:
         """Put every rank's pieces of the state into `whole`, if one is given (a collective)."""
-        own = [_on_cpu(self._copy.state.get(tensor, {})) for tensor in self._tensors.values()]
-        of_ranks = comm.gather_objects(own, "optimizer.state_dict()")
-        if whole is None:
-            return
+        of_ranks = comm.gather_objects(self.own_states()(), "optimizer.state_dict()")
+        if whole is not None:
+            self.join_states(whole, of_ranks)
+
+    def own_states(self) -> Callable[[], list[Any]]:
+        """Return a function that gives the states of the own pieces, also when the model is gone.
+
+        It holds no parameter, as hooks on these lead to the model.
+        """
+        optimizer, tensors = self._copy, [*self._tensors.values()]
+        return lambda: [_on_cpu(optimizer.state.get(tensor, {})) for tensor in tensors]
+
+    def join_states(self, whole: States, of_ranks: Sequence[Sequence[Any]]) -> None:
+        """Put the states of every rank's pieces into `whole`."""
         for pieces, states in zip(self._transfer.owned, of_ranks, strict=True):
             for piece, state in zip(pieces, states, strict=True):
                 for name, (value, at_host) in state.items():

@@ -97,7 +97,8 @@ class CallsTold:
                         f"rank {rank} calls the model otherwise than rank {self._comm.rank}",
                         where=purpose,
                         got=_difference(theirs, common),
-                        do="call the model with the same arguments on every rank, in the same mode",
+                        do="call the model with the same arguments on every rank, in the same "
+                        "mode. A rank that evaluates alone does so under torch.no_grad()",
                         rank=rank,
                     )
                 self._known[rank, numbers[rank]] = [

@@ -27,7 +27,7 @@ from shoal.pipeline.expressions import (
     without_constants,
 )
 from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
-from shoal.pipeline.model import BACKWARD, LOSS, READING, PipelinedModel
+from shoal.pipeline.model import BACKWARD, EVALUATION, LOSS, READING, PipelinedModel
 from shoal.pipeline.moving import Counters, aside
 from shoal.pipeline.output import EndOutput, made_of, way_back
 from shoal.pipeline.replay import Replay, check_hooks
@@ -35,6 +35,7 @@ from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.walk import walking
+from shoal.tensors.wholes import holding_wholes, told_numbers
 
 
 @final
@@ -57,6 +58,8 @@ class PipelineCalls:
         args, kwargs = mapped(lambda leaf: leaf.seen() if _is_value(leaf) else leaf, (args, kwargs))
         check_objects((args, kwargs))
         self.pipeline.comm.reached("a call of the model, which is in a pipeline")
+        if self._is_alone():
+            return self._alone(forward, args, kwargs)
         self.pipeline.outbox.finish()
         check_hooks(self.pipeline.model, "")
         self.runs = True
@@ -66,6 +69,23 @@ class PipelineCalls:
             output, kept = EndedForward(run).output()
             self._kept.ended(kept)
             return output
+        finally:
+            self.runs = False
+
+    def _is_alone(self) -> bool:
+        """Return whether this rank alone calls the model, without gradients."""
+        comm = self.pipeline.comm
+        if comm.attendance is None or torch.is_grad_enabled():
+            return False
+        return told_numbers(comm, [0] * comm.size, EVALUATION) is None
+
+    def _alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's own forward here, on all of the parameters."""
+        modules = self.pipeline.model.modules()
+        self.runs = True
+        try:
+            with holding_wholes(modules, self.pipeline.comm):
+                return forward(*args, **kwargs)
         finally:
             self.runs = False
 

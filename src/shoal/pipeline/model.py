@@ -21,6 +21,7 @@ from shoal.pipeline.route import Outbox, StationRoute
 from shoal.pipeline.stations import Stations, stations
 
 FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
+EVALUATION = "pipeline: call of the model in evaluation (no_grad)"
 READING = "pipeline: reading of the model's output"
 
 
@@ -96,6 +97,8 @@ class PipelinedModel:
                 )
         holders, cuts, homes, _ = told[0]
         self.homes.settle(homes)
+        if self.comm.attendance is not None:
+            self.comm.attendance.keep()
         self._layers.update(zip(homes, homes, strict=True))
         self.holders.update(homes)
         found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))

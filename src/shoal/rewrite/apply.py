@@ -32,6 +32,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
+from shoal.core.role import Role
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.profiling.usage import kind_of
 from shoal.strategies.carried import check_carried, check_holder, row_codec
@@ -297,6 +298,12 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
 def cuts(plan: Plan) -> bool:
     """Return whether any layer is cut over the ranks."""
     return any(named(Strategy, choice.strategy).role.is_cut for choice in plan.choices)
+
+
+def splits(plan: Plan) -> bool:
+    """Return whether each rank has a part of the parameters or of the optimizer's state."""
+    roles = {named(Strategy, choice.strategy).role for choice in plan.choices}
+    return bool(roles & {Role.CUT, Role.PIPELINE}) or (Role.OWNED in roles and plan.in_step)
 
 
 _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'

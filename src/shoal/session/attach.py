@@ -28,6 +28,7 @@ from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
 from shoal.core.eager import keep_eager
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
+from shoal.engine.attendance import LaneAttendance
 from shoal.engine.border import Border
 from shoal.engine.common import Common, NowAndThen
 from shoal.engine.engine import Engine
@@ -43,7 +44,7 @@ from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
 from shoal.remote.orders import SumGradients
 from shoal.rewrite.align import of_first, take
-from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
+from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed, splits
 from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
@@ -97,7 +98,7 @@ def attach(
         attachment.start(running)
     if prepared.plan.in_step:
         _compare(session, job, running)
-    _listen(session, running, prepared.stage)
+    _listen(session, running, prepared.stage, opening.opened_attendance)
     # 4
     parts = _extended(opening, running)
     # 5
@@ -132,6 +133,8 @@ def _opened(opening: Opening, num_servers: int) -> Running:
     }
     if cuts(plan):
         opening.boundary()
+    if splits(plan) and not num_servers:
+        opening.attendance()
     buckets = Buckets(job.memory)
     sites = placed(job.model, plan, session.comm.rank, num_servers, buckets)
     opening.tables = open_tables(session, sites, plan, job.optimizers)
@@ -171,6 +174,7 @@ def _running(
         weigher,
         opening.opened_boundary,
         ref(engine),
+        opening.opened_attendance,
         lasting=session.other(Servers) is not None,
     )
     session.models += 1
@@ -265,11 +269,18 @@ def _compare(session: Session, job: TrainingJob, running: Running) -> None:
         engine.listen(Event.BACKWARD_ENDED, NowAndThen(common, lane).backward_ended)
 
 
-def _listen(session: Session, running: Running, stage: FarTail | None) -> None:
+def _listen(
+    session: Session,
+    running: Running,
+    stage: FarTail | None,
+    attendance: LaneAttendance | None,
+) -> None:
     """Connect the listeners to the engine's events."""
     passes, engine, tables = session.passes, running.engine, running.tables
     passes.waits.add(engine.routes)
     engine.listen(Event.ROUND_OPENED, running.weigher.opened)
+    if attendance is not None:
+        engine.listen(Event.FORWARD_ENTERED, attendance.parts.free)
     engine.listen(Event.FORWARD_ENTERED, passes.forward)
     entered = [passes.backward, *(table.begin for table in (tables.all if tables else ()))]
     for listener in entered if stage is None else [*entered, stage.entered]:
@@ -293,9 +304,22 @@ def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
     all_parts: list[Part] = []
     for number, optimizer in enumerate(opening.optimizers):
         parts = _parts(optimizer, number, running, boundary, opening.stage)
+        if opening.opened_attendance is not None:
+            opening.opened_attendance.keep()
+            _serve_states(opening.opened_attendance, parts)
         add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone)
         all_parts += parts
     return tuple(all_parts)
+
+
+def _serve_states(attendance: LaneAttendance, parts: Sequence[Part]) -> None:
+    """Let a rank that is alone read the state of an optimizer's parts."""
+    for part in parts:
+        if isinstance(part, CutPart):
+            attendance.parts.states.append(part.states.parts)
+        elif isinstance(part, OwnedPart):
+            attendance.parts.owned.append(part.states)
+            part.attendance = attendance
 
 
 def _parts(

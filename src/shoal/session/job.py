@@ -28,6 +28,7 @@ class TrainingJob:
         memory: "fast" or "low".
         weighs: whether uneven rows are weighed.
         alike: whether every rank counts alike, however many rows it has.
+        memory_limit: bytes that a rank may hold between steps, if there is a limit.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class TrainingJob:
     memory: str = MEMORY[0]
     weighs: bool = True
     alike: bool = False
+    memory_limit: float | None = None
 
     @property
     def loss(self) -> Callable[..., Any] | None:

@@ -19,6 +19,9 @@ from shoal.contracts.weighing import Weighing
 from shoal.core.facts import Cluster, ModelProfile, MovingState
 from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
+from shoal.engine.attendance import LaneAttendance
+from shoal.engine.lanes import streaming
+from shoal.engine.shared_parts import SharedParts
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
@@ -97,6 +100,7 @@ class Opening:
     weighing: Weighing = field(default_factory=Weighing)
     tables: Tables | None = None
     _boundary: Comm | None = None
+    _attendance: LaneAttendance | None = None
     _channels: list[Comm] = field(default_factory=list)
 
     @property
@@ -137,6 +141,8 @@ class Opening:
 
     def close(self) -> None:
         """Give back the channels, because the model will not be attached."""
+        if self._attendance is not None:
+            self._attendance.abandon()
         for opened in self._channels:
             opened.close()
 
@@ -146,6 +152,20 @@ class Opening:
             self._boundary = self.channel("boundary")
             self.main.append(self._boundary)
         return self._boundary
+
+    def attendance(self) -> None:
+        """Let a rank that is alone read the parts of the others."""
+        device = streaming(parameter.device for parameter in self.model.parameters())
+        boundary, channel = self._boundary, self.channel("attendance")
+        parts = SharedParts(self.model, boundary, self.job.memory_limit)
+        self._attendance = LaneAttendance(parts, channel, device)
+        if boundary is not None:
+            boundary.attendance = self._attendance
+
+    @property
+    def opened_attendance(self) -> LaneAttendance | None:
+        """The attendance of ranks at readings; None if there is none."""
+        return self._attendance
 
     @property
     def opened_boundary(self) -> Comm | None:

@@ -29,6 +29,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.passes import Passes
 from shoal.core.plan import Plan
+from shoal.engine.attendance import LaneAttendance
 from shoal.engine.border import accumulator
 from shoal.engine.engine import Engine
 from shoal.optim.part import Part
@@ -114,6 +115,7 @@ class Threads:
     counts: SessionPart  # of rows; the end of a program does not wait for them
     boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
     engine: Callable[[], Engine | None]  # as long as there is the model
+    attendance: LaneAttendance | None = None  # serves ranks that read alone
     lasting: bool = False  # whether hosts that do not train keep their ends until the session ends
 
     def release(self) -> None:
@@ -128,13 +130,17 @@ class Threads:
 
     def abandon(self) -> None:
         """End behind what is being done, whatever there is still to do."""
-        for part in (*self.lanes, self.counts):
+        for part in self._all():
             part.abandon()
 
     def close(self) -> None:
         """End, after what there is to do, and give back the channels but for the boundary."""
-        for part in (*self.lanes, self.counts):
+        for part in self._all():
             part.close()
+
+    def _all(self) -> Sequence[SessionPart]:
+        attendance = () if self.attendance is None else (self.attendance,)
+        return (*self.lanes, self.counts, *attendance)
 
     def close_boundary(self) -> None:
         """Give back the channel of cut layers."""
@@ -231,6 +237,9 @@ class Session:
         """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""
         for part in self._parts():
             part.drain()
+        serves = any(threads.attendance is not None for threads in self.threads.values())
+        if serves and self.comm.is_open:  # ranks may read alone until all are at the end
+            self.comm.numbers([0] * self.comm.size, "the end of the program")
 
     def abandon(self) -> None:
         """Leave what is still to be done: this rank ends for an error."""

@@ -43,10 +43,12 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
-from shoal.tensors.boundary import CallRows, Move, call_of, linear, rows_of_all
+from shoal.tensors.boundary import CallRows, Move, call_of, linear
 from shoal.tensors.crossing import EXACT, RowCrossing
-from shoal.tensors.cut import OverRanks, cut, is_cut, restore
+from shoal.tensors.cut import cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.over_ranks import OverRanks
+from shoal.tensors.wholes import holding_wholes, told_numbers
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
 _SLOT = "_cut_layer"  # where a served layer keeps what runs it
@@ -319,7 +321,7 @@ class _LayerPart:
         at = accumulate(cut_sizes(outputs, place.ranks), initial=0)
         self._mine = list(pairwise(at))[place.rank]  # of the outputs, those whose bias is here
 
-    def called(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def called(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The layer's output for this rank's rows; `forward` is the layer's own."""
         ahead, row = x.shape[: -self._row_dims], x.shape[-self._row_dims :]
         cut_rows = None
@@ -332,12 +334,13 @@ class _LayerPart:
             flat = x.reshape(-1, row.numel())
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"
             purpose = call_of(self._name) + form
-            rows, inside = (
-                rows_of_all(
-                    self._comm, len(flat), purpose, self._name, self._weighs, self.crossing
-                ),
-                None,
-            )
+            told = told_numbers(self._comm, [len(flat)] * self._comm.size, purpose)
+            if told is None:
+                with holding_wholes([module], self._comm):
+                    return forward(x)
+            crossing = self.crossing
+            rows = CallRows(self._comm, tuple(told), purpose, self._weighs, self._name, crossing)
+            inside = None
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
             if inside is not None:
                 product = F.linear(inside, self.weight, self._added_bias())
@@ -382,7 +385,7 @@ class _CutLayer(nn.Module):
             output: Tensor = super().forward(*args, **kwargs)
             return output
         (x,) = (*args, *kwargs.values())  # or it would not have been cut
-        return part.called(super().forward, x)
+        return part.called(self, super().forward, x)
 
     def _get_name(self) -> str:
         return _kind_of(self).__name__

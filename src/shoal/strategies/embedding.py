@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, final
@@ -50,7 +51,9 @@ from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
 from shoal.tensors.boundary import call_of, dealt, refuse_second_derivative
-from shoal.tensors.cut import OverRanks, cut, cut_of, part_of, restore
+from shoal.tensors.cut import cut, cut_of, part_of, restore
+from shoal.tensors.over_ranks import OverRanks
+from shoal.tensors.wholes import holding_wholes, told_numbers
 
 _LOOKED_AT = 64  # rows of a gradient
 _ID_BYTES = 8
@@ -160,12 +163,19 @@ class _CutTable:
         self._touched: list[Tensor] = []  # with these rows that are not zero,
         self._version = 0  # if it is as it was left then
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        _, place, rows = self.found(ids)
-        return F.embedding(place, rows)
+    def look_up(self, ids: Tensor) -> Tensor | None:
+        found = self.found(ids)
+        return None if found is None else F.embedding(found[1], found[2])
 
-    def found(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The different ids, the place of each id among them, and the rows of them."""
+    def alone(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Let the module have the whole table inside, on a rank that is alone."""
+        return holding_wholes([module], self._comm)
+
+    def found(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The different ids, the place of each id among them, and the rows of them.
+
+        None: this rank is alone.
+        """
         comm, starts = self._comm, self._starts
         # ascending: each rank's together
         distinct, place = torch.unique(ids.long(), return_inverse=True)
@@ -173,7 +183,9 @@ class _CutTable:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
         ends = torch.searchsorted(distinct, torch.tensor(starts, device=ids.device))
         wanted = ends.diff().tolist()
-        theirs = comm.numbers(wanted, call_of(self.name))
+        theirs = told_numbers(comm, wanted, call_of(self.name))
+        if theirs is None:
+            return None
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
         with torch._C.DisableTorchFunctionSubclass():  # the part itself
             found = _PartLookUp.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
@@ -260,8 +272,8 @@ class LookUpTable(Protocol):
 
     weight: nn.Parameter
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        """The rows of these ids, of any shape."""
+    def look_up(self, ids: Tensor) -> Tensor | None:
+        """The rows of these ids, of any shape. None: this rank is alone."""
 
 
 def run_by(module: nn.Embedding | nn.EmbeddingBag, table: LookUpTable) -> None:
@@ -290,7 +302,12 @@ class CutEmbedding(nn.Embedding):
         table = self._cut_embedding
         if table is None or self.weight is not table.weight:  # functional_call gives it others
             return super().forward(input)
-        return table.look_up(input)
+        rows = table.look_up(input)
+        if rows is None:
+            assert isinstance(table, _CutTable)
+            with table.alone(self):
+                return super().forward(input)
+        return rows
 
     def _get_name(self) -> str:
         return "Embedding"
@@ -317,7 +334,11 @@ class CutEmbeddingBag(nn.EmbeddingBag):
         table = self._cut_embedding
         if table is None or self.weight is not table.weight:  # functional_call gives it others
             return super().forward(input, offsets, per_sample_weights)
-        ids, place, rows = table.found(input)
+        found_rows = table.found(input)
+        if found_rows is None:
+            with table.alone(self):
+                return super().forward(input, offsets, per_sample_weights)
+        ids, place, rows = found_rows
         if not len(rows):  # bags, if there are any, are empty
             rows = F.pad(rows, (0, 0, 0, 1))
         padding = None

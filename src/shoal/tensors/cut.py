@@ -8,8 +8,9 @@
 
 Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged
 weights, clipping and penalties are what they are in one process. Where the rest is with the other
-ranks (`OverRanks`), the price is that every one takes part in them; where it is with servers see
-remote/tables.py. Guarded by tests/equivalence/test_cut.py.
+ranks (over_ranks.py, on_rank.py), all of them read it together, or one reads it alone
+(contracts/attendance.py). Where it is with servers see remote/tables.py. Guarded by
+tests/equivalence/test_cut.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, final
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ from shoal.core.pieces import (
     set_local_gradient,
     warn_of_clipping,
 )
-from shoal.core.rows import in_rows
 
 _CUT = "_shoal_cut"
 
@@ -61,6 +61,10 @@ class Cut(ABC):
     @abstractmethod
     def whole(self, part: Tensor) -> Tensor:
         """All of it, of which this is this rank's part."""
+
+    def restored(self, part: Tensor) -> Tensor:
+        """All of it, for all ranks at once (a collective)."""
+        return self.whole(part)
 
     @abstractmethod
     def mean(self, wholes: Tensor) -> Tensor:
@@ -127,8 +131,30 @@ class SpreadCut(Cut):
         Messages say that it is for `purpose`.
         """
 
+    @property
+    def _reading(self) -> str:
+        return f"reading of {self.name} (state_dict, print, grad)"
+
+    def restored(self, part: Tensor) -> Tensor:
+        return self.gathered(part, self._reading)
+
+    @abstractmethod
+    def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
+        """Return all of a tensor of the parameter's form, once ranks have told their numbers.
+
+        A collective.
+        """
+
+    @abstractmethod
+    def own_numbers(self, part: Tensor) -> list[int]:
+        """Return the numbers that this rank tells before its part is gathered."""
+
     def whole(self, part: Tensor) -> Tensor:
-        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")  # save 4
+        attendance = self.comm.attendance
+        if attendance is None:
+            return self.gathered(part, self._reading)  # save 4
+        told = attendance.numbers(self.own_numbers(part), self._reading)
+        return attendance.whole(self).clone() if told is None else self.gathered_by(told, part)
 
     def change(
         self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
@@ -141,7 +167,9 @@ class SpreadCut(Cut):
             return leaf
 
         args, kwargs = pytree.tree_map(part, (tuple(args), dict(kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
+        attendance = self.comm.attendance
+        changing = nullcontext() if attendance is None else attendance.changing()
+        with torch._C.DisableTorchFunctionSubclass(), changing:
             function(subject, *args, **kwargs)
 
     def _part_of(self, other: Tensor) -> Tensor:
@@ -164,98 +192,7 @@ class SpreadCut(Cut):
         return self._seen
 
     def _show_all(self, parameter: Tensor, local: Tensor) -> None:
-        self._show(parameter, self.whole(local))
-
-
-@final
-class OverRanks(SpreadCut):
-    """Every rank r has `sizes[r]` of dimension `dim`, in rank order. Looking is a collective."""
-
-    def __init__(
-        self,
-        name: str,
-        whole: Tensor,
-        dim: int,
-        sizes: Sequence[int],
-        comm: Comm,
-        weighs: Weighing = UNWEIGHED,
-    ) -> None:
-        super().__init__(name, whole, comm, weighs)
-        self._dim, self._sizes = dim, list(sizes)
-
-    def part(self, whole: Tensor) -> Tensor:
-        if whole.layout is not torch.strided:
-            return self._part_of_rows(whole)
-        part: Tensor = whole.split(self._sizes, self._dim)[self.comm.rank]
-        return part
-
-    def _part_of_rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a gradient that is a sparse tensor; a view of these."""
-        start, size = sum(self._sizes[: self.comm.rank]), self._sizes[self.comm.rank]
-        whole = whole.coalesce()
-        ids = whole.indices()[0]
-        ends = torch.tensor([start, start + size], device=ids.device)
-        own = slice(*torch.searchsorted(ids, ends).tolist())
-        shape = size, *whole.shape[1:]
-        return in_rows(ids[own] - start, whole.values()[own], shape, coalesced=True)
-
-    def numels(self) -> list[int]:
-        line = self.like.numel() // max(1, self.like.shape[self._dim])
-        return [line * size for size in self._sizes]
-
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        formed = []
-        for size, part in zip(self._sizes, parts, strict=True):
-            shape = list(self.like.shape)
-            shape[self._dim] = size
-            formed.append(part.view(shape))
-        return torch.cat(formed, self._dim)
-
-    def gathered(self, part: Tensor, purpose: str) -> Tensor:
-        if part.layout is not torch.strided:
-            return self._whole_of_rows(part, purpose)[0]
-        self.comm.numbers([part.numel()] * self.comm.size, purpose)
-        pieces = []
-        for size in self._sizes:
-            shape = list(self.like.shape)
-            shape[self._dim] = size
-            pieces.append(part.new_empty(shape))
-        self.comm.all_to_all(pieces, [part.contiguous()] * len(pieces))
-        return torch.cat(pieces, self._dim)
-
-    def mean(self, wholes: Tensor) -> Tensor:
-        self.comm.numbers([wholes.numel()] * self.comm.size, f"penalty on {self.name}")
-        outgoing = [piece.contiguous() for piece in wholes.split(self._sizes, self._dim)]
-        incoming = [
-            torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format)
-            for _ in outgoing
-        ]
-        self.comm.all_to_all(incoming, outgoing)
-        return torch.stack(incoming).mean(0)
-
-    def _show_all(self, parameter: Tensor, local: Tensor) -> None:
-        if local.layout is torch.strided:
-            super()._show_all(parameter, local)
-        else:
-            self._show(parameter, *self._whole_of_rows(local, f"reading of {self.name}.grad"))
-
-    def _whole_of_rows(self, local: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
-        """All of a sparse tensor of which every rank has its rows, and this rank's part of it.
-
-        The values of the part are a view of those of the whole (a collective).
-        """
-        comm, local = self.comm, local.coalesce()
-        own_ids, own_rows = local.indices()[0], local.values()
-        told = comm.numbers([len(own_ids)] * comm.size, purpose)
-        ids = own_ids.new_empty(sum(told))
-        rows = own_rows.new_empty(sum(told), *own_rows.shape[1:])
-        comm.all_to_all(ids.split(told), [own_ids] * comm.size)
-        comm.all_to_all(rows.split(told), [own_rows] * comm.size)
-        starts = torch.tensor([0, *self._sizes[:-1]], device=ids.device).cumsum(0)
-        anywhere = ids + starts.repeat_interleave(torch.tensor(told, device=ids.device))
-        whole = in_rows(anywhere, rows, self.like.shape, coalesced=True)
-        own = rows.split(told)[comm.rank]
-        return whole, in_rows(own_ids, own, local.shape, coalesced=True)
+        self._show(parameter, self.gathered(local, self._reading))
 
 
 class CutParameter(nn.Parameter):
@@ -341,7 +278,7 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
 def restore(parameter: nn.Parameter) -> None:
     """Give this rank all of a parameter again, and of its gradient, in place (a collective)."""
     its_cut, gradient = cut_of(parameter), parameter.grad
-    whole = its_cut.whole(part_of(parameter))
+    whole = its_cut.restored(part_of(parameter))
     parameter.grad = None
     del parameter.__dict__[_CUT]
     parameter.__class__ = nn.Parameter

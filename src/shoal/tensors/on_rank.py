@@ -43,7 +43,12 @@ class OnRank(SpreadCut):
         return parts[self.holder].view(self.like.shape)
 
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
-        self.comm.numbers([self.holder] * self.comm.size, purpose)
+        return self.gathered_by(self.comm.numbers(self.own_numbers(part), purpose), part)
+
+    def own_numbers(self, part: Tensor) -> list[int]:
+        return [self.holder] * self.comm.size
+
+    def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
         whole = part.new_empty(self.like.shape)  # also here: nobody gets the parameter's own memory
         if self.is_here:
             whole.copy_(part)

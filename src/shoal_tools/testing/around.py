@@ -44,8 +44,18 @@ class Around(Comm):
     def expects(self, seconds: float) -> None:
         self.inner.expects(seconds)
 
-    def may_answer(self, answer: Callable[[], None] | None) -> None:
-        self.inner.may_answer(answer)
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
+        self.inner.may_answer(answer, up_to)
+
+    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+        self.inner.may_attend(attend)
+
+    @property
+    def is_open(self) -> bool:
+        return self.inner.is_open
+
+    def is_waiting(self) -> bool:
+        return self.inner.is_waiting()
 
     def reached(self, where: str) -> None:
         self.inner.reached(where)
