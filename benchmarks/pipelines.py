@@ -9,7 +9,9 @@ median step in seconds, and the seconds of set-up.
     plain, ddp       nothing sent; DDP with its usual buckets
     pipeline, parts  every rank has layers; the same, with each rank's rows in --parts parts
     even             as parts, with as many blocks on each rank
+    coded            as parts, with values that cross as bfloat16
     auto, exact      the planner's own plan; the best exact one without a pipeline
+    auto:bfloat16    the planner's own plan, which may use bfloat16
     speed            as exact, with rows of the ranks by --shares
 
 Hosts of unlike speed, of which the second has a third of a core:
@@ -82,6 +84,8 @@ def main() -> None:
     be_apart()
     gpu_ethernet.AUTOCAST = DEVICE == "cuda"
     WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=options.parts)
+    WAYS["coded"] = partial(by_shoal, pins={"*": "pipeline+bfloat16"}, micro_batches=options.parts)
+    WAYS["auto:bfloat16"] = partial(by_shoal, codecs=["bfloat16"])
     WAYS["even"] = partial(even, parts=options.parts)
     WAYS["speed"] = WAYS["exact"]
     shoal.init(timeout_s=120)
