@@ -43,6 +43,7 @@ from shoal.engine.weights import Weight
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.output import EndOutput
 from shoal.remote.stage_output import StageOutput
+from shoal.strategies.landing import history
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput
 
@@ -219,6 +220,7 @@ class Border:
         runs = torch._C._will_engine_execute_node
         try:
             if any(runs(node) for node in self._accumulators):
+                self._check_history()
                 return True
         except RuntimeError as error:
             layer = self._asked_for().rpartition(".")[0]
@@ -235,6 +237,11 @@ class Border:
         # inside this one. Then, too, it is a backward of everything, in which the anchor takes
         # part.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
+
+    def _check_history(self) -> None:
+        """Raise UsageError if a gradient is to have a history, of which a rank has a part."""
+        if torch.is_grad_enabled() and any(map(is_cut, self._trainable)):
+            raise history()
 
     def _asked_for(self) -> str:
         """Return the name of a parameter that the running torch.autograd.grad captures."""
