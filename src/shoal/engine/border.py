@@ -68,6 +68,7 @@ class Border:
         # Autograd makes a parameter's accumulator on first use and tells by node whether a backward
         # will run it.
         self._accumulators = [accumulator(p) for p in self._trainable]
+        self._num_weighed = sum(not is_cut(p) for p in self._trainable)
         # every crossing hangs on it: see `_trains`
         self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._anchored = accumulator(self.anchor)
@@ -178,11 +179,14 @@ class Border:
 
     def weigh_parameters(self) -> None:
         """Multiply each parameter's gradient as it comes, from here on, where it is to be."""
-        if not self.engine.hooks:
-            for parameter, accumulator in zip(self._trainable, self._accumulators, strict=True):
-                if not is_cut(parameter):  # which are weighed on the way
-                    weighs = _Weighs(self.engine, accumulator)
-                    self.engine.hooks.append(parameter.register_hook(weighs))
+        hooks = self.engine.hooks
+        if len(hooks) == self._num_weighed:
+            return
+        for parameter, accumulator in zip(self._trainable, self._accumulators, strict=True):
+            # parameters that are cut are weighed on the way; a frozen one may be thawed later
+            weighed = not is_cut(parameter) and parameter.requires_grad
+            if weighed and accumulator not in hooks:
+                hooks[accumulator] = parameter.register_hook(_Weighs(self.engine, accumulator))
 
     def _check_whole(self) -> None:
         """Raise UsageError if the model trains others than it was given with.

@@ -201,7 +201,7 @@ def _gradients_again(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         summed: Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
             values.sum(dims), ranks, purpose, weight, 1 / weight
         )
-        return (summed / ctx.count).view(places)
+        return summed.div(float(ctx.count)).view(places)
 
     deviation = wide - mean_over_ranks(wide)
     scale = torch.rsqrt(mean_over_ranks(deviation.square()) + ctx.eps)
