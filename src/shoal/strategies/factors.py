@@ -215,8 +215,8 @@ class FactorTransfer(Transfer):
             hooks = (target._post_accumulate_grad_hooks or {}).values()
             if not all(isinstance(hook, OwnHook) for hook in hooks):
                 raise UsageError(
-                    "a hook on accumulated gradients was put on the layer after parallelize: factor "
-                    "makes its gradient elsewhere",
+                    "a hook on accumulated gradients was put on the layer after parallelize: "
+                    "factor makes its gradient elsewhere",
                     where=self.label,
                     do=f"look at .grad after backward, or give parallelize {self._pin}",
                 )

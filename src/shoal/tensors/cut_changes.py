@@ -67,8 +67,12 @@ def _hook(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Have a hook see the whole gradient as it comes, and change it."""
     its_cut = _cut_of(parameter)
 
+    is_on_one_rank = max(its_cut.numels()) == its_cut.like.numel()
+
     def of_part(grad: Tensor) -> Any:
-        whole = grad if grad.shape == its_cut.like.shape else its_cut.whole(grad)
+        if is_on_one_rank:
+            return hook(grad) if grad.numel() else None
+        whole = its_cut.whole(grad)
         before, changed = whole._version, hook(whole)
         if changed is None and whole._version == before:
             return None
