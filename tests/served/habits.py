@@ -19,18 +19,29 @@ WIDTH, CLASSES = 6, 7
 class Net(nn.Module):
     """A chain of linear layers, behind a table of ids or a batch norm if it has one."""
 
-    def __init__(self, *, of_ids: bool = False, with_norm: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        of_ids: bool = False,
+        with_norm: bool = False,
+        hidden: int = 8,
+        classes: int = CLASSES,
+        words: int = 11,
+        act: Callable[[], nn.Module] = nn.Tanh,
+    ) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, WIDTH) if of_ids else None
-        self.first = nn.Linear(WIDTH, 8)
-        self.norm = nn.BatchNorm1d(8) if with_norm else None
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.table = nn.Embedding(words, WIDTH) if of_ids else None
+        self.first = nn.Linear(WIDTH, hidden)
+        self.norm = nn.BatchNorm1d(hidden) if with_norm else None
+        self.act = act()
+        self.a, self.b = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.c = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.table is None else self.table(x).mean(1)
         x = self.first(x)
         x = x if self.norm is None else self.norm(x)
-        hidden = torch.tanh(self.a(torch.tanh(x)))
+        hidden = self.act(self.a(torch.tanh(x)))
         output: Tensor = self.c(torch.tanh(self.b(hidden)))
         return output
 
@@ -111,7 +122,7 @@ def output_in_place(step: Step) -> None:
 def a_view_of_the_output_in_place(step: Step) -> None:
     output = step.model(step.x)
     rows = output[1:]
-    output.view(-1, CLASSES).mul_(2)
+    output.view(-1, output.shape[-1]).mul_(2)
     output[:, 2].zero_()
     step.end(step.loss_fn(output, step.y) + rows.mean() * 0)
 

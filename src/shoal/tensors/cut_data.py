@@ -119,7 +119,7 @@ class CutData(Tensor):
     def view_by(self, func: Any, args: Any, kwargs: Any) -> CutData | None:
         """Return the view that a function gives; None where it gives something else."""
         view = _View(func, args, kwargs)
-        if view.function.__name__ not in _VIEWS or any(
+        if not (func in _GETTERS or getattr(func, "__name__", "") in _VIEWS) or any(
             isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((view.args, view.kwargs))
         ):
             return None
@@ -164,9 +164,10 @@ _VIEWS = frozenset(
     (
         *("__getitem__", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
         *("transpose", "permute", "narrow", "select", "movedim", "t", "view_as", "diagonal"),
-        *("expand", "ravel"),
+        *("expand", "ravel", "swapaxes", "swapdims", "as_strided", "unfold"),
     )
 )
+_GETTERS = frozenset(map(_getter, ("T", "mT", "H", "mH", "real")))
 # What the part knows as well as the whole.
 OF_THE_PART = frozenset(
     {

@@ -126,15 +126,17 @@ class CutOutput(Tensor):
             if done is not None:
                 first._note_use(done)
                 return done
-            if is_change(func) or kwargs.get("inplace"):
+            if is_change(func) or kwargs.get("inplace") or _is_view(func, args[1:], kwargs):
                 first.bind(func)
         if isinstance(out := kwargs.get("out"), CutOutput):
             out.bind(func)
-        args, kwargs = _whole((tuple(args), kwargs))
-        done = func(*args, **kwargs)
-        if isinstance(first, CutOutput) and args and done is args[0]:
-            first._bound = done
-            return first  # the object is the same, as it may be changed in place
+        given, named = _whole((tuple(args), kwargs))
+        done = func(*given, **named)
+        if isinstance(first, CutOutput) and given and _shares_memory(done, given[0]):
+            if first._bound is not given[0]:  # what is made of it may be changed in place
+                first.bind(func)
+                done = func(first._bound, *given[1:], **named)
+            return first if done is first._bound else done
         return out if isinstance(out, CutOutput) else done
 
     def bound(self) -> Tensor | None:
@@ -159,7 +161,9 @@ class CutOutput(Tensor):
         base = self
         while base._viewed_from is not None:
             base = base._viewed_from
-        base._bound = base.whole()
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self._part.requires_grad):
+            base._bound = base.whole()
+        self.bound()
 
     def _note_use(self, made: Any = None) -> None:
         """Note that something was made of it, if that is no view of it."""
@@ -404,6 +408,24 @@ def _view(func: Any, args: Any, kwargs: Any, number: int) -> _After:
         return one
 
     return view
+
+
+def _is_view(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function gives a view, which may be changed in place."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return getattr(func, "__name__", "") in _VIEWS and not any(
+        isinstance(leaf, Tensor) for leaf in leaves
+    )
+
+
+def _shares_memory(made: Any, whole: Tensor) -> bool:
+    """Whether a function's first result is the whole, or a view of it."""
+    made = made[0] if isinstance(made, tuple | list) and made else made
+    return made is whole or (
+        isinstance(made, Tensor)
+        and made._base is not None
+        and made._base is (whole if whole._base is None else whole._base)
+    )
 
 
 def _has_a_part(leaf: Any) -> bool:
