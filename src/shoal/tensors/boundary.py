@@ -246,6 +246,14 @@ def refuse_second_derivative(layer: str) -> None:
         )
 
 
+def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that nobody else has in another shape, and no view of it.
+
+    Hooks on a view are lost where it is changed in place.
+    """
+    return x if x.shape == torch.Size(shape) else torch.ops.aten._unsafe_view(x, list(shape))
+
+
 def dealt(
     x: Tensor,
     comm: Comm,

@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.tensors.boundary import CallRows, rows_of_all
+from shoal.tensors.boundary import CallRows, rows_of_all, shaped
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
 from shoal.tensors.in_place import HOOKS, is_change
 
@@ -199,7 +199,7 @@ class CutOutput(Tensor):
         self._tell(Use())
         rows_of_all(self._rows.comm, len(self._numbers), "gathering of an output that is cut")
         rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
-        return self._after(rows[self._numbers.reshape(-1)].view(self.shape))
+        return self._after(shaped(rows[self._numbers.reshape(-1)], self.shape))
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the function gives where that needs no gathering, else None."""
