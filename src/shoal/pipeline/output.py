@@ -292,16 +292,8 @@ def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
     ]
     name = getattr(func, "__name__", "")
     at_once = [not each.form.dim() or (not each._takes_grad and name in _SMALL) for each in made]
-    memory = {memory_of(leaf.form) for leaf in given}
-    if any(each._takes_grad for each in made):
-        for number, each in enumerate(made):
-            if len(given) == 1 and memory_of(each.form) in memory:
-                each._viewed_from = given[0], _view(func, arguments, given[0], number)
-        if any(each._viewed_from is None for each in made):
-            note_use(given)
-    else:
-        for each in made:
-            each._view_of = (func, arguments) if memory_of(each.form) in memory else None
+    _note_views(made, given, func, arguments)
+    if not any(each._takes_grad for each in made):
         later = name in _LATER or all(each._view_of is not None for each in made)
         if not later and not all(at_once):
             raise Unclear
@@ -309,6 +301,22 @@ def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
     told = iter(given[0].forward.told(wanted) if wanted else ())
     results = iter([next(told) if now else each for each, now in zip(made, at_once, strict=True)])
     return mapped(lambda leaf: next(results) if isinstance(leaf, Tensor) else leaf, form)
+
+
+def _note_views(
+    made: Sequence[EndOutput], given: Sequence[EndOutput], func: Any, arguments: Any
+) -> None:
+    """Note which results of a function share memory with an output."""
+    memory = {memory_of(leaf.form) for leaf in given}
+    views = [(n, each) for n, each in enumerate(made) if memory_of(each.form) in memory]
+    if not any(each._takes_grad for each in made):
+        for _, each in views:
+            each._view_of = (func, arguments)
+        return
+    for number, each in views if len(given) == 1 else ():
+        each._viewed_from = given[0], _view(func, arguments, given[0], number)
+    if any(each._viewed_from is None for each in made):
+        note_use(given)
 
 
 def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expression:

@@ -62,7 +62,7 @@ class Move:
     leaves: bool = False
     weighs: Weighing = UNWEIGHED
     layer: str = ""
-    factor: float = 1.0  # multiplies what is moved there
+    factor: float = 1.0  # multiplies the values that are moved there
 
     def back(self, grad: Tensor) -> _Coming:
         """Start moving a gradient back: weighed, where it is of this rank's own rows."""
@@ -349,7 +349,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradient_of_rows(ctx: Any, grad: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Return x's gradient, to be differentiated again. Those of parameters have no history."""
+    """Return x's gradient, to be differentiated again. Parameters' gradients have no history."""
     if weight is None:
         return None
     whole = weight.to(grad.dtype).conj()

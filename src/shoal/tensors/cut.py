@@ -296,7 +296,7 @@ class CutParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch._has_compatible_shallow_copy_type:
-            return True  # asked of what `.to()` and its like give, before it is assigned
+            return True  # `.to()` and its like ask it, before they assign `.data`
         if subject is not None:
             if func in OF_THE_SHAPE:
                 return func(cut_of(subject).like, *args[1:], **kwargs)

@@ -5,7 +5,7 @@
     `.data = …` of the same form      the part of it is the parameter's memory from here on
     a hook on the gradient            sees the whole mean gradient, and changes it
 
-What moves the parameter to another device or type is refused. Guarded by
+A move of the parameter to another device or type is refused. Guarded by
 tests/served/test_parameters.py.
 """
 
@@ -23,7 +23,7 @@ from shoal.core.names import pins
 from shoal.tensors.cut_data import CutData
 from shoal.tensors.in_place import ELEMENTWISE, HOOKS, is_change
 
-CUT = "_shoal_cut"  # where a parameter keeps how it is cut
+CUT = "_shoal_cut"  # a parameter's own cut
 _Wholes = Callable[[Any], Any]  # gives values with the whole in place of every cut parameter
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 

@@ -22,7 +22,7 @@ from shoal.tensors.in_place import ELEMENTWISE, is_change
 
 
 class Parted(Protocol):
-    """Where the whole is, of which this rank has a part."""
+    """A parameter's place, of which this rank has a part."""
 
     like: Tensor
 
@@ -55,7 +55,7 @@ class CutData(Tensor):
 
     parted: Parted
     local: Tensor  # this rank's part
-    _views: tuple[_View, ...]  # by which it comes of the whole
+    _views: tuple[_View, ...]  # the functions that make it of the whole
 
     @classmethod
     def of(cls, parted: Parted, local: Tensor) -> CutData:
@@ -97,7 +97,7 @@ class CutData(Tensor):
         return self.parted is parted and not self._views
 
     def value(self) -> Tensor:
-        """Return what is in the memory (a collective)."""
+        """Return the values in the memory (a collective)."""
         return self._of(self.parted.whole(self.local))
 
     def _of(self, whole: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ _VIEWS = frozenset(
     )
 )
 _GETTERS = frozenset(map(_getter, ("T", "mT", "H", "mH", "real")))
-# What the part knows as well as the whole.
+# Functions that the part answers as well as the whole.
 OF_THE_PART = frozenset(
     {
         *map(
@@ -192,7 +192,7 @@ OF_THE_PART = frozenset(
         Tensor.element_size,
     }
 )
-# What follows from the shape of the whole.
+# Functions of the shape of the whole.
 OF_THE_SHAPE = frozenset(
     {
         *map(_getter, ("shape", "ndim", "nbytes")),

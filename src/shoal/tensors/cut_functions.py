@@ -155,7 +155,7 @@ class LogSum(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of what each has for all rows; its backward is such a sum, too."""
+    """The sum over ranks of their numbers for all rows; its backward is such a sum, too."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:

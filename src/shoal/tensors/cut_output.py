@@ -133,7 +133,7 @@ class CutOutput(Tensor):
         given, named = _whole((tuple(args), kwargs))
         done = func(*given, **named)
         if isinstance(first, CutOutput) and given and _shares_memory(done, given[0]):
-            if first._bound is not given[0]:  # what is made of it may be changed in place
+            if first._bound is not given[0]:  # a view of it may be changed in place
                 first.bind(func)
                 done = func(first._bound, *given[1:], **named)
             return first if done is first._bound else done
@@ -461,47 +461,17 @@ _OF_THE_PART = frozenset(
 )
 _ELEMENTWISE = frozenset(
     (
-        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone"),
-        *(
-            "mul",
-            "div",
-            "true_divide",
-            "add",
-            "sub",
-            "neg",
-            "tanh",
-            "clamp",
-            "negative",
-            "subtract",
-            "multiply",
-        ),
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "mul", "div"),
+        *("true_divide", "add", "sub", "neg", "tanh", "clamp", "negative", "subtract", "multiply"),
         *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
-        *(
-            "relu",
-            "relu6",
-            "leaky_relu",
-            "elu",
-            "selu",
-            "celu",
-            "gelu",
-            "silu",
-            "mish",
-            "sigmoid",
-            "softplus",
-            "square",
-        ),
-        *("hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid"),
+        *("softplus", "square", "hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
     )
 )
 _IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
-_VIEWS = _IN_ORDER | {
-    "__getitem__",
-    "transpose",
-    "permute",
-    "narrow",
-    "select",
-    "chunk",
-    "split",
-    "unbind",
-    "movedim",
-}
+_VIEWS = _IN_ORDER | frozenset(
+    (
+        *("__getitem__", "transpose", "permute", "narrow", "select", "chunk", "split", "unbind"),
+        "movedim",
+    )
+)

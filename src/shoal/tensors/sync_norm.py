@@ -198,7 +198,7 @@ def _gradients_again(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     purpose = f"backward, batch norm {ranks.layer}"
 
     def mean_over_ranks(values: Tensor, weight: float = 1.0) -> Tensor:
-        summed: Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
+        summed: Tensor = _WeighedSum.apply(  # type: ignore[no-untyped-call]
             values.sum(dims), ranks, purpose, weight, 1 / weight
         )
         return summed.div(float(ctx.count)).view(places)
@@ -213,8 +213,8 @@ def _gradients_again(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dx.to(x.dtype), of_weight.to(mean.dtype), of_bias.to(mean.dtype)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of what each has, multiplied there by `into`, and here by `out_of`."""
+class _WeighedSum(torch.autograd.Function):
+    """The sum over ranks of their numbers, multiplied there by `into`, and here by `out_of`."""
 
     @staticmethod
     def forward(
@@ -226,8 +226,8 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         into, out_of = ctx.factors
-        weight = ctx.ranks.weighs() or 1.0  # at weight 0 there are no rows
-        back: Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
+        weight = ctx.ranks.weighs() or 1.0  # no rows have weight 0
+        back: Tensor = _WeighedSum.apply(  # type: ignore[no-untyped-call]
             grad, ctx.ranks, f"backward, {ctx.purpose}", weight * out_of, into / weight
         )
         return back, None, None, None, None
@@ -244,7 +244,7 @@ def _mean_sums(own: Tensor, x: Tensor, count: float, ranks: NormOfRanks) -> Tens
 
 
 def _weight(ranks: NormOfRanks, x: Tensor) -> float:
-    """Return what this rank's rows weigh in the running backward; 1 if it has none.
+    """Return the weight of this rank's rows in the running backward; 1 if it has none.
 
     Raises:
         UsageError: they weigh nothing.
