@@ -17,6 +17,7 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.expressions import Changing, EndResult, Expression, Unclear, sliced
 from shoal.pipeline.memory import changes_in_place, memory_of
 from shoal.pipeline.trees import mapped, tensors_in
+from shoal.tensors.ghost import check_native, ghost
 from shoal.tensors.in_place import HOOKS, is_change
 
 _After = Callable[[Tensor], Tensor]
@@ -68,7 +69,9 @@ class EndOutput(Tensor):
         after: _After | None = None,
     ) -> EndOutput:
         """Return a tensor of an output."""
-        output = torch.empty(0, device="cpu").as_subclass(cls)
+        grad = takes_grad and torch.is_grad_enabled()
+        like = ghost(form.shape, form.dtype, torch.device("cpu"), grad=grad)
+        output = like.as_subclass(cls)
         output.expression, output.number, output._form = expression, number, form
         output._takes_grad, output.after, output._view_of = takes_grad, after, None
         output._bound, output._viewed_from, output._is_used = None, None, False
@@ -111,6 +114,7 @@ class EndOutput(Tensor):
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
         if isinstance(first, EndOutput) and first.bound() is None:
+            check_native(first)
             if func == _REQUIRES_GRAD:
                 return first._takes_grad
             if func == _GRAD_FN:

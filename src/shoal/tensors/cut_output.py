@@ -39,6 +39,7 @@ from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.tensors.boundary import CallRows, rows_of_all, shaped
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
+from shoal.tensors.ghost import check_native, ghost
 from shoal.tensors.in_place import HOOKS, is_change
 
 _After = Callable[[Tensor], Tensor]
@@ -72,7 +73,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 class CutOutput(Tensor):
     """This rank's rows of an output, of which it has a part of all ranks' rows.
 
-    Itself without memory (`meta`).
+    Itself without memory (tensors/ghost.py).
     """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
@@ -98,7 +99,8 @@ class CutOutput(Tensor):
         tell: Callable[[Use], None] = lambda use: None,
     ) -> CutOutput:
         """An output whose row `i` of this rank stands wherever `numbers` is i."""
-        like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
+        grad = part.requires_grad and torch.is_grad_enabled()
+        like = ghost((*numbers.shape, sum(widths)), part.dtype, part.device, grad=grad)
         logits: CutOutput = like.as_subclass(cls)
         logits._part, logits._rows, logits._widths, logits._numbers = (
             part,
@@ -116,6 +118,7 @@ class CutOutput(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, CutOutput) and first.bound() is None:
+            check_native(first)
             if func in _OF_THE_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
