@@ -291,6 +291,19 @@ def test_what_needs_the_values_of_an_output_trains_as_in_one_process(
     assert_as_one_process(Blocks(), step, ranks=3, rows=[(3, 1, 4), (1, 4, 2), (0, 2, 2)])
 
 
+def _hooked_now_and_then(model: Any, loss_fn: Any, x: Tensor, y: Tensor) -> None:
+    hook = model.head.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    a_step(model, loss_fn, x, y)
+    hook.remove()
+    a_step(model, loss_fn, x, y)
+
+
+def test_pre_hooks_that_come_and_go_move_no_cut() -> None:
+    """A hook's function would be another event in the call of the layer that begins a station."""
+    ranks = dict.fromkeys(("first", "blocks.0", "blocks.1", "blocks.2", "blocks.3"), 0)
+    assert_as_one_process(Blocks(), _hooked_now_and_then, pins=pins_of({**ranks, "head": 1}))
+
+
 def test_random_numbers_drawn_for_an_output_are_a_ranks_own() -> None:
     def loop(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
         _at_random(model, loss_fn, *batch(rank))

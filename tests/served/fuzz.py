@@ -189,8 +189,6 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("shoal").setLevel(logging.ERROR)
-    for name in ("_FEWEST", "_MOST"):
-        setattr(sys.modules["shoal.profiling.layers"], name, 1)
     found: Counter[str] = Counter()
     chosen: Counter[str] = Counter()
     begin = time.perf_counter()

@@ -191,6 +191,19 @@ def hooks_on_what_layers_give(step: Step) -> None:
 
 
 @habit
+def hooks_before_changes_in_place(step: Step) -> None:
+    def hang(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * 0.5)
+            out.mul_(2)
+
+    hooks = [layer.register_forward_hook(hang) for layer in step.layers()]
+    step.plain()
+    for hook in hooks:
+        hook.remove()
+
+
+@habit
 def backward_hooks(step: Step) -> None:
     def halved(module: nn.Module, grad_in: Any, grad_out: Any) -> Any:
         return (grad_in[0] * 0.5,)

@@ -14,7 +14,7 @@ the bytes of all weights, there and back. It is said once. Guarded by tests/serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.model import FORWARD, PipelinedModel
-from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.moving import MovingBuffers
 from shoal.pipeline.parts import rows_of
 from shoal.tensors.cut import cut_of, is_cut
 
@@ -62,32 +62,16 @@ class WholeCalls:
         pipeline = self._pipeline
         shapes, _ = pipeline.tell(call, FORWARD)
         self._say(reason)
-        buffers = list(pipeline.homes.moving.items())
+        buffers = pipeline.homes.moving
         with torch.no_grad():
-            for name, buffer in buffers:
+            for name, buffer in buffers.items():
                 pipeline.comm.broadcast(buffer.value, pipeline.homes.of(name))
-        before = [buffer.value.clone() for _, buffer in buffers]
+        moving = MovingBuffers(list(buffers.values()))
         args, kwargs = call.with_tensors(call.tensors)
-        output = forward(*args, **kwargs)
-        rows = [rows_of(its) for its in shapes]
-        for (_, buffer), was in zip(buffers, before, strict=True):
-            self._join(buffer, was, rows)
+        with moving.micro_batch(0):
+            output = forward(*args, **kwargs)
+        moving.join_ranks(pipeline.comm, [rows_of(its) for its in shapes])
         return output
-
-    @torch.no_grad()
-    def _join(self, buffer: MovingBuffer, before: torch.Tensor, rows: Sequence[int]) -> None:
-        """Give a buffer its value behind the forwards of all ranks, as `MovingBuffers` does."""
-        comm, own = self._pipeline.comm, buffer.value
-        after = own.new_empty(comm.size, *own.shape)
-        comm.all_gather(list(after.unbind()), own.contiguous())
-        if all(torch.equal(each, before) for each in after):
-            return
-        if not buffer.is_mean:
-            own.copy_(after[0])
-            return
-        wide = after.to(torch.promote_types(own.dtype, torch.float32))
-        weights = torch.tensor(rows, dtype=wide.dtype, device=wide.device) / max(sum(rows), 1)
-        own.copy_((wide * weights.view(-1, *[1] * own.dim())).sum(0))
 
     def _say(self, reason: str) -> None:
         if self._said or self._pipeline.comm.rank:

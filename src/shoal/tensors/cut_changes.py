@@ -6,7 +6,7 @@
     a hook on the gradient            sees the whole mean gradient, and changes it
 
 A move of the parameter to another device or type is refused. Guarded by
-tests/served/test_parameters.py.
+tests/equivalence/test_cut.py and tests/served/.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     a view, an item   the same, of a part of the whole
 
 So it is an alias of the parameter's memory, as `.data` is, and costs no memory itself (`meta`). A
-read is a collective. Guarded by tests/served/test_parameters.py.
+read is a collective. Guarded by tests/equivalence/test_cut.py and tests/served/.
 """
 
 from __future__ import annotations

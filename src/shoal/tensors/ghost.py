@@ -1,8 +1,8 @@
-"""The native side of a tensor whose values are elsewhere.
+"""The native side of a tensor that has its values elsewhere.
 
 Such a tensor answers torch's functions by itself. An autograd.Function takes it as it lies in
 memory, with neither values nor history: its gradient would be lost. So the tensor natively takes a
-gradient, and an error says so where one comes.
+gradient, and an error says so where one comes. Guarded by tests/served/test_habits.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_native(tensor: Tensor) -> None:
 
 def _refuse(_: Tensor) -> None:
     raise UsageError(
-        "an autograd.Function, or a reentrant checkpoint, takes an output whose values are "
-        "elsewhere, which would lose its gradient",
+        "an autograd.Function, or a reentrant checkpoint, takes an output that has its values "
+        "elsewhere, and would lose its gradient",
         do="call it in the model's forward, checkpoint with use_reentrant=False, or give "
         'parallelize pins={"*": "replicate"}',
     )
