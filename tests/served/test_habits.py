@@ -158,7 +158,7 @@ def test_running_statistics_of_calls_with_whole_weights() -> None:
     def work(rank: int, own: Any, loss_fn: Any, optimizer: Any) -> Any:
         x, more = (rows.split(ROWS)[rank].clone() for rows in batches)
         torch.autograd.grad(own(x.requires_grad_()).sum(), x)
-        own(more)
+        own(more).square().mean().backward()
         return state(own)
 
     apart = [copy.deepcopy(model) for _ in ROWS]
