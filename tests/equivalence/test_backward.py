@@ -186,16 +186,10 @@ def penalised(model, loss_fn, optimizer, batches):
 
 
 @UNEVEN
-@pytest.mark.parametrize("way", ["replicate", "sliced", "factor"])
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", *CUTS])
 def test_gradient_penalty(uneven, way):
     training = Training(model=built(mlp), batches=features(7, 3), loop=penalised)
     assert_same(training, way=way, uneven=uneven)
-
-
-@pytest.mark.parametrize("way", CUTS)
-def test_gradient_penalty_is_refused_where_layers_are_not_whole(way):
-    with pytest.raises(UsageError, match=r'pins=\{"2": "replicate"\}'):
-        Training(model=built(mlp), batches=features(7, 3), loop=penalised).on_ranks(2, way)
 
 
 @WAY

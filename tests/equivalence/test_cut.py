@@ -78,6 +78,15 @@ CHANGES = {
     ),
     "itself": lambda p: p.copy_(p / 2),
     "lerp_": lambda p: p.lerp_(torch.ones_like(p), 0.1),
+    "out": lambda p: torch.mul(p, 0.9, out=p),
+    "init": lambda p: nn.init.constant_(p, 0.1),
+    "sign_": lambda p: p.sign_(),
+    "an item": lambda p: p.__setitem__(0, 1.0),
+    "a row in place": lambda p: p[1].mul_(2.0),
+    ".data": lambda p: p.data.zero_(),
+    ".data of a column": lambda p: p.data.view(-1)[::2].add_(0.5),
+    ".data = …": lambda p: setattr(p, "data", p.data * 0.9),
+    "what is turned": lambda p: (p.T if p.dim() == 2 else p)[0].mul_(2.0),
 }
 
 
@@ -90,12 +99,8 @@ def test_element_wise_changes_in_place(way, change):
 
 
 REFUSED = {
-    "mul": lambda p: torch.mul(p, 0.9, out=p),
-    "normal_": lambda p: nn.init.normal_(p),
-    "__setitem__": lambda p: p.__setitem__(0, 1.0),
-    ".data": lambda p: p.data.zero_(),
-    "register_hook": lambda p: p.register_hook(lambda g: g * 2),
     "register_post_accumulate_grad_hook": lambda p: p.register_post_accumulate_grad_hook(print),
+    ".data = …": lambda p: setattr(p, "data", p.data.float()),
 }
 
 

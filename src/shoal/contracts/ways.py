@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -54,9 +54,11 @@ class Ways:
         tail: the way to hosts that run the end of the model.
         model: the model, if a strategy runs its forward by itself.
         holders: the rank of each layer of a pipeline, by name.
+        backward_hooks: the backward hooks of all modules, of each its own, as they are now.
     """
 
     tables: TableWay | None = None
     tail: TailWay | None = None
     model: nn.Module | None = None
     holders: Mapping[str, int] = field(default_factory=dict)
+    backward_hooks: Sequence[Mapping[int, Any]] = ()

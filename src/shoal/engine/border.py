@@ -43,6 +43,7 @@ from shoal.engine.weights import Weight
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.output import EndOutput
 from shoal.remote.stage_output import StageOutput
+from shoal.strategies.landing import history
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput
 
@@ -67,6 +68,7 @@ class Border:
         # Autograd makes a parameter's accumulator on first use and tells by node whether a backward
         # will run it.
         self._accumulators = [accumulator(p) for p in self._trainable]
+        self._num_weighed = sum(not is_cut(p) for p in self._trainable)
         # every crossing hangs on it: see `_trains`
         self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._anchored = accumulator(self.anchor)
@@ -177,11 +179,14 @@ class Border:
 
     def weigh_parameters(self) -> None:
         """Multiply each parameter's gradient as it comes, from here on, where it is to be."""
-        if not self.engine.hooks:
-            for parameter, accumulator in zip(self._trainable, self._accumulators, strict=True):
-                if not is_cut(parameter):  # which are weighed on the way
-                    weighs = _Weighs(self.engine, accumulator)
-                    self.engine.hooks.append(parameter.register_hook(weighs))
+        hooks = self.engine.hooks
+        if len(hooks) == self._num_weighed:
+            return
+        for parameter, accumulator in zip(self._trainable, self._accumulators, strict=True):
+            # parameters that are cut are weighed on the way; a frozen one may be thawed later
+            weighed = not is_cut(parameter) and parameter.requires_grad
+            if weighed and accumulator not in hooks:
+                hooks[accumulator] = parameter.register_hook(_Weighs(self.engine, accumulator))
 
     def _check_whole(self) -> None:
         """Raise UsageError if the model trains others than it was given with.
@@ -219,6 +224,7 @@ class Border:
         runs = torch._C._will_engine_execute_node
         try:
             if any(runs(node) for node in self._accumulators):
+                self._check_history()
                 return True
         except RuntimeError as error:
             layer = self._asked_for().rpartition(".")[0]
@@ -235,6 +241,11 @@ class Border:
         # inside this one. Then, too, it is a backward of everything, in which the anchor takes
         # part.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
+
+    def _check_history(self) -> None:
+        """Raise UsageError if a gradient is to have a history, of which a rank has a part."""
+        if torch.is_grad_enabled() and any(map(is_cut, self._trainable)):
+            raise history()
 
     def _asked_for(self) -> str:
         """Return the name of a parameter that the running torch.autograd.grad captures."""

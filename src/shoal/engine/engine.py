@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -85,7 +85,8 @@ class Engine(Rounds):
         self.periods = tuple(dict.fromkeys(t.period for t in self._landing if t.period))
         self._accumulating = 0  # contexts inside one another
         self._before_accumulating: Callable[[], None] = nothing
-        self.hooks: list[RemovableHandle] = []  # on parameters that weigh their gradients
+        # on parameters that weigh their gradients, by their accumulators
+        self.hooks: dict[Any, RemovableHandle] = {}
         self._round = self._next_round()
         self.listen(Event.FORWARD_ENTERED, self.spent.forward)
         self.listen(Event.BACKWARD_ENDED, self.spent.backward)
@@ -223,7 +224,7 @@ class Engine(Rounds):
 
     def release_weighing(self) -> None:
         """Weigh no parameter's gradient any more."""
-        for hook in self.hooks:
+        for hook in self.hooks.values():
             hook.remove()
         self.hooks.clear()
 

@@ -30,13 +30,16 @@ class ModelCall:
         args: the positional arguments.
         kwargs: the arguments by name.
         modes: further values that must be the same on all ranks, by name.
+        takes_gradients: whether a tensor among the arguments takes a gradient.
     """
 
-    def __init__(self, args: Any, kwargs: Any, modes: Mapping[str, Any]) -> None:
+    def __init__(
+        self, args: Any, kwargs: Any, modes: Mapping[str, Any], *, takes_gradients: bool = False
+    ) -> None:
         look_into_dataclasses((args, kwargs))
         self._leaves, self._form = pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._modes = dict(modes)
+        self._modes, self.takes_gradients = dict(modes), takes_gradients
 
     def with_tensors(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """Return the arguments, with other tensors in the places of these."""

@@ -14,6 +14,7 @@ Reference: Huang et al., "GPipe", 2019, section 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +32,11 @@ class Gradients(Protocol):
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
         """Wait for the gradients of the values that were sent to the station behind."""
 
-    def slopes(self, grad: Tensor) -> Sequence[Tensor]:
-        """Tell the holder of the end this rank's gradient of its loss; the holder gets all."""
+    def slopes(self, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
+        """Tell the holder of the end this rank's gradient of a result; the holder gets all.
+
+        They are of these types, devices and shapes.
+        """
 
 
 class Arrived(torch.autograd.Function):
@@ -43,6 +47,7 @@ class Arrived(torch.autograd.Function):
         ctx: Any, run: Gradients, station: int, micro: int, anchor: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run, ctx.at = run, (station, micro)
+        ctx.save_for_backward(anchor)
         return (
             torch.zeros((), dtype=torch.float64, device="cpu"),
             *(value.detach() for value in values),
@@ -50,7 +55,7 @@ class Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        run = once(ctx)
+        run = run_of(ctx)
         run.return_gradients(*ctx.at, grads)
         return (None,) * (4 + len(grads))
 
@@ -63,11 +68,13 @@ class SentOn(torch.autograd.Function):
         ctx: Any, run: Gradients, station: int, micro: int, token: Tensor | None, *values: Tensor
     ) -> Tensor:
         ctx.run, ctx.at, ctx.has_token = run, (station, micro), token is not None
-        return torch.zeros((), dtype=torch.float64, device="cpu")
+        ticket = torch.zeros((), dtype=torch.float64, device="cpu")
+        ctx.save_for_backward(ticket)
+        return ticket
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Any, ...]:
-        run = once(ctx)
+        run = run_of(ctx)
         grads = run.take_gradients(*ctx.at)
         token = torch.zeros((), dtype=torch.float64, device="cpu") if ctx.has_token else None
         return (None, None, None, token, *grads)
@@ -75,6 +82,8 @@ class SentOn(torch.autograd.Function):
 
 class EndLoss(torch.autograd.Function):
     """This rank's loss, and the losses of all ranks where the end of the model is.
+
+    It may be any tensor: an output that a rank has looked at takes its gradient so, too.
 
     Args:
         result: its place among the results at the end.
@@ -97,13 +106,14 @@ class EndLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.run, ctx.result, ctx.counts = run, result, (num_losses, num_parts)
         ctx.others = [(other.dtype, other.device, other.shape) for other in others]
+        ctx.save_for_backward(others[-1])
         return value.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        run = once(ctx)
-        slopes, ctx.result = run.slopes(grad), None
+        run = run_of(ctx)
         num_losses, _ = ctx.counts
+        slopes = run.slopes(grad, ctx.others[:num_losses])
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device)
             for dtype, device, shape in ctx.others[num_losses:]
@@ -111,12 +121,23 @@ class EndLoss(torch.autograd.Function):
         return (None, None, None, None, None, *slopes, *zeros)
 
 
-def once(ctx: Any) -> Any:
-    """Return a node's run, for the first backward through it."""
-    run, ctx.run = ctx.run, None
-    if run is None:
+def run_of(ctx: Any) -> Any:
+    """Return a node's run, for a backward through it.
+
+    Behind the backward the node forgets it, unless the graph is kept (`retain_graph`).
+    """
+    if ctx.run is None:
         raise UsageError(
             "a second backward through a forward that went through a pipeline",
-            do="call the model again, or add the losses before backward",
+            do="give the first one retain_graph=True, or add the losses before backward",
         )
-    return run
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, ctx))
+    return ctx.run
+
+
+def _forget(ctx: Any) -> None:
+    """Forget a node's run, if autograd has forgotten what it saved."""
+    try:
+        ctx.saved_tensors  # noqa: B018
+    except RuntimeError:
+        ctx.run = ctx.result = None

@@ -29,12 +29,13 @@ from shoal.pipeline.expressions import (
 from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
 from shoal.pipeline.model import BACKWARD, EVALUATION, LOSS, READING, PipelinedModel
 from shoal.pipeline.moving import Counters, aside
-from shoal.pipeline.output import EndOutput, made_of, way_back
-from shoal.pipeline.replay import Replay, check_hooks
+from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
+from shoal.pipeline.replay import Replay
 from shoal.pipeline.route import Coming
-from shoal.pipeline.run import ForwardRun
+from shoal.pipeline.run import ForwardRun, model_call
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.walk import walking
+from shoal.pipeline.whole import WholeCalls
 from shoal.tensors.wholes import holding_wholes, told_numbers
 
 
@@ -48,6 +49,7 @@ class PipelineCalls:
 
     def __init__(self, pipeline: PipelinedModel) -> None:
         self.pipeline, self._kept = pipeline, KeptNumbers(pipeline.model)
+        self._whole = WholeCalls(pipeline)
         self.runs = False
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,17 +57,21 @@ class PipelineCalls:
         if self.runs:
             return forward(*args, **kwargs)
         # an output of before, which this rank looks at
-        args, kwargs = mapped(lambda leaf: leaf.seen() if _is_value(leaf) else leaf, (args, kwargs))
+        args, kwargs = mapped(
+            lambda leaf: leaf.looked() if _is_output(leaf) else leaf, (args, kwargs)
+        )
         check_objects((args, kwargs))
         self.pipeline.comm.reached("a call of the model, which is in a pipeline")
         if self._is_alone():
             return self._alone(forward, args, kwargs)
         self.pipeline.outbox.finish()
-        check_hooks(self.pipeline.model, "")
+        call = model_call(self.pipeline, args, kwargs)
+        if reason := self._whole.reason(call):
+            return self._whole.called(forward, call, reason)
         self.runs = True
         try:
             self._kept.begin()
-            run = ForwardRun(self.pipeline, self._kept.around(forward), args, kwargs)
+            run = ForwardRun(self.pipeline, self._kept.around(forward), call)
             output, kept = EndedForward(run).output()
             self._kept.ended(kept)
             return output
@@ -182,10 +188,16 @@ class EndedForward:
         """Return the loss of this rank's rows, which the end computes (a collective)."""
         look_into_dataclasses((args, kwargs))
         given = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, EndOutput)]
-        expression = made_of(given, loss_fn, (tuple(args), kwargs))
+        note_use(given)
+        try:
+            expression = made_of(given, loss_fn, (tuple(args), kwargs))
+        except Unclear:  # something else takes a gradient here: each rank computes its own loss
+            args, kwargs = mapped(looked, (tuple(args), kwargs))
+            loss: Tensor = loss_fn(*args, **kwargs)
+            return loss
         self._compute([EndResult(expression, 0)], LOSS, loss=expression)
-        loss = self._told_number(EndResult(expression, 0), torch.is_grad_enabled())
-        return _crossed(loss, given)
+        told = self._told_number(EndResult(expression, 0), torch.is_grad_enabled())
+        return _crossed(told, given)
 
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
@@ -194,7 +206,10 @@ class EndedForward:
         values = []
         for each in outputs:
             if each.form.dim() or not each.form.is_floating_point():
-                values.append(self._told_values(each))
+                value = self._told_values(each)
+                if each.takes_grad:
+                    value = _crossed(self._with_gradient(each.result, value), [each])
+                values.append(value)
             else:
                 values.append(_crossed(self._told_number(each.result, each.takes_grad), [each]))
         return values
@@ -265,10 +280,13 @@ class EndedForward:
         else:
             comm.finish([comm.receive(kind, end)])
             value = kind[0].to(_DTYPES[int(kind[1])])
-        return self._with_gradient(result, value, [*numbers.values()]) if grad else value.clone()
+        return self._with_gradient(result, value) if grad else value.clone()
 
-    def _with_gradient(self, result: EndResult, value: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        """Return a number of this rank's rows, whose backward is that of all ranks."""
+    def _with_gradient(self, result: EndResult, value: Tensor) -> Tensor:
+        """Return a result for this rank's rows, whose backward is that of all ranks."""
+        numbers = [
+            of_rank[result.number] for _, of_rank in sorted(result.expression.of_ranks.items())
+        ]
         parts = [p for p in self.run.pipeline.elsewhere if p.requires_grad]
         runs = [forward.run for forward in result.expression.forwards]
         with torch._C.DisableTorchFunctionSubclass():
@@ -297,20 +315,24 @@ class EndedForward:
             self.run.pipeline.outbox.send(of_ranks[rank][result.number], rank)
         return of_ranks[comm.rank][result.number].detach()
 
-    def slopes(self, grad: Tensor) -> Sequence[Tensor]:
-        """Tell the end the gradient of this rank's loss, weighed; the end returns all."""
+    def slopes(self, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
+        """Tell the end the gradient of this rank's result, weighed; the end returns all."""
         comm, end = self.run.comm, self.run.route.end
         comm.begins(BACKWARD)
         weight = self.run.pipeline.weighs(self._call_of)
-        own = grad.detach().to(torch.float64).reshape(1) / comm.size
+        kind = grad.dtype if grad.dim() else torch.float64
+        own = grad.detach().to(kind) / comm.size
         own = own if weight is None else own * weight
         if comm.rank != end:
             self.run.pipeline.outbox.send(own, end)
             return ()
-        slopes = {rank: torch.empty_like(own) for rank in comm.others}
-        comm.finish([comm.receive(slope, rank) for rank, slope in slopes.items()])
+        coming = {
+            rank: Coming(comm, rank, [(forms[rank][2], kind)], self.run.device)
+            for rank in comm.others
+        }
+        slopes = {rank: each.wait()[0] for rank, each in coming.items()}
         slopes[comm.rank] = own
-        return [slopes[rank].to(grad.dtype).reshape(()) for rank in range(comm.size)]
+        return [slopes[rank].to(grad.dtype) for rank in range(comm.size)]
 
 
 def _crossed(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
@@ -327,8 +349,8 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, EndOutput) and not leaf.takes_grad
+def _is_output(leaf: Any) -> bool:
+    return isinstance(leaf, EndOutput)
 
 
 def _form(leaf: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from shoal.contracts.comm import Comm
 from shoal.contracts.state import TensorSlot
 from shoal.pipeline.absent import Absent
 
@@ -141,6 +142,16 @@ class MovingBuffers:
             ]
             for buffer, own in zip(self._buffers, self._own, strict=True):
                 buffer.put(own)
+
+    @torch.no_grad()
+    def join_ranks(self, comm: Comm, rows: Sequence[float]) -> None:
+        """As `join`, of the one micro-batch that each rank has computed (a collective)."""
+        for value in self._values.pop(0):
+            after = value.new_empty(comm.size, *value.shape)
+            comm.all_gather(list(after.unbind()), value.contiguous())
+            for rank, each in enumerate(after.unbind()):
+                self._values.setdefault(rank, []).append(each)
+        self.join(rows)
 
     @torch.no_grad()
     def join(self, rows: Sequence[float]) -> None:

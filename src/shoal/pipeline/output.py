@@ -17,6 +17,8 @@ from shoal.core.errors import UsageError
 from shoal.pipeline.expressions import Changing, EndResult, Expression, Unclear, sliced
 from shoal.pipeline.memory import changes_in_place, memory_of
 from shoal.pipeline.trees import mapped, tensors_in
+from shoal.tensors.ghost import check_native, ghost
+from shoal.tensors.in_place import HOOKS, is_change
 
 _After = Callable[[Tensor], Tensor]
 
@@ -52,6 +54,9 @@ class EndOutput(Tensor):
     _takes_grad: bool
     after: _After | None
     _view_of: Any  # function and arguments of a view
+    _bound: Tensor | None  # the values, once a change in place or a hook has asked for them
+    _viewed_from: Any  # the output of which this is a view, and the function that makes it
+    _is_used: bool  # something was made of it
 
     @classmethod
     def of(
@@ -64,9 +69,12 @@ class EndOutput(Tensor):
         after: _After | None = None,
     ) -> EndOutput:
         """Return a tensor of an output."""
-        output = torch.empty(0, device="cpu").as_subclass(cls)
+        grad = takes_grad and torch.is_grad_enabled()
+        like = ghost(form.shape, form.dtype, torch.device("cpu"), grad=grad)
+        output = like.as_subclass(cls)
         output.expression, output.number, output._form = expression, number, form
         output._takes_grad, output.after, output._view_of = takes_grad, after, None
+        output._bound, output._viewed_from, output._is_used = None, None, False
         return output
 
     @property
@@ -105,7 +113,8 @@ class EndOutput(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
-        if isinstance(first, EndOutput):
+        if isinstance(first, EndOutput) and first.bound() is None:
+            check_native(first)
             if func == _REQUIRES_GRAD:
                 return first._takes_grad
             if func == _GRAD_FN:
@@ -113,8 +122,15 @@ class EndOutput(Tensor):
             if func in _OF_FORM:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(first._form, *args[1:], **kwargs)
-            if changes_in_place(func) or name in _HOOKS:
+            if is_change(func):
                 return _changed(func, first, args, kwargs)
+        if any(
+            isinstance(leaf, EndOutput) and leaf.bound() is not None
+            for leaf in tensors_in((args, kwargs))
+        ):
+            args, kwargs = mapped(as_bound, (tuple(args), kwargs))
+            done = func(*args, **kwargs)
+            return first if isinstance(first, EndOutput) and done is first._bound else done
         if name not in _LOOKS and not changes_in_place(func) and kwargs.get("out") is None:
             try:
                 return _expressed(func, args, kwargs)
@@ -122,17 +138,37 @@ class EndOutput(Tensor):
                 pass
             except Changing:
                 return _changed(func, first, args, kwargs)
-        args, kwargs = mapped(_looked, (tuple(args), kwargs))
+        look = _seen if name in _SEES else looked
+        args, kwargs = mapped(look, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def looked(self) -> Tensor:
-        """Return the values (a collective); a backward through them is an error."""
-        seen = self.seen()
+        """Return the values (a collective); their gradient goes back to the end."""
+        if (bound := self.bound()) is not None:
+            return bound
         if not self.takes_grad:
-            return seen
-        anchor = torch.zeros((), requires_grad=True, device="cpu")
-        looked: Tensor = _LookedOutput.apply(seen, anchor)  # type: ignore[no-untyped-call]
-        return looked
+            return self.seen()
+        note_use([self])
+        told: Tensor = self.forward.told([self])[0]
+        return told
+
+    def bound(self) -> Tensor | None:
+        """Return the values to which this object, or its base, was bound; or None."""
+        if self._bound is None and self._viewed_from is not None:
+            base, view = self._viewed_from
+            values = base.bound()
+            self._bound = None if values is None else view(values)
+        return self._bound
+
+    def bind(self) -> Tensor:
+        """Be the values from here on: something changes them in place, or hooks into them."""
+        base = self
+        while base._viewed_from is not None:
+            base, _ = base._viewed_from
+        base._bound = base.looked()
+        bound = self.bound()
+        assert bound is not None
+        return bound
 
     def seen(self) -> Tensor:
         """Return the values without a gradient (a collective, once)."""
@@ -168,24 +204,66 @@ class EndOutput(Tensor):
         return f"EndOutput({tuple(self._form.shape)}, {self._form.dtype})"
 
 
-def _looked(leaf: Any) -> Any:
+def looked(leaf: Any) -> Any:
+    """Return a value, of an output, its values for this rank."""
     return leaf.looked() if isinstance(leaf, EndOutput) else leaf
 
 
+def _seen(leaf: Any) -> Any:
+    return leaf.seen() if isinstance(leaf, EndOutput) else leaf
+
+
+def as_bound(leaf: Any) -> Any:
+    """Return a value, of an output that is bound to its values these."""
+    bound = leaf.bound() if isinstance(leaf, EndOutput) else None
+    return leaf if bound is None else bound
+
+
 def _changed(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
-    """Change an output in place, of which this rank has looked at the values."""
-    name = getattr(func, "__name__", "")
-    if not isinstance(first, EndOutput) or (
-        first._takes_grad and (first.takes_grad or name in _HOOKS)
-    ):
-        raise UsageError(
-            f"{name} on the output of a pipeline would be of a copy of it",
-            do="write it out of place (out = out / 2), or let the model do it in its forward",
-        )
-    args, kwargs = mapped(_looked, (tuple(args[1:]), kwargs))
+    """Change an output in place, or hook into it."""
+    if not isinstance(first, EndOutput):
+        args, kwargs = mapped(_bound_now, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+    args, kwargs = mapped(looked, (tuple(args[1:]), kwargs))
+    if first._takes_grad:
+        if first._is_used and func.__name__ in HOOKS:
+            raise UsageError(
+                f"{func.__name__} on the output of a pipeline comes behind its use",
+                do="call it before the output is used",
+            )
+        values = _bound_now(first)
+        done = func(values, *args, **kwargs)
+        return first if done is values else done
     with torch.no_grad():
         func(first.in_memory(), *args, **kwargs)
     return first
+
+
+def _bound_now(leaf: Any) -> Any:
+    if not isinstance(leaf, EndOutput):
+        return leaf
+    with torch.enable_grad():
+        return leaf.bind()
+
+
+def note_use(given: Sequence[EndOutput]) -> None:
+    """Note that something was made of these outputs, which a later hook would not see."""
+    for each in given:
+        used: Any = each
+        while used is not None:
+            used._is_used = True
+            used = used._viewed_from[0] if used._viewed_from else None
+
+
+def _view(func: Any, arguments: Any, base: EndOutput, number: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes a view of the values of a base."""
+
+    def view(values: Tensor) -> Tensor:
+        args, kwargs = mapped(lambda leaf: values if leaf is base else leaf, arguments)
+        made: Tensor = tensors_in(func(*args, **kwargs))[number]
+        return made
+
+    return view
 
 
 def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -218,10 +296,8 @@ def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
     ]
     name = getattr(func, "__name__", "")
     at_once = [not each.form.dim() or (not each._takes_grad and name in _SMALL) for each in made]
+    _note_views(made, given, func, arguments)
     if not any(each._takes_grad for each in made):
-        memory = {memory_of(leaf.form) for leaf in given}
-        for each in made:
-            each._view_of = (func, arguments) if memory_of(each.form) in memory else None
         later = name in _LATER or all(each._view_of is not None for each in made)
         if not later and not all(at_once):
             raise Unclear
@@ -231,12 +307,27 @@ def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
     return mapped(lambda leaf: next(results) if isinstance(leaf, Tensor) else leaf, form)
 
 
+def _note_views(
+    made: Sequence[EndOutput], given: Sequence[EndOutput], func: Any, arguments: Any
+) -> None:
+    """Note which results of a function share memory with an output."""
+    memory = {memory_of(leaf.form) for leaf in given}
+    views = [(n, each) for n, each in enumerate(made) if memory_of(each.form) in memory]
+    if not any(each._takes_grad for each in made):
+        for _, each in views:
+            each._view_of = (func, arguments)
+        return
+    for number, each in views if len(given) == 1 else ():
+        each._viewed_from = given[0], _view(func, arguments, given[0], number)
+    if any(each._viewed_from is None for each in made):
+        note_use(given)
+
+
 def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expression:
     """Return the expression of a function of outputs.
 
     Raises:
-        UsageError: something else that takes a gradient is among the arguments.
-        Unclear: the outputs are of several models.
+        Unclear: the outputs are of several models, or something else takes a gradient.
     """
     forwards = tuple(dict.fromkeys(f for each in given for f in each.expression.forwards))
     forwards[0].check_together(forwards)
@@ -252,16 +343,7 @@ def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expres
     arguments = mapped(named, arguments)
     others = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
     if others and torch.is_grad_enabled():
-        if not any(each.takes_grad for each in given):
-            raise Unclear
-        raise UsageError(
-            "the output of a pipeline meets something else that takes a gradient, which would "
-            "get none",
-            where=getattr(function, "__name__", type(function).__name__),
-            got=f"a tensor of shape {tuple(others[0].shape)} beside the output",
-            do="detach it, or compute all of it in the loss_fn that you give parallelize, or in "
-            "the model's forward",
-        )
+        raise Unclear
     return Expression(forwards, function, arguments)
 
 
@@ -277,29 +359,12 @@ def _as_seen(leaf: Any) -> Any:
     return leaf.expression.seen.get(leaf.number, leaf)
 
 
-class _LookedOutput(torch.autograd.Function):
-    """Values of an output that were looked at."""
-
-    @staticmethod
-    def forward(ctx: Any, seen: Tensor, anchor: Tensor) -> Tensor:
-        return seen.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        raise UsageError(
-            "the output of a pipeline goes into something else than a loss of torch functions",
-            do="train by the loss_fn that parallelize returned, called with the model's output; or "
-            "let the model return its loss",
-        )
-
-
 def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
 _REQUIRES_GRAD, _GRAD_FN = _getter("requires_grad"), _getter("grad_fn")
 _DETACH = (Tensor.detach, _getter("data"))
-_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
 # functions that are computed at once if nothing of them takes a gradient: results are small
 _SMALL = frozenset(
     (
@@ -316,13 +381,15 @@ _LATER = frozenset(
         *("__ge__", "index_select", "squeeze", "detach"),
     )
 )
-# functions that a rank computes by itself, of the values
-_LOOKS = frozenset(
+# functions that look at values, of which nothing takes a gradient
+_SEES = frozenset(
     (
-        *("cpu", "numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "backward"),
-        *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__contains__", "grad"),
+        *("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"),
+        *("__dlpack__", "__reduce_ex__", "__contains__", "__repr__", "__format__"),
     )
 )
+# functions that a rank computes by itself, of the values
+_LOOKS = _SEES | {"cpu", "backward", "__deepcopy__", "grad"}
 _OF_FORM = frozenset(
     [
         *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout")),

@@ -26,7 +26,7 @@ from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
 from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.trees import copied, look_into_dataclasses, tensors_in
 from shoal.pipeline.unhooked import unhooked, without_backward_hooks
-from shoal.pipeline.walk import END, Name, Position, Walk, eager_call, walking
+from shoal.pipeline.walk import END, Name, Position, Walk, walking
 
 INPUT: Position = (-1.0,)  # the origin of the forward's inputs
 
@@ -351,8 +351,8 @@ class Recording(Walk):
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with self.inside(position), unhooked(module), without_backward_hooks(module):
-            output = eager_call(module)(module, *args, **kwargs)
+        with unhooked(module), without_backward_hooks(module):
+            output = self.walk_into(position, module, args, kwargs)
         look_into_dataclasses(output)
         with self.aside():
             made = tensors_in(output)

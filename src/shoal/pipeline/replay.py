@@ -31,7 +31,7 @@ from shoal.pipeline.record import (
 )
 from shoal.pipeline.trees import leaves_in, tensors_in
 from shoal.pipeline.unhooked import unhooked
-from shoal.pipeline.walk import END, Name, Position, Walk, eager_call
+from shoal.pipeline.walk import END, Name, Position, Walk
 from shoal.tensors.cut import is_cut, opened
 
 FIRST: Position = ()  # before all events
@@ -184,8 +184,7 @@ class Replay(Walk):
             check_hooks(module, self._modules.get(module, ""))
             looks = True
         if looks:
-            with self.inside(position):
-                output = eager_call(module)(module, *args, **kwargs)
+            output = self.walk_into(position, module, args, kwargs)
         elif self._is_here or self._can_compute(position, args, kwargs):
             with self.aside(), opened(self._parameters(module)):
                 args, kwargs = present((args, kwargs))

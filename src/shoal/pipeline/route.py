@@ -59,7 +59,7 @@ class Coming:
         source: the rank that sends them.
         like: their shapes and types.
         device: the device that they come to.
-        crossing: reads codes of those that come as codes.
+        crossing: reads codes, if values come as codes.
     """
 
     def __init__(

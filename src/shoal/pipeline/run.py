@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.core.draws import drawing_from, drawn_seed, mixed
-from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
@@ -47,16 +46,14 @@ class ForwardRun:
     Args:
         pipeline: the model's.
         forward: the model's own forward.
-        args: the positional arguments.
-        kwargs: the arguments by name.
+        call: the call.
     """
 
     def __init__(
-        self, pipeline: PipelinedModel, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, pipeline: PipelinedModel, forward: Callable[..., Any], call: ModelCall
     ) -> None:
-        self.pipeline, self.forward = pipeline, forward
+        self.pipeline, self.forward, self.call = pipeline, forward, call
         self.grad = torch.is_grad_enabled()
-        self.call = _call(pipeline, args, kwargs)
         self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
         self.parts = pipeline.parts.of_ranks(self.call, self._shapes)
         self.route = pipeline.route(self.call, forward, self.numbers[self.comm.rank])
@@ -271,24 +268,17 @@ class ForwardRun:
             self.pipeline.outbox.send(grad, self.route.holders[station - 1], self._crossing)
 
 
-def _call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:
-    """Return a call of the model.
-
-    Raises:
-        UsageError: an input takes a gradient.
-    """
+def model_call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:
+    """Return a call of the model."""
     grad = torch.is_grad_enabled()
-    if grad and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-        raise UsageError(
-            "an input of the model takes a gradient, which a pipeline does not give it",
-            do="detach it, or make what computes it a part of the model; or leave out the pipeline",
-        )
+    takes_gradients = grad and any(t.requires_grad for t in tensors_in((args, kwargs)))
     modes = {
         "in training": pipeline_mode(pipeline.modules.names),
         "with gradients": grad,
+        "inputs take a gradient": takes_gradients,
         "autocast": _autocast(),
     }
-    return ModelCall(args, kwargs, modes)
+    return ModelCall(args, kwargs, modes, takes_gradients=takes_gradients)
 
 
 def pipeline_mode(modules: Mapping[nn.Module, str]) -> bool | str:

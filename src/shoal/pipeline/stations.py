@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from shoal.core.errors import PlanError
 from shoal.pipeline.record import ForwardRecord
-from shoal.pipeline.walk import STEP, Position
+from shoal.pipeline.walk import HOOKS, STEP, Position
 
 _MOST_PLACES = 64  # places that are looked at for a cut
 
@@ -106,6 +106,8 @@ def cut_between(
 
 def outermost(place: Position) -> Position:
     """Return the same place in the outermost frame: a frame's first layer begins the frame."""
+    if HOOKS in place:
+        place = place[: place.index(HOOKS)]
     while len(place) > 1 and place[-1] in (1, STEP):
         place = place[:-1]
     return place

@@ -99,7 +99,7 @@ class LayerUse:
 def uses_of(layers: Sequence[LayerProfile]) -> list[LayerUse]:
     """Return the uses of layers in the order of forward.
 
-    The seconds between layers count for the layer before. Uses of layers whose names
+    The seconds between layers count for the layer before. Uses of layers with names that
     differ in numbers only, as those of alike blocks, take the mean of their seconds.
     """
     groups: dict[str, list[LayerProfile]] = defaultdict(list)

@@ -34,6 +34,7 @@ Position = tuple[float, ...]
 Name = tuple[Position, int]
 END = float("inf")  # the end of a frame, behind all events
 STEP = 2.0**-20  # a step from one function to the next
+HOOKS = -1.0  # a frame before all events of a call: that of its forward pre-hooks
 
 
 class Walk(ABC):
@@ -68,6 +69,43 @@ class Walk(ABC):
             yield
         finally:
             self._frames.pop()
+
+    def walk_into(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module's call, event by event.
+
+        Forward pre-hooks have a frame of their own, so that they change no position when they come
+        and go.
+        """
+        with self.inside(position):
+            if not module._forward_pre_hooks or hasattr(module, "_orig_mod"):
+                return eager_call(module)(module, *args, **kwargs)
+            with self._pre_hooks(position, module):
+                return eager_call(module)(module, *args, **kwargs)
+
+    @contextmanager
+    def _pre_hooks(self, position: Position, module: nn.Module) -> Iterator[None]:
+        """Number events by a frame of their own, until the module's forward begins."""
+        attributes, forward = vars(module), module.forward
+        before = attributes.get("forward")
+        frame = [(*position, HOOKS), 0.0]
+
+        def end() -> None:
+            if self._frames[-1] is frame:
+                self._frames.pop()
+            attributes.pop("forward", None)
+            if before is not None:
+                attributes["forward"] = before
+
+        def began(*args: Any, **kwargs: Any) -> Any:
+            end()
+            return forward(*args, **kwargs)
+
+        self._frames.append(frame)
+        attributes["forward"] = began
+        try:
+            yield
+        finally:
+            end()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
@@ -91,6 +93,7 @@ def placed(
     )
     roles = {name: named(Strategy, name).role for name in {c.strategy for c in plan.choices}}
     holders = {c.layer: c.holder for c in plan.choices if roles[c.strategy].names_ranks}
+    ways = Ways(holders=holders, backward_hooks=backward_hooks(model))
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:
@@ -107,7 +110,7 @@ def placed(
             spans=spans,
             rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
-            ways=Ways(holders=holders),
+            ways=ways,
         )
 
     return [
@@ -316,6 +319,13 @@ def label(number: int, site: Site) -> str:
     )
     names += f", part {site.part + 1} of {site.parts}" if site.parts > 1 else ""
     return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
+
+
+def backward_hooks(model: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the backward hooks of all modules, of each its own, which later hooks come into."""
+    of_all = (torch_modules._global_backward_hooks, torch_modules._global_backward_pre_hooks)
+    own = [(m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
+    return [hooks for pair in (of_all, *own) for hooks in pair]
 
 
 def _identity(model: nn.Module) -> list[tuple[str, int]]:

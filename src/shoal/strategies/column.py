@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
 from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
-from shoal.tensors.boundary import CallRows
+from shoal.tensors.boundary import CallRows, shaped
 
 
 @final
@@ -36,7 +36,7 @@ class Column(ByOutputs):
     def leave(
         self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
-        return rows.to_rows(product, widths, scale=1 / len(widths)).view(*shape)
+        return shaped(rows.to_rows(product, widths, scale=1 / len(widths)), shape)
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology

@@ -313,6 +313,7 @@ class _LayerPart:
         assert place.comm is not None
         self._name, self._comm, self._chunks = name, place.comm, place.rows.chunks
         self._weighs, self.crossing = place.weighs, RowCrossing(place.rows.codec)
+        self._backward_hooks = place.ways.backward_hooks
         self._is_linear = type(module) is nn.Linear
         self.weight, self.bias = module.weight, module.bias
         self._strategy, self._widths = strategy, widths
@@ -352,9 +353,13 @@ class _LayerPart:
                 product = forward(self._enter(rows)(flat).view(-1, *row))
         place = product.shape[2:]  # of an output, in a convolution
         widths = [width * place.numel() for width in self._widths]
-        return self._strategy.leave(
+        output = self._strategy.leave(
             product.flatten(1), rows, widths, (*ahead, self._outputs, *place)
         )
+        # torch hangs backward hooks of modules on ordinary tensors only
+        if isinstance(output, CutOutput) and any(self._backward_hooks):
+            return output.whole()
+        return output
 
     def _enter(self, rows: CallRows) -> Move:
         return self._strategy.enter(rows, self._widths)

@@ -130,6 +130,7 @@ class EmbeddingRows(Strategy):
         assert place.comm is not None and isinstance(module.weight, nn.Parameter)
         sizes = cut_sizes(module.num_embeddings, place.ranks)
         over = OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm, place.weighs)
+        over.takes_hooks = False  # rows' gradients come by the table
         cut(module.weight, over)
         run_by(module, _CutTable(name, module, sizes, place.comm, place.weighs))
         return []

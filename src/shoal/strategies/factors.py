@@ -135,6 +135,8 @@ class FactorTransfer(Transfer):
                 + self._pin,
             )
         backward = self._begin()
+        if self._has_hooks():  # they see a rank's own gradient, which is summed like a bucket then
+            return self._own_gradients(left, right)
         left, right = left.detach(), right.detach()
         weight = self.rounds.weighs()
         if weight is not None:
@@ -149,6 +151,11 @@ class FactorTransfer(Transfer):
         if backward.accumulating:
             self._pairs.mark()
         return None, None
+
+    def _has_hooks(self) -> bool:
+        """Return whether hooks on the parameters are to see gradients of this rank."""
+        hooks = [hook for t in self._targets for hook in (t._backward_hooks or {}).values()]
+        return not all(isinstance(hook, OwnHook) for hook in hooks)
 
     def _own_gradients(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of weight and bias that come of this rank's rows alone."""
@@ -205,12 +212,11 @@ class FactorTransfer(Transfer):
         left = left.to(product.left_dtype).contiguous()
         self._packed = _PackedFactors(left, mean, backward.share, more, backward.mark(self))
         for target in self._training:
-            hooks = [*(target._backward_hooks or {}).values()]
-            hooks += (target._post_accumulate_grad_hooks or {}).values()
+            hooks = (target._post_accumulate_grad_hooks or {}).values()
             if not all(isinstance(hook, OwnHook) for hook in hooks):
                 raise UsageError(
-                    "a gradient hook was put on the layer after parallelize: factor makes its "
-                    "gradient elsewhere",
+                    "a hook on accumulated gradients was put on the layer after parallelize: "
+                    "factor makes its gradient elsewhere",
                     where=self.label,
                     do=f"look at .grad after backward, or give parallelize {self._pin}",
                 )

@@ -35,7 +35,7 @@ from shoal.core.role import Role
 from shoal.pipeline.ended import PipelineCalls
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.moving import MovingBuffer
-from shoal.pipeline.output import EndOutput
+from shoal.pipeline.output import EndOutput, as_bound
 from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of
 from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
@@ -99,10 +99,10 @@ class Pipeline(Strategy):
             place.ways.model, place.ways.holders, layers, place.comm, place.weighs
         )
         pipeline.outbox.crossing = RowCrossing(place.rows.codec)
-        calls = PipelineCalls(pipeline)
         for name, parameter in place.parameters.items():
             holder = place.ways.holders[layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
+        calls = PipelineCalls(pipeline)
         _run_held(place.ways.model, calls)
         run_by(place.ways.model, calls)
         pipeline.homes.frozen = {
@@ -250,6 +250,7 @@ class _LossAtEnd:
     """A loss of an output that the rank with the end has."""
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(as_bound, (args, kwargs))
         given = pytree.tree_leaves((args, kwargs))
         output = next((each for each in given if isinstance(each, EndOutput)), None)
         return (

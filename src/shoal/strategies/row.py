@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
-from shoal.tensors.boundary import CallRows, Move
+from shoal.tensors.boundary import CallRows, Move, shaped
 
 
 class Row(CutStrategy):
@@ -40,7 +40,7 @@ class Row(CutStrategy):
     def leave(
         self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
-        return rows.summed(product, scale=1 / len(widths)).view(*shape)
+        return shaped(rows.summed(product, scale=1 / len(widths)), shape)
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology

@@ -62,6 +62,7 @@ class Move:
     leaves: bool = False
     weighs: Weighing = UNWEIGHED
     layer: str = ""
+    factor: float = 1.0  # multiplies the values that are moved there
 
     def back(self, grad: Tensor) -> _Coming:
         """Start moving a gradient back: weighed, where it is of this rank's own rows."""
@@ -72,8 +73,28 @@ class Move:
     def come_back(self, back: Tensor) -> Tensor:
         """What has come back, scaled in place: weighed no more, where it is of own rows."""
         weight = None if self.leaves else self.weighs()
-        scale = self.scale / weight if weight else self.scale  # at weight 0 it is 0
+        scale = self.factor * self.scale
+        scale = scale / weight if weight else scale  # at weight 0 it is 0
         return back if scale == 1.0 else back.mul_(scale)
+
+    def turned(self) -> Move:
+        """Return the running backward of this move, as a move.
+
+        It is linear. So it has a backward, which second derivatives need.
+        """
+        weight, purpose = self.weighs(), f"backward, {self.purpose}"
+        if weight is None or (weight == 0 and not self.leaves):
+            weight = 1.0
+        self.comm.begins(purpose)
+        return replace(
+            self,
+            there=self.way_back,
+            way_back=self.there,
+            scale=1 / self.scale,
+            purpose=purpose,
+            leaves=not self.leaves,
+            factor=self.factor * self.scale * (weight if self.leaves else 1 / weight),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor where it is moved to."""
@@ -225,6 +246,14 @@ def refuse_second_derivative(layer: str) -> None:
         )
 
 
+def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that nobody else has in another shape, and no view of it.
+
+    Hooks on a view are lost where it is changed in place.
+    """
+    return x if x.shape == torch.Size(shape) else torch.ops.aten._unsafe_view(x, list(shape))
+
+
 def dealt(
     x: Tensor,
     comm: Comm,
@@ -261,11 +290,13 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Move) -> Tensor:
         ctx.move = move
-        return move.there(x)()
+        moved = move.there(x)()
+        return moved if move.factor == 1.0 else moved * move.factor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative(ctx.move.layer)
+        if torch.is_grad_enabled():
+            return ctx.move.turned()(grad), None
         return ctx.move.come_back(ctx.move.back(grad)()), None
 
 
@@ -309,14 +340,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx.moves[0].layer)
         inside, weight = ctx.saved_tensors  # what is checkpointed runs again here
+        grad = grad if ctx.order is None else grad[ctx.order]
         with torch._C.DisableTorchFunctionSubclass():  # this rank's part of the weight
-            return (
-                *_gradients(ctx, grad if ctx.order is None else grad[ctx.order], inside, weight),
-                None,
-                None,
-            )
+            if torch.is_grad_enabled():
+                return _gradient_of_rows(ctx, grad, weight), None, None, None, None
+            return *_gradients(ctx, grad, inside, weight), None, None
+
+
+def _gradient_of_rows(ctx: Any, grad: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return x's gradient, to be differentiated again. Parameters' gradients have no history."""
+    if weight is None:
+        return None
+    whole = weight.to(grad.dtype).conj()
+    parts = [
+        move.turned()((part @ whole).to(ctx.x_dtype))
+        for move, part in zip(ctx.moves, grad.split(ctx.sizes), strict=True)
+    ]
+    return _joined(parts)
 
 
 def _gradients(

@@ -3,8 +3,7 @@
     the layer, and optimizer.step()    work on the part                                (`opened`)
     torch functions, printing, saving  the whole, from where the rest is            (`Cut.whole`)
     `.grad`                            the whole gradient; what is done to it in place counts
-    `clamp_`, `copy_` and their like   are done wherever there is a part of it
-    anything else in place             an error
+    changes in place, `.data`          are done wherever there is a part of it (tensors/cut_data.py)
 
 Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged
 weights, clipping and penalties are what they are in one process. Where the rest is with the other
@@ -19,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,6 @@ from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import UNWEIGHED, Weighing
-from shoal.core.errors import UsageError
-from shoal.core.names import pins
 from shoal.core.pieces import (
     is_clearing,
     is_tracing,
@@ -36,12 +33,15 @@ from shoal.core.pieces import (
     set_local_gradient,
     warn_of_clipping,
 )
-
-_CUT = "_shoal_cut"
+from shoal.tensors.cut_changes import CUT, change, refused, replace_by, written_by
+from shoal.tensors.cut_data import OF_THE_PART, OF_THE_SHAPE, CutData, moves_nothing
 
 
 class Cut(ABC):
     """Where the whole of a parameter is, of which this rank has a part."""
+
+    is_spread: ClassVar[bool] = False  # together the ranks have all of it
+    takes_hooks: bool = False  # autograd brings the gradient, so that hooks see it
 
     def __init__(self, name: str, whole: Tensor, comm: Comm, weighs: Weighing = UNWEIGHED) -> None:
         self.name = name
@@ -116,6 +116,9 @@ class Cut(ABC):
 class SpreadCut(Cut):
     """A cut over the ranks: together they have the whole parameter."""
 
+    is_spread = True
+    takes_hooks = True
+
     @abstractmethod
     def numels(self) -> list[int]:
         """Return the number of elements of each rank's part."""
@@ -160,8 +163,10 @@ class SpreadCut(Cut):
         self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         def part(leaf: Any) -> Any:
+            if isinstance(leaf, CutData) and leaf.is_all_of(self):
+                return leaf.local
             if isinstance(leaf, CutParameter):
-                return self._part_of(leaf) if leaf.shape == subject.shape else leaf
+                return self._part_of(leaf) if leaf.shape == self.like.shape else leaf
             if isinstance(leaf, Tensor) and leaf.dim():
                 return self.part(leaf.expand(self.like.shape))
             return leaf
@@ -202,7 +207,7 @@ class CutParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The mean gradient over the global batch, of the whole parameter: a collective."""
         local, caller = local_gradient(self), sys._getframe(1)
-        if is_clearing(caller) or is_tracing(caller):
+        if is_clearing(caller) or is_tracing(caller) or caller.f_code is _APPLY:
             return local
         if not cut_of(self).comm.rank:
             warn_of_clipping(caller)
@@ -219,32 +224,34 @@ class CutParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """Refused: what is done to it would be done to a copy."""
-        raise _refused(self, ".data")
+        """An alias of its memory outside of autograd: a read of that is a collective."""
+        if not cut_of(self).is_spread:
+            raise refused(self, ".data")
+        return CutData.of(cut_of(self), part_of(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise _refused(self, ".data = …")
+        replace_by(self, value, _wholes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         subject = args[0] if args and isinstance(args[0], CutParameter) else None
-        if func in _OF_AUTOGRAD or (subject is not None and func in _OF_THE_PART):
+        if func in _OF_AUTOGRAD or (subject is not None and func in OF_THE_PART):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if subject is not None and func in _OF_THE_SHAPE:
-            return func(cut_of(subject).like, *args[1:], **kwargs)
-        if subject is not None and name in _ELEMENTWISE:
-            cut_of(subject).change(func, subject, args[1:], kwargs)
-            return subject
-        if _changes(name) or "out" in kwargs:
-            first = (args[:1] or kwargs) if _changes(name) else kwargs["out"]
-            written = next(
-                (leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, CutParameter)), None
-            )
-            if written is not None:
-                raise _refused(written, name)
+        if func is torch._has_compatible_shallow_copy_type:
+            return True  # `.to()` and its like ask it, before they assign `.data`
+        if subject is not None:
+            if func in OF_THE_SHAPE:
+                return func(cut_of(subject).like, *args[1:], **kwargs)
+            if moves_nothing(func, part_of(subject), args[1:], kwargs):
+                return subject
+            view = _view(subject, func, args[1:], kwargs)
+            if view is not None:
+                return view
+        if written := written_by(func, args, kwargs):
+            return change(func, args, kwargs, written, _wholes)
         return func(*_wholes(args), **_wholes(kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -271,7 +278,7 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
     elif gradient is not None:
         gradient = its_cut.part(gradient)
     parameter.grad = gradient
-    parameter.__dict__[_CUT] = its_cut
+    parameter.__dict__[CUT] = its_cut
     parameter.__class__ = CutParameter
 
 
@@ -280,7 +287,7 @@ def restore(parameter: nn.Parameter) -> None:
     its_cut, gradient = cut_of(parameter), parameter.grad
     whole = its_cut.restored(part_of(parameter))
     parameter.grad = None
-    del parameter.__dict__[_CUT]
+    del parameter.__dict__[CUT]
     parameter.__class__ = nn.Parameter
     _replace_memory(parameter, laid_as(its_cut.layout, whole))
     if gradient is not None:
@@ -307,13 +314,13 @@ def _replace_memory(parameter: nn.Parameter, memory: Tensor) -> None:
 
 def cut_of(parameter: Tensor) -> Cut:
     """How a parameter is cut."""
-    its_cut: Cut = parameter.__dict__[_CUT]
+    its_cut: Cut = parameter.__dict__[CUT]
     return its_cut
 
 
 def is_cut(parameter: Tensor) -> bool:
     """Whether it is one of those."""
-    return _CUT in vars(parameter)
+    return CUT in vars(parameter)
 
 
 def part_of(parameter: Tensor) -> Tensor:
@@ -333,6 +340,13 @@ def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in parts:
             parameter.__class__ = CutParameter
+
+
+def _view(parameter: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Return a view of a parameter, that may be changed in place; None if `func` gives none."""
+    if torch.is_grad_enabled() or not cut_of(parameter).is_spread:
+        return None
+    return CutData.of(cut_of(parameter), part_of(parameter)).view_by(func, args, kwargs)
 
 
 class _Whole(torch.autograd.Function):
@@ -364,80 +378,6 @@ def _wholes(values: Any) -> Any:
     return pytree.tree_map(whole, values)
 
 
-def _changes(name: str) -> bool:
-    """Whether a function of that name may change its first argument, or hangs something on it."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or (name.startswith(("register_", "__i", "__set")) and name != "__int__")
-
-
-def _refused(parameter: Tensor, operation: str) -> UsageError:
-    its_cut = cut_of(parameter)
-    return UsageError(
-        f"{operation} on parameter {its_cut.name}, of which this rank has a part, would not reach "
-        "the rest",
-        where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
-        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}, or give "
-        f"parallelize {pins([its_cut.name.rpartition('.')[0]])}; "
-        "if an optimizer does it: use the one that was given to parallelize",
-    )
-
-
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
-
-# What each rank may do to its part by itself.
-_ELEMENTWISE = frozenset(
-    (
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "copy_",
-        "fill_",
-        "zero_",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "lerp_",
-    )
-)
 # What looks for the accumulator, which is the part's.
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
-# What the part knows as well as the whole.
-_OF_THE_PART = frozenset(
-    {
-        *map(
-            _getter,
-            (
-                "dtype",
-                "device",
-                "requires_grad",
-                "is_leaf",
-                "layout",
-                "is_cuda",
-                "_version",
-                "grad_fn",
-            ),
-        ),
-        *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
-        *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "itemsize")),
-        Tensor.requires_grad_,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.element_size,
-    }
-)
-# What follows from the shape of the whole.
-_OF_THE_SHAPE = frozenset(
-    {
-        *map(_getter, ("shape", "ndim", "nbytes")),
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.stride,
-        Tensor.is_contiguous,
-        Tensor.__len__,
-    }
-)
+_APPLY = nn.Module._apply.__code__

@@ -11,6 +11,7 @@ Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.tensors.boundary import CallRows, refuse_second_derivative, rows_of_all
+from shoal.contracts.comm import Comm
+from shoal.tensors.boundary import CallRows, rows_of_all
 
 
 def dropout(
@@ -89,7 +91,8 @@ class RowTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx.layer)
+        if torch.is_grad_enabled():
+            return _slope_again(ctx, grads), None, None, None, None, None
         part, row, at, here, log_sum, of_class = ctx.saved_tensors
         comm = ctx.picked.comm
         part_of_mean = (ctx.weighs() or 1.0) / comm.size  # at weight 0 there are no rows
@@ -108,6 +111,22 @@ class RowTerms(torch.autograd.Function):
         return slope, None, None, None, None, None
 
 
+def _slope_again(ctx: Any, grads: Sequence[Tensor]) -> Tensor:
+    """Return the part's gradient by `RowTerms`, to be differentiated again."""
+    part, row, at, here, log_sum, of_class = ctx.saved_tensors
+    picked = replace(ctx.picked, weighs=ctx.weighs, layer=ctx.layer)
+    part_of_mean = (ctx.weighs() or 1.0) / picked.comm.size
+    own_grads = torch.stack([*(grad * part_of_mean for grad in grads), log_sum], 1)
+    picked.comm.begins(f"backward, {picked.purpose}")
+    by_sum, by_pick, by_weight, log_sums = picked.gathered(picked.comm.size)(own_grads).unbind(1)
+    logits = part if ctx.every_row else part[row]
+    slope = torch.exp(logits - log_sums.unsqueeze(1)) * by_sum.unsqueeze(1)
+    slope = slope.index_put((at, here[at]), by_pick[at], accumulate=True)
+    if of_class is not None:
+        slope = slope + by_weight.unsqueeze(1) * of_class
+    return slope if ctx.every_row else torch.zeros_like(part).index_add(0, row, slope)
+
+
 class LogSum(torch.autograd.Function):
     """log Σ exp over all outputs, of every rank's rows, on every rank."""
 
@@ -122,17 +141,33 @@ class LogSum(torch.autograd.Function):
         )
         log_sum = _log_sum(parts[:, :, 0], parts[:, :, 1])
         ctx.save_for_backward(part, log_sum)
-        ctx.comm, ctx.layer = comm, rows.layer
+        ctx.comm = comm
         return log_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative(ctx.layer)
         part, log_sum = ctx.saved_tensors
-        everyone = grad.new_empty(ctx.comm.size, len(grad))
-        ctx.comm.begins("backward, softmax of an output that is cut")
-        ctx.comm.all_gather(everyone.unbind(), grad.contiguous())
-        return torch.exp(part - log_sum.unsqueeze(1)).mul_(everyone.sum(0).unsqueeze(1)), None
+        slopes: Tensor = _SumOverRanks.apply(grad, ctx.comm)  # type: ignore[no-untyped-call]
+        slope = torch.exp(part - log_sum.unsqueeze(1))
+        if torch.is_grad_enabled():
+            return slope * slopes.unsqueeze(1), None
+        return slope.mul_(slopes.unsqueeze(1)), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks of their numbers for all rows; its backward is such a sum, too."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        everyone = own.new_empty(comm.size, len(own))
+        comm.begins("backward, softmax of an output that is cut")
+        comm.all_gather(everyone.unbind(), own.contiguous())
+        return everyone.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
 def _log_sum(most: Tensor, sums: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ layers, stays cut:
                                             number back
     argmax, topk                            each rank's best, and the best of those
 
-Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank
-does the same. Why not torch's loss_parallel: that needs DTensors on a device mesh of processes, and
-parameters that are DTensors, where here parameters stay the user's own objects and ranks may be
-threads.
+Anything else gathers the outputs of this rank's rows first. A change in place and a hook bind the
+object to that whole: from there on it, and views of it, are ordinary tensors (`bound`). All of it
+are collectives: every rank does the same. Why not torch's loss_parallel: that needs DTensors on a
+device mesh of processes, and parameters that are DTensors, where here parameters stay the user's
+own objects and ranks may be threads.
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 Guarded by tests/equivalence/test_head.py and test_pair.py.
@@ -36,8 +37,10 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.tensors.boundary import CallRows, rows_of_all
+from shoal.tensors.boundary import CallRows, rows_of_all, shaped
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
+from shoal.tensors.ghost import check_native, ghost
+from shoal.tensors.in_place import HOOKS, is_change
 
 _After = Callable[[Tensor], Tensor]
 
@@ -70,7 +73,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 class CutOutput(Tensor):
     """This rank's rows of an output, of which it has a part of all ranks' rows.
 
-    Itself without memory (`meta`).
+    Itself without memory (tensors/ghost.py).
     """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
@@ -81,6 +84,10 @@ class CutOutput(Tensor):
     _in_order: bool
     _after: _After  # what every ordinary tensor made of it goes through
     _tell: Callable[[Use], None]
+    _bound: Tensor | None  # the whole, once a change in place or a hook has asked for it
+    _viewed_from: CutOutput | None  # the output of which this is a view,
+    _viewed: _After  # and how it is made of that one's whole
+    _is_used: bool  # something was made of it
 
     @classmethod
     def of(
@@ -92,7 +99,8 @@ class CutOutput(Tensor):
         tell: Callable[[Use], None] = lambda use: None,
     ) -> CutOutput:
         """An output whose row `i` of this rank stands wherever `numbers` is i."""
-        like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
+        grad = part.requires_grad and torch.is_grad_enabled()
+        like = ghost((*numbers.shape, sum(widths)), part.dtype, part.device, grad=grad)
         logits: CutOutput = like.as_subclass(cls)
         logits._part, logits._rows, logits._widths, logits._numbers = (
             part,
@@ -101,29 +109,78 @@ class CutOutput(Tensor):
             numbers,
         )
         logits._after, logits._tell, logits._in_order = _as_it_is, tell, True
+        logits._bound, logits._viewed_from, logits._viewed = None, None, _as_it_is
+        logits._is_used = False
         return logits
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, CutOutput):
+        if isinstance(first, CutOutput) and first.bound() is None:
+            check_native(first)
             if func in _OF_THE_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _OF_THE_PART:
                 return func(first._part, *args[1:], **kwargs)
-            done = first._cut(
-                func,
-                args[1:],
-                kwargs if args else {k: v for k, v in kwargs.items() if k != "input"},
-            )
+            rest = kwargs if args else {k: v for k, v in kwargs.items() if k != "input"}
+            done = None if is_change(func) else first._cut(func, args[1:], rest)
             if done is not None:
+                first._note_use(done)
                 return done
-        return func(*_whole(args), **_whole(kwargs))
+            if is_change(func) or kwargs.get("inplace") or _is_view(func, args[1:], kwargs):
+                first.bind(func)
+        if isinstance(out := kwargs.get("out"), CutOutput):
+            out.bind(func)
+        given, named = _whole((tuple(args), kwargs))
+        done = func(*given, **named)
+        if isinstance(first, CutOutput) and given and _shares_memory(done, given[0]):
+            if first._bound is not given[0]:  # a view of it may be changed in place
+                first.bind(func)
+                done = func(first._bound, *given[1:], **named)
+            return first if done is first._bound else done
+        return out if isinstance(out, CutOutput) else done
 
-    def over(self, after: _After) -> CutOutput:
+    def bound(self) -> Tensor | None:
+        """The whole to which this object, or that of which it is a view, was bound; or None."""
+        if self._bound is None and self._viewed_from is not None:
+            base = self._viewed_from.bound()
+            self._bound = None if base is None else self._viewed(base)
+        return self._bound
+
+    def bind(self, func: Any) -> None:
+        """Be the whole from here on, for a function that changes it or hooks into it.
+
+        Raises:
+            UsageError: a hook comes behind the functions of which it is to see the gradient.
+        """
+        if self._is_used and func.__name__ in HOOKS:
+            raise UsageError(
+                f"{func.__name__} on an output that is cut over the ranks comes behind its use",
+                do="call it before the output is used, or give parallelize "
+                f"{pins([self._rows.layer], 'column')}: its output is whole",
+            )
+        base = self
+        while base._viewed_from is not None:
+            base = base._viewed_from
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self._part.requires_grad):
+            base._bound = base.whole()
+        self.bound()
+
+    def _note_use(self, made: Any = None) -> None:
+        """Note that something was made of it, if that is no view of it."""
+        first = made[0] if isinstance(made, tuple) and made else made
+        if isinstance(first, CutOutput) and (first is self or first._viewed_from is self):
+            return
+        used: CutOutput | None = self
+        while used is not None:
+            used._is_used, used = True, used._viewed_from
+
+    def over(self, after: _After) -> Tensor:
         """The same, and what is made of it goes through `after`, too."""
+        if (bound := self.bound()) is not None:
+            return after(bound)
         before = self._after
         return self._like(after=lambda t: after(before(t)))
 
@@ -131,30 +188,25 @@ class CutOutput(Tensor):
         """All ranks' rows and this rank's part of them, for a layer with inputs cut so."""
         if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
+        if self.bound() is not None:
+            return None
+        self._note_use()
         self._tell(Use(layer=layer))
         return self._rows, self._part
 
     def whole(self) -> Tensor:
         """This rank's rows with all outputs: gathered."""
+        if (bound := self.bound()) is not None:
+            return bound
+        self._note_use()
         self._tell(Use())
         rows_of_all(self._rows.comm, len(self._numbers), "gathering of an output that is cut")
         rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
-        return self._after(rows[self._numbers.reshape(-1)].view(self.shape))
+        return self._after(shaped(rows[self._numbers.reshape(-1)], self.shape))
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the function gives where that needs no gathering, else None."""
         name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")):
-            raise UsageError(
-                f"{name} on an output that is cut over the ranks would change a copy of it",
-                do="write it out of place (out = out / 2), or give parallelize "
-                + pins([self._rows.layer], "column"),
-            )
-        if name.startswith(("register_", "retain_")):
-            raise UsageError(
-                f"{name} on an output that is cut over the ranks would be of a copy of it",
-                do=f"give parallelize {pins([self._rows.layer], 'column')}: its output is whole",
-            )
         if func is F.cross_entropy:
             return self._loss(LossArguments(*args, **kwargs))
         if func is F.nll_loss:
@@ -166,9 +218,11 @@ class CutOutput(Tensor):
         if name in ("softmax", "log_softmax"):
             return self._softmax(func, args, kwargs)
         if func is F.dropout:
-            return self._like(part=dropout(self._part, self._rows.comm.rank, *args, **kwargs))
+            return self._with(dropout(self._part, self._rows.comm.rank, *args, **kwargs))
+        if func in _DETACH:
+            return self._like(part=self._part.detach())._seen_as(self, Tensor.detach)
         if name in _ELEMENTWISE and not any(map(_has_a_part, pytree.tree_leaves((args, kwargs)))):
-            return self._like(part=func(self._part, *args, **kwargs))
+            return self._with(func(self._part, *args, **kwargs))
         if name == "contiguous":
             return self
         if name in _VIEWS:
@@ -178,6 +232,15 @@ class CutOutput(Tensor):
         ):
             return self._best(name, *args, **kwargs)
         return None
+
+    def _with(self, part: Tensor) -> CutOutput:
+        """Return the output with another part; the same object where a function gives its own."""
+        return self if part is self._part else self._like(part=part)
+
+    def _seen_as(self, base: CutOutput, viewed: _After) -> CutOutput:
+        """Return this output, as a view of another one."""
+        self._viewed_from, self._viewed = base, viewed
+        return self
 
     def _like(
         self,
@@ -219,6 +282,9 @@ class CutOutput(Tensor):
         ):
             return None
         cut = tuple(self._like(numbers=v[..., 0], in_order=in_order) for v in views)
+        if views and views[0].untyped_storage().data_ptr() == wide.untyped_storage().data_ptr():
+            for number, part in enumerate(cut):
+                part._seen_as(self, _view(func, args, kwargs, number))
         return cut if isinstance(viewed, tuple) else cut[0]
 
     def _loss(
@@ -336,6 +402,35 @@ class CutOutput(Tensor):
         return classes if keepdim else classes[..., 0]
 
 
+def _view(func: Any, args: Any, kwargs: Any, number: int) -> _After:
+    """Return a function for one of the views that a function gives."""
+
+    def view(whole: Tensor) -> Tensor:
+        viewed = func(whole, *args, **kwargs)
+        one: Tensor = viewed[number] if isinstance(viewed, tuple) else viewed
+        return one
+
+    return view
+
+
+def _is_view(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function gives a view, which may be changed in place."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return getattr(func, "__name__", "") in _VIEWS and not any(
+        isinstance(leaf, Tensor) for leaf in leaves
+    )
+
+
+def _shares_memory(made: Any, whole: Tensor) -> bool:
+    """Whether a function's first result is the whole, or a view of it."""
+    made = made[0] if isinstance(made, tuple | list) and made else made
+    return made is whole or (
+        isinstance(made, Tensor)
+        and made._base is not None
+        and made._base is (whole if whole._base is None else whole._base)
+    )
+
+
 def _has_a_part(leaf: Any) -> bool:
     """Whether each rank would use a part of an argument, or get a part of its gradient."""
     return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
@@ -351,6 +446,7 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
+_DETACH = (Tensor.detach, torch.detach, _getter("data"))
 _TOPK = ("k", "dim", "largest", "sorted")
 _OF_THE_SHAPE = frozenset(
     {
@@ -368,47 +464,17 @@ _OF_THE_PART = frozenset(
 )
 _ELEMENTWISE = frozenset(
     (
-        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "detach"),
-        *(
-            "mul",
-            "div",
-            "true_divide",
-            "add",
-            "sub",
-            "neg",
-            "tanh",
-            "clamp",
-            "negative",
-            "subtract",
-            "multiply",
-        ),
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "mul", "div"),
+        *("true_divide", "add", "sub", "neg", "tanh", "clamp", "negative", "subtract", "multiply"),
         *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
-        *(
-            "relu",
-            "relu6",
-            "leaky_relu",
-            "elu",
-            "selu",
-            "celu",
-            "gelu",
-            "silu",
-            "mish",
-            "sigmoid",
-            "softplus",
-            "square",
-        ),
-        *("hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid"),
+        *("softplus", "square", "hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
     )
 )
 _IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
-_VIEWS = _IN_ORDER | {
-    "__getitem__",
-    "transpose",
-    "permute",
-    "narrow",
-    "select",
-    "chunk",
-    "split",
-    "unbind",
-    "movedim",
-}
+_VIEWS = _IN_ORDER | frozenset(
+    (
+        *("__getitem__", "transpose", "permute", "narrow", "select", "chunk", "split", "unbind"),
+        "movedim",
+    )
+)

@@ -27,7 +27,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
-from shoal.tensors.boundary import refuse_second_derivative
 
 
 class Synchronised(_BatchNorm):
@@ -150,7 +149,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ranks: NormOfRanks = ctx.ranks
-        refuse_second_derivative(ranks.layer)
+        if torch.is_grad_enabled():
+            return *_gradients_again(ctx, dy), None, None, None
         x, weight, mean, var = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if x.numel():
@@ -185,8 +185,70 @@ class _Normalise(torch.autograd.Function):
         )
 
 
+def _gradients_again(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, γ and β, to be differentiated again.
+
+    They depend on x also by the mean and the variance over all ranks' rows.
+    """
+    x, weight, mean, _ = ctx.saved_tensors
+    ranks: NormOfRanks = ctx.ranks
+    kind = sums_kind(x.dtype)
+    dims, places = [dim for dim in range(x.dim()) if dim != 1], (1, -1, *[1] * (x.dim() - 2))
+    wide, dy = x.to(kind), dy.to(kind)
+    purpose = f"backward, batch norm {ranks.layer}"
+
+    def mean_over_ranks(values: Tensor, weight: float = 1.0) -> Tensor:
+        summed: Tensor = _WeighedSum.apply(  # type: ignore[no-untyped-call]
+            values.sum(dims), ranks, purpose, weight, 1 / weight
+        )
+        return summed.div(float(ctx.count)).view(places)
+
+    deviation = wide - mean_over_ranks(wide)
+    scale = torch.rsqrt(mean_over_ranks(deviation.square()) + ctx.eps)
+    normal = deviation * scale
+    weighs = _weight(ranks, x)
+    rest = dy - mean_over_ranks(dy, weighs) - normal * mean_over_ranks(dy * normal, weighs)
+    dx = rest * (scale if weight is None else scale * weight.to(kind).view(places))
+    of_weight, of_bias = (dy * normal).sum(dims), dy.sum(dims)
+    return dx.to(x.dtype), of_weight.to(mean.dtype), of_bias.to(mean.dtype)
+
+
+class _WeighedSum(torch.autograd.Function):
+    """The sum over ranks of their numbers, multiplied there by `into`, and here by `out_of`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, ranks: NormOfRanks, purpose: str, into: float, out_of: float
+    ) -> Tensor:
+        ctx.ranks, ctx.purpose, ctx.factors = ranks, purpose, (into, out_of)
+        return ranks.gathered(own * into, purpose).sum(0) * out_of
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        into, out_of = ctx.factors
+        weight = ctx.ranks.weighs() or 1.0  # no rows have weight 0
+        back: Tensor = _WeighedSum.apply(  # type: ignore[no-untyped-call]
+            grad, ctx.ranks, f"backward, {ctx.purpose}", weight * out_of, into / weight
+        )
+        return back, None, None, None, None
+
+
 def _mean_sums(own: Tensor, x: Tensor, count: float, ranks: NormOfRanks) -> Tensor:
     """The sums of all ranks over all rows, in terms of this rank's own loss."""
+    weight = _weight(ranks, x)
+    wide = own.to(sums_kind(x.dtype))
+    everyone = ranks.gathered(
+        wide if weight == 1.0 else wide * weight, f"backward, batch norm {ranks.layer}"
+    )
+    return everyone.sum(0) / (count * weight)
+
+
+def _weight(ranks: NormOfRanks, x: Tensor) -> float:
+    """Return the weight of this rank's rows in the running backward; 1 if it has none.
+
+    Raises:
+        UsageError: they weigh nothing.
+    """
     weight = ranks.weighs()
     if weight == 0 and x.numel():
         raise UsageError(
@@ -194,8 +256,4 @@ def _mean_sums(own: Tensor, x: Tensor, count: float, ranks: NormOfRanks) -> Tens
             where=f"layer {ranks.layer}",
             do="leave out rows that the loss does not count, on every rank",
         )
-    wide = own.to(sums_kind(x.dtype))
-    everyone = ranks.gathered(
-        wide if weight is None else wide * weight, f"backward, batch norm {ranks.layer}"
-    )
-    return everyone.sum(0) / (count * (weight or 1.0))
+    return weight or 1.0

@@ -1,0 +1,212 @@
+"""Ordinary loops by seed, with what the planner chooses: ranks against one process, in float64.
+
+    python tests/served/fuzz.py --cases 1000
+    python tests/served/fuzz.py --case 17
+
+A case is all that follows from its number: a small model, its rows, a link so slow that layers are
+cut, a few habits of loops (habits.py), an optimizer. There are no pins: whatever was chosen must
+train on, and end as one process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from habits import HABITS, OF_INPUTS, WIDTH, Net, Step
+from one_process import difference, on_threads, state
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.comm.threads import ThreadComm
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.front.joining import using
+
+WITHIN = 1e-8
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, eps=1e-3),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, eps=1e-3, weight_decay=0.1),
+}
+ACTS = (nn.Tanh, nn.GELU, nn.SiLU, lambda: nn.ELU(inplace=True))
+# families of strategies that the planner may choose from; None: all
+AMONG = (
+    None,
+    None,
+    None,
+    ["replicate", "column", "row", "column_pair", "row_pair", "head", "embedding"],
+    ["replicate", "head", "embedding"],
+    ["replicate", "column_pair", "row_pair"],
+    ["replicate", "column"],
+    ["replicate", "row"],
+    ["sliced"],
+    ["replicate", "factor"],
+    ["pipeline"],
+    ["pipeline"],
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """All that is random in one case."""
+
+    number: int
+    ranks: int
+    rows: tuple[int, ...]
+    of_ids: bool
+    with_norm: bool
+    sizes: tuple[int, int, int]  # of the hidden layers, the classes and the words
+    act: int
+    optimizer: str
+    habits: tuple[str, ...]
+    among: list[str] | None
+    bytes_per_s: float
+    sync: bool
+
+    @classmethod
+    def of(cls, number: int) -> Loop:
+        dice = random.Random(number)
+        ranks = dice.choice((2, 2, 2, 3))
+        even = dice.random() < 0.3
+        rows = tuple(3 if even else dice.randint(2, 5) for _ in range(ranks))
+        of_ids, with_norm = dice.random() < 0.25, dice.random() < 0.2
+        names = [n for n in HABITS if not of_ids or n not in OF_INPUTS]
+        among = dice.choice(AMONG)
+        sync = with_norm and among != ["pipeline"]
+        return cls(
+            number,
+            ranks,
+            rows,
+            of_ids,
+            sync,
+            (dice.choice((8, 40, 120)), dice.choice((7, 24, 300)), dice.choice((11, 900))),
+            dice.randrange(len(ACTS)),
+            dice.choice(list(OPTIMIZERS)),
+            tuple(dice.choice(names) for _ in range(dice.randint(2, 6))),
+            among,
+            dice.choice((3e4, 1e5, 1e6)),
+            sync,
+        )
+
+    def model(self) -> nn.Module:
+        """The model, as it begins."""
+        hidden, classes, words = self.sizes
+        torch.manual_seed(self.number)
+        return Net(
+            of_ids=self.of_ids,
+            with_norm=self.with_norm,
+            hidden=hidden,
+            classes=classes,
+            words=words,
+            act=ACTS[self.act],
+        ).double()
+
+    def batch(self, step: int, rank: int | None) -> tuple[Tensor, Tensor]:
+        """A rank's rows in a step, or those of all."""
+        generator = torch.Generator().manual_seed(1000 * self.number + step)
+        rows, (_, classes, words) = sum(self.rows), self.sizes
+        x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+        if self.of_ids:
+            x = torch.randint(words, (rows, 2), generator=generator)
+        y = torch.randint(classes, (rows,), generator=generator)
+        if rank is None:
+            return x, y
+        return x.split(self.rows)[rank].clone(), y.split(self.rows)[rank].clone()
+
+    def train(self, model: Any, loss_fn: Any, optimizer: Any, rank: int | None) -> Any:
+        """Make a step by each habit."""
+        for number, name in enumerate(self.habits):
+            try:
+                HABITS[name](Step(model, loss_fn, optimizer, *self.batch(number, rank)))
+            except Exception as error:
+                error.add_note(f"habit: {name}")
+                raise
+        return state(model)
+
+
+def judged(number: int, chosen: Counter[str]) -> str:
+    """Return what came of a case, and count what was chosen for it."""
+    loop = Loop.of(number)
+    model = loop.model()
+    alone = copy.deepcopy(model)
+    try:
+        with using(ThreadComm()):
+            optimizer = OPTIMIZERS[loop.optimizer](alone.parameters())
+            expected = loop.train(alone, F.cross_entropy, optimizer, None)
+    except RuntimeError:  # such as a change in place behind a backward hook
+        return "no script of one process"
+    copies = [copy.deepcopy(model) for _ in loop.rows]
+    hosts = tuple(f"host{rank}" for rank in range(loop.ranks))
+    cluster = Cluster(Topology(hosts), Link(1e-5, loop.bytes_per_s), 1.0)
+    strategies: set[str] = set()
+
+    def work(comm: ThreadComm) -> Any:
+        own = copies[comm.rank]
+        with using(comm, cluster):
+            own, loss_fn, optimizer = shoal.parallelize(
+                own,
+                F.cross_entropy,
+                OPTIMIZERS[loop.optimizer](own.parameters()),
+                sample=loop.batch(0, comm.rank),
+                sync_batchnorm=loop.sync,
+                **({} if loop.among is None else {"strategies": loop.among}),
+            )
+            strategies.update(choice.strategy for choice in shoal.plan_of(own).choices)
+            return loop.train(own, loss_fn, optimizer, comm.rank)
+
+    try:
+        states = on_threads(loop.ranks, work)
+    except Exception as error:
+        if not strategies:
+            return "refused before the first step"
+        chosen.update(strategies)
+        notes = " ".join(getattr(error, "__notes__", []))
+        return f"ENDED {type(error).__name__}: {str(error).partition(chr(10))[0][:110]} [{notes}]"
+    chosen.update(strategies)
+    off = max(difference(expected, each) for each in states)
+    return "same" if off <= WITHIN else f"DIFFERS {off:.1e}: {sorted(strategies)} {loop.habits}"
+
+
+def main() -> None:
+    """Judge cases, print what came of them, and fail if any ended or differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--case", type=int)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("shoal").setLevel(logging.ERROR)
+    found: Counter[str] = Counter()
+    chosen: Counter[str] = Counter()
+    begin = time.perf_counter()
+    numbers = range(options.first, options.first + options.cases)
+    for number in [options.case] if options.case is not None else numbers:
+        if time.perf_counter() - begin > options.seconds:
+            break
+        try:
+            said = judged(number, chosen)
+        except Exception:
+            said = "WRONG " + traceback.format_exc()
+        found[said.partition(" ")[0] if said != "same" else said] += 1
+        if said != "same":
+            print(f"case {number}: {said}", flush=True)
+    print(f"{sum(found.values())} cases in {time.perf_counter() - begin:.0f} s: {dict(found)}")
+    print("chosen:", dict(chosen.most_common()))
+    sys.exit(1 if {"ENDED", "DIFFERS", "WRONG"} & found.keys() else 0)
+
+
+if __name__ == "__main__":
+    main()
