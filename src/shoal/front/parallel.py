@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed, from_first
+from shoal.contracts.batch_loss import given_loss
 from shoal.contracts.feature import Feature
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
@@ -33,6 +35,7 @@ from shoal.core.terms import WEIGH
 from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
+from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.options import AUTO, Options
 from shoal.front.replanning import at_epoch_ends
@@ -49,7 +52,8 @@ from shoal.front.stages import Stages
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
-from shoal.session.session import current, ranks
+from shoal.session.pending import pending_of
+from shoal.session.session import Session, current, ranks
 
 _CHECKING = "parallelize: checking what was given"
 
@@ -89,10 +93,11 @@ def parallelize(
         sample: `(x, y)`, one batch such as training will see. x is a tensor, a tuple of positional
             or a dict of keyword arguments of the model. A namedtuple is one argument. y is the
             target, or None without a loss_fn. With a `compute_loss` the sample is any batch that
-            this function takes.
+            this function takes. If you leave it out there, the first batch is the sample.
         compute_loss: in place of a loss_fn, a function of (model, batch) that computes the loss, as
-            trainers have it. It may call the model, or parts of it, as it likes. Train by the
-            function that is returned.
+            trainers have it. It may call the model, or parts of it, as it likes, take further
+            arguments, and return more: (loss, anything), or a dict or an object with a "loss".
+            Train by the function that is returned.
         count: a function of (output, target) that gives the number of terms of the local mean, if
             that is not the number of rows (ignore_index, token losses). Without a loss_fn its
             target is the input that the model was called with. With a `compute_loss` it takes
@@ -200,10 +205,15 @@ def parallelize(
     trained = by_options(
         lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample
     )
-    session = current()
+    if pending_of(model) is None:
+        _say_own(current())
+    return trained
+
+
+def _say_own(session: Session) -> None:
+    """Say once, with the first model, a thing that surprises many."""
     if session.models == 1 and session.comm.size > 1:
         Stages(speaks=session.comm.rank == 0).say(_OWN)
-    return trained
 
 
 _OWN = (  # said once, as it surprises many
@@ -229,7 +239,9 @@ def by_options(
         tail.calls += 1
     comm.reached("parallelize: comparing what the ranks were given")
     request = agreed(
-        comm, lambda: checked(options(), model, loss_fn, optimizer, session), _CHECKING
+        comm,
+        lambda: checked(for_sample(options(), sample), model, loss_fn, optimizer, session),
+        _CHECKING,
     )
     optimizers = listed(optimizer)
     require_same(comm, request, model, optimizers)
@@ -238,10 +250,20 @@ def by_options(
     job = job_of(request, loss_fn, optimizers)
     if comm.size == 1 and request.is_nothing_for_one():
         return model, alone(session, job, sample), optimizer
+    if sample is None and job.compute_loss is not None:
+        loss = by_first_batch(session, job, request, partial(_begun, session, model))
+        return model, loss, optimizer
     loss = spread(session, job, request, sample)
     if kept(model) is not None:
         at_epoch_ends(session, model)
     return model, loss, optimizer
+
+
+def _begun(session: Session, model: nn.Module) -> None:
+    """End the work of `parallelize` for a model that its first batch has parallelised."""
+    if kept(model) is not None:
+        at_epoch_ends(session, model)
+    _say_own(session)
 
 
 def plan(
@@ -300,8 +322,9 @@ def plan_by_options(
             do="give for instance shoal.Cluster(shoal.Topology(hosts), shoal.Link(1e-4, 125e6))",
         )
     comm = ranks() if cluster else current().comm
+    options = for_sample(options, sample)
     check_functions(options, loss_fn)
-    check_ways(options.buffers, model, options.compute_loss or loss_fn)
+    check_ways(options.buffers, model, given_loss(options.compute_loss) or loss_fn)
     request = request_of(options, model, facts_for(options, model, cluster))
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0

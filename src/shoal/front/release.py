@@ -21,6 +21,7 @@ from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove, uncompiled
 from shoal.session.again import forget
+from shoal.session.pending import end_waiting
 from shoal.session.running import Running
 from shoal.session.session import Session, current
 
@@ -62,6 +63,7 @@ def unparallelize(model: nn.Module) -> None:
     require_same_model(session, running, "unparallelize", "release")
     if running is not None:
         running.engine.settle()
+    end_waiting(model)
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
     for optimizer in optimizers:

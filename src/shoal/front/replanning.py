@@ -25,7 +25,7 @@ from shoal.core.errors import UsageError
 from shoal.core.outcome import Outcome, Spending
 from shoal.core.plan import Plan
 from shoal.front.outcomes import links_now, spending
-from shoal.front.planned import plan_of
+from shoal.front.planned import attached_of
 from shoal.front.release import give_back, require_same_model
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
@@ -103,7 +103,7 @@ def replan(model: nn.Module) -> bool:
 
 def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
     """Return the record that the model keeps for `replan`; None if this process is alone."""
-    if plan_of(model) is None and model not in session.released:
+    if attached_of(model) is None and model not in session.released:
         return None
     again = kept(model)
     if again is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.batch_loss import given_loss
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
@@ -46,6 +47,7 @@ from shoal.profiling.usage import kind_of
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
+from shoal.session.pending import pending_of
 from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut
@@ -103,7 +105,7 @@ def checked(
     """Refuse arguments that cannot be parallelised, else return the request."""
     optimizers = listed(optimizer)
     check_functions(options, loss_fn)
-    loss = options.compute_loss or loss_fn
+    loss = given_loss(options.compute_loss) or loss_fn
     parameters = _check_model(model, session)
     _check_left_alone(options.left_alone, model)
     _check_loss(loss, parameters | set(map(id, options.left_alone)))
@@ -206,7 +208,7 @@ def check_functions(options: Options, loss_fn: Any) -> None:
             got=loss_fn.__name__,
             do=f"give an instance: {loss_fn.__name__}()",
         )
-    if is_counted(options.compute_loss or loss_fn):
+    if is_counted(given_loss(options.compute_loss) or loss_fn):
         raise UsageError(
             "the loss is counted for another model already, and would weigh that one's gradients, "
             "too",
@@ -219,7 +221,7 @@ def _check_model(model: Any, session: Session) -> set[int]:
     """Refuse a model that cannot be rewritten; return the ids of its trainable parameters."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
-    if model in session.attached:
+    if model in session.attached or pending_of(model) is not None:
         raise UsageError("the model is parallelised already", do="call parallelize once a model")
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
@@ -241,7 +243,8 @@ def _check_model(model: Any, session: Session) -> set[int]:
                 where=f"module {name or '(model)'}",
                 do="give the module that was scripted or traced",
             )
-    elsewhere = {id(p) for other in session.attached for p in other.parameters() if p.requires_grad}
+    others = [*session.attached, *filter(pending_of, session.optimizers)]
+    elsewhere = {id(p) for other in others for p in other.parameters() if p.requires_grad}
     for name, parameter in model.named_parameters():
         in_use = parameter.requires_grad or is_cut(parameter)
         if in_use and parameter in session.served and id(parameter) not in elsewhere:
