@@ -150,20 +150,15 @@ PLANS = {
         ("factor cannot serve layer norm", "LayerNorm", "replicate"),
         options=option(plan=PLAN.with_choice(shoal.Choice("norm", "factor"))),
     ),
-    "no strategy that can": Case(
-        PlanError,
-        ("no allowed strategy serves layer norm", "LayerNorm"),
-        options=option(strategies=["factor"]),
-    ),
     "no strategy that can, before measuring": Case(
         PlanError,
-        ("no allowed strategy serves layer norm", "factor: it serves nn.Linear", "LayerNorm"),
+        ("no allowed strategy serves layer", "embedding: it serves nn.Embedding", "replicate"),
         model=lambda rank: NeverRun(),
-        options=option(strategies=["factor", "row"]),
+        options=option(strategies=["embedding"]),
     ),
     "strategies without their hosts, before measuring": Case(
         PlanError,
-        ("no allowed strategy serves layer norm", "server: there are no servers", "no tail hosts"),
+        ("no allowed strategy serves layer", "server: there are no servers", "no tail hosts"),
         model=lambda rank: NeverRun(),
         options=option(strategies=["server", "stage"]),
     ),

@@ -112,7 +112,8 @@ def parallelize(
         plan: "auto", a `Plan`, or the path of a saved plan.
         pins: a strategy ("factor"), or a strategy and its exchange ("replicate:ring"), by dotted
             layer name or glob. A codec in a pin ("sliced:direct+int8") needs no `lossy`.
-        strategies: names of the strategies that the planner may use. By default all.
+        strategies: names of the strategies that the planner may use. By default all. A layer that
+            none of them fits is replicated.
         placement: the owners in layers that have owners: "balanced" (equal shares of bytes,
             parameters are cut), "round-robin" or "hash" (whole parameters, to the servers if there
             are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0}. Layers

@@ -60,6 +60,8 @@ def plan_for(
     try:
         pipeline = make(dealt)
     except PlanError:  # the limit of memory
+        if _is_dealt_alone(constraints):
+            raise
         return make(constraints)
     if _is_dealt_alone(constraints):
         return pipeline
