@@ -485,11 +485,6 @@ OTHERS = {
         ("count gives", "inf"),
         options=option(count=lambda o, t: torch.tensor(torch.inf)),
     ),
-    "a compiled model": Case(
-        UsageError,
-        ("compiled already", "block"),
-        model=lambda rank: torch.compile(model(), backend="eager"),
-    ),
 }
 ALL = {
     **PLANS,

@@ -53,7 +53,7 @@ class Objective:
 
     def by(self, loss: Any) -> Objective:
         """The same by the loss that `parallelize` returned."""
-        return Objective(None, loss) if self.compute_loss else Objective(loss)
+        return Objective(loss) if self.compute_loss is None else Objective(None, loss)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,11 @@ class Sample:
         except ShoalError:
             raise
         except Exception as error:
-            problem = "compute_loss fails on" if self.compute_loss else "the model does not take"
+            of_batch = self.compute_loss is not None
+            problem = "compute_loss fails on" if of_batch else "the model does not take"
             raise self._refused(f"{problem} the sample", error) from error
         if self.loss_fn is None:
-            found = computed_loss(output) if self.compute_loss else own_loss(output)
+            found = own_loss(output) if self.compute_loss is None else computed_loss(output)
             return self._checked(found, output)
         try:
             loss = self.loss_fn(output, self.y)
@@ -146,7 +147,7 @@ class Sample:
     @property
     def function(self) -> LossFn | ComputeLoss | None:
         """What computes the loss beside the model, if anything does."""
-        return given_loss(self.compute_loss) or self.loss_fn
+        return given_loss(self.compute_loss, self.loss_fn)
 
     def loss_of(self, batch: Any) -> Any:
         """Without a loss_fn: the loss of another batch, or None."""
@@ -206,7 +207,8 @@ class Sample:
     def _checked(self, loss: Any, output: Any) -> Tensor:
         if self.compute_loss is not None:
             return check_computed(output)
-        source = "loss_fn" if self.loss_fn else "the model (there is no loss_fn)"
+        by_function = self.loss_fn is not None  # a module may have no truth
+        source = "loss_fn" if by_function else "the model (there is no loss_fn)"
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss
         if not isinstance(loss, Tensor):
@@ -219,17 +221,17 @@ class Sample:
             problem = f"{source} returned a loss that does not depend on any trainable parameter"
         raise SampleError(
             problem,
-            got=f"{describe(loss if self.loss_fn else output)}, from {self._given()}",
+            got=f"{describe(loss if by_function else output)}, from {self._given()}",
             expected="a scalar tensor that requires grad"
             + (
                 ""
-                if self.loss_fn
+                if by_function
                 else ", or an output that has one as .loss or ['loss'], or as its one scalar"
             ),
             do="reduce it, for example with .mean()"
             + (
                 ""
-                if self.loss_fn
+                if by_function
                 else ", or give a loss_fn: where the model returns (logits, loss) also "
                 "lambda out, y: out[1]"
             ),

@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from shoal.contracts.batch_loss import BatchLoss, takes
+from shoal.core.eager import eager, keep_eager
 from shoal.core.errors import UsageError
 from shoal.front.options import Options
 from shoal.front.request import Request
 from shoal.front.spreading import job_of, spread
 from shoal.optim.extend import extend
-from shoal.session.additions import add, uncompiled
+from shoal.session.additions import add
+from shoal.session.compiled import uncompiled
 from shoal.session.job import TrainingJob
 from shoal.session.pending import end_waiting, pending_of, wait_for_batch
 from shoal.session.session import Session
@@ -60,6 +62,7 @@ def by_first_batch(
         extend(optimizer, job.left_alone)
     add(job.model, None)
     wait_for_batch(job.model, job.optimizers)
+    keep_eager()
     first = _FirstBatch(session, job, request, then)
     given: Any = job.loss
 
@@ -93,6 +96,7 @@ class _FirstBatch:
         counted = getattr(self._function, COUNTED, None)
         return self._asked is not None if counted is None else bool(counted.weighs)
 
+    @eager
     def __call__(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._asked is not None and torch.is_grad_enabled():
             asked, own = self._asked, self._model()

@@ -52,6 +52,7 @@ from shoal.front.stages import Stages
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
+from shoal.session.compiled import all_uncompiled, uncompiled
 from shoal.session.pending import pending_of
 from shoal.session.session import Session, current, ranks
 
@@ -83,8 +84,8 @@ def parallelize(
     After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
 
     Args:
-        model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
-            blocks afterwards.
+        model: any module. Names, state_dict keys and parameter objects stay as they are. If it, or
+            a module of it, is compiled already, that is compiled anew.
         loss_fn: a module or function of (output, target) that gives a mean over local rows, or a
             sum, as the sample shows. None if you give a `compute_loss`, or if the model returns its
             own loss: a scalar, `.loss`, `["loss"]` or the one scalar of a tuple, as in (logits,
@@ -163,8 +164,8 @@ def parallelize(
         may be wrapped. With a compute_loss, `(model, compute_loss, optimizer)`.
 
     Raises:
-        UsageError: an argument does not fit: sample, plan, pins, memory, placement, a feature, a
-            compiled model, or ranks that differ.
+        UsageError: an argument does not fit: sample, plan, pins, memory, placement, a feature, or
+            ranks that differ.
         WorldError: a rank was lost during the preparation.
         Served: on a tail host, after its work. If you do not catch it, it ends the script with exit
             code 0.
@@ -206,7 +207,7 @@ def parallelize(
     trained = by_options(
         lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample
     )
-    if pending_of(model) is None:
+    if pending_of(uncompiled(model)) is None:
         _say_own(current())
     return trained
 
@@ -232,7 +233,9 @@ def by_options(
     sample: Any,
 ) -> tuple[Any, Any, Any]:
     """Do as `parallelize` does, by a record of options that is made when ranks compare it."""
-    session = current()
+    session, given = current(), model
+    if isinstance(given, nn.Module):
+        model = uncompiled(given)
     comm = session.comm
     if is_tail_host(session):
         serve_and_end(session, model, loss_fn, listed(optimizer))
@@ -250,14 +253,14 @@ def by_options(
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
     if comm.size == 1 and request.is_nothing_for_one():
-        return model, alone(session, job, sample), optimizer
+        return given, alone(session, job, sample), optimizer
     if sample is None and job.compute_loss is not None:
         loss = by_first_batch(session, job, request, partial(_begun, session, model))
-        return model, loss, optimizer
+        return given, loss, optimizer
     loss = spread(session, job, request, sample)
     if kept(model) is not None:
         at_epoch_ends(session, model)
-    return model, loss, optimizer
+    return given, loss, optimizer
 
 
 def _begun(session: Session, model: nn.Module) -> None:
@@ -322,16 +325,17 @@ def plan_by_options(
             got=shown(cluster),
             do="give for instance shoal.Cluster(shoal.Topology(hosts), shoal.Link(1e-4, 125e6))",
         )
-    comm = ranks() if cluster else current().comm
+    comm, model = ranks() if cluster else current().comm, uncompiled(model)
     options = for_sample(options, sample)
     check_functions(options, loss_fn)
-    check_ways(options.buffers, model, given_loss(options.compute_loss) or loss_fn)
+    check_ways(options.buffers, model, given_loss(options.compute_loss, loss_fn))
     request = request_of(options, model, facts_for(options, model, cluster))
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
     draft = request.draft
     how = how_profiled(options, draft.micro_batches if has_tail else None, draft)
-    profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
+    with all_uncompiled:
+        profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
     device = device_of(model)
     measured = (

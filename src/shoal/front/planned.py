@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
-from shoal.session.additions import uncompiled
+from shoal.session.compiled import uncompiled
 from shoal.session.pending import pending_of
 from shoal.session.session import Attached, current, found
 

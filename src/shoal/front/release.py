@@ -19,8 +19,9 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
-from shoal.session.additions import remove, uncompiled
+from shoal.session.additions import remove
 from shoal.session.again import forget
+from shoal.session.compiled import all_uncompiled, uncompiled
 from shoal.session.pending import end_waiting
 from shoal.session.running import Running
 from shoal.session.session import Session, current
@@ -75,7 +76,8 @@ def unparallelize(model: nn.Module) -> None:
         if not is_used:
             session.ignore_training(optimizer)
     if running is not None:
-        give_back(session, model, running)
+        with all_uncompiled:
+            give_back(session, model, running)
     remove(model)
     forget(model)
     session.released.add(model)

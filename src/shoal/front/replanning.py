@@ -37,8 +37,9 @@ from shoal.planner.measured import corrected, outcome_of
 from shoal.planner.search import repredicted
 from shoal.profiling.identity import model_digest
 from shoal.rewrite.apply import check
-from shoal.session.additions import remove, uncompiled
+from shoal.session.additions import remove
 from shoal.session.again import Again, kept
+from shoal.session.compiled import uncompiled
 from shoal.session.session import Attached, Session, current
 
 _WORTH = 0.1  # share of the step that another plan must gain

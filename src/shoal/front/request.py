@@ -105,7 +105,7 @@ def checked(
     """Refuse arguments that cannot be parallelised, else return the request."""
     optimizers = listed(optimizer)
     check_functions(options, loss_fn)
-    loss = given_loss(options.compute_loss) or loss_fn
+    loss = given_loss(options.compute_loss, loss_fn)
     parameters = _check_model(model, session)
     _check_left_alone(options.left_alone, model)
     _check_loss(loss, parameters | set(map(id, options.left_alone)))
@@ -208,7 +208,7 @@ def check_functions(options: Options, loss_fn: Any) -> None:
             got=loss_fn.__name__,
             do=f"give an instance: {loss_fn.__name__}()",
         )
-    if is_counted(given_loss(options.compute_loss) or loss_fn):
+    if is_counted(given_loss(options.compute_loss, loss_fn)):
         raise UsageError(
             "the loss is counted for another model already, and would weigh that one's gradients, "
             "too",
@@ -224,13 +224,6 @@ def _check_model(model: Any, session: Session) -> set[int]:
     if model in session.attached or pending_of(model) is not None:
         raise UsageError("the model is parallelised already", do="call parallelize once a model")
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                "the model is compiled already, so a rewrite of its layers would not be seen",
-                where=f"module {name or '(model)'}",
-                do="parallelise first, then compile block by block: for block in model.children(): "
-                "block.compile()",
-            )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
                 f"the model is wrapped in {type(module).__name__}",

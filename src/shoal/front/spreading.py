@@ -50,6 +50,7 @@ from shoal.rewrite.apply import check_served, cuts
 from shoal.session.additions import add
 from shoal.session.again import Again, keep
 from shoal.session.attach import attach
+from shoal.session.compiled import all_uncompiled
 from shoal.session.job import TrainingJob
 from shoal.session.memory import keep_freed
 from shoal.session.opening import Prepared
@@ -100,6 +101,11 @@ def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
 
 def spread(session: Session, job: TrainingJob, request: Request, sample: Any) -> Any:
     """Measure, plan, rewrite and watch, on every rank alike. Return the loss to train by."""
+    with all_uncompiled:
+        return _spread(session, job, request, sample)
+
+
+def _spread(session: Session, job: TrainingJob, request: Request, sample: Any) -> Any:
     comm, model, options = session.comm, job.model, request.options
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()

@@ -50,12 +50,6 @@ def remove(model: nn.Module) -> None:
         model.__dict__[_IGNORED] = refuses.before
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given, of what it made; any other module itself."""
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
-
-
 def check_bare(model: nn.Module) -> None:
     """Raise UsageError where a wrapper of torch's calls a parallelised model."""
     around = DistributedDataParallel._active_ddp_module

@@ -20,8 +20,9 @@ from torch import nn
 from shoal.contracts.batch_loss import BatchLoss
 from shoal.contracts.sample import ComputeLoss, check_computed
 from shoal.core.errors import UsageError
-from shoal.session.additions import check_bare, uncompiled
+from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Counting
+from shoal.session.compiled import uncompiled
 
 
 @final

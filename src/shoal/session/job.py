@@ -44,4 +44,4 @@ class TrainingJob:
     @property
     def loss(self) -> Callable[..., Any] | None:
         """The function that gives the loss, if there is one."""
-        return given_loss(self.compute_loss) or self.loss_fn
+        return given_loss(self.compute_loss, self.loss_fn)
