@@ -465,9 +465,6 @@ OTHERS = {
     "a class as loss": Case(
         UsageError, ("the loss is a class", "MSELoss()"), loss=lambda rank: nn.MSELoss
     ),
-    "a loss that learns": Case(
-        UsageError, ("parameter scale of the loss", "None"), loss=lambda rank: Scaled()
-    ),
     "a count that is none": Case(
         UsageError, ("count is not a function", "got: 4"), options=option(count=4)
     ),

@@ -37,6 +37,7 @@ from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.joining import is_tail_host, serve_and_end
+from shoal.front.learning_loss import learning_loss, spread_loss
 from shoal.front.options import AUTO, Options
 from shoal.front.replanning import at_epoch_ends
 from shoal.front.request import (
@@ -204,17 +205,18 @@ def parallelize(
         memory_limit=memory_limit,
         **older,
     )
+    before = current().models
     trained = by_options(
         lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample
     )
-    if pending_of(uncompiled(model)) is None:
+    if pending_of(uncompiled(model)) is None and before == 0:
         _say_own(current())
     return trained
 
 
 def _say_own(session: Session) -> None:
-    """Say once, with the first model, a thing that surprises many."""
-    if session.models == 1 and session.comm.size > 1:
+    """Say once, behind the first model, a thing that surprises many."""
+    if session.models and session.comm.size > 1:
         Stages(speaks=session.comm.rank == 0).say(_OWN)
 
 
@@ -257,6 +259,8 @@ def by_options(
     if sample is None and job.compute_loss is not None:
         loss = by_first_batch(session, job, request, partial(_begun, session, model))
         return given, loss, optimizer
+    if (learning := learning_loss(job, session)) is not None:
+        job, request = spread_loss(session, job, request, sample, learning)
     loss = spread(session, job, request, sample)
     if kept(model) is not None:
         at_epoch_ends(session, model)
@@ -267,7 +271,8 @@ def _begun(session: Session, model: nn.Module) -> None:
     """End the work of `parallelize` for a model that its first batch has parallelised."""
     if kept(model) is not None:
         at_epoch_ends(session, model)
-    _say_own(session)
+    if session.models == 1:
+        _say_own(session)
 
 
 def plan(

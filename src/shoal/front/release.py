@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.comm.agreement import agreed
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.front.learning_loss import taken_loss
 from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
@@ -81,6 +82,8 @@ def unparallelize(model: nn.Module) -> None:
     remove(model)
     forget(model)
     session.released.add(model)
+    if (loss := taken_loss(model)) is not None:
+        unparallelize(loss)
 
 
 def _checked(session: Session, model: nn.Module) -> Running | None:

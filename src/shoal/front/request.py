@@ -108,7 +108,12 @@ def checked(
     loss = given_loss(options.compute_loss, loss_fn)
     parameters = _check_model(model, session)
     _check_left_alone(options.left_alone, model)
-    _check_loss(loss, parameters | set(map(id, options.left_alone)))
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    own = parameters | set(map(id, options.left_alone))
+    if isinstance(options.compute_loss, nn.Module) or session.other(TailHosts) is not None:
+        _check_loss(loss, own)
+    if isinstance(loss_fn, nn.Module):
+        parameters |= held & {id(parameter) for parameter in loss_fn.parameters()}
     _check_optimizers(optimizers, parameters)
     check_ways(options.buffers, model, loss)
     return request_of(options, model, facts_for(options, model, None))
@@ -290,9 +295,8 @@ def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
                 "the loss has a trainable parameter that is not the model's, whose gradient is not "
                 "exchanged",
                 where=f"parameter {name} of the loss",
-                do="have a module that holds the model and the loss return the loss, and "
-                "parallelise that with None; or say left_alone=loss_fn.parameters(), where your "
-                "program sees to it",
+                do="before parallelize make it a part of the model: model.loss = loss_fn. Or say "
+                "left_alone=loss_fn.parameters(), if your program sees to it",
             )
 
 
