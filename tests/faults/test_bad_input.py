@@ -281,9 +281,6 @@ PLANS = {
         ("write the placement into the plan",),
         options=option(plan=PLAN, placement="hash"),
     ),
-    "a plan and pins": Case(
-        PlanError, ("both",), options=option(plan=PLAN, pins={"hidden": "factor"})
-    ),
 }
 RANKS_THAT_DIFFER = {
     "models": Case(

@@ -113,7 +113,8 @@ def parallelize(
             exchanged, weighed or clipped.
         plan: "auto", a `Plan`, or the path of a saved plan.
         pins: a strategy ("factor"), or a strategy and its exchange ("replicate:ring"), by dotted
-            layer name or glob. A codec in a pin ("sliced:direct+int8") needs no `lossy`.
+            layer name or glob. A codec in a pin ("sliced:direct+int8") needs no `lossy`. Pins win
+            over a given plan.
         strategies: names of the strategies that the planner may use. By default all. A layer that
             none of them fits is replicated.
         placement: the owners in layers that have owners: "balanced" (equal shares of bytes,

@@ -40,7 +40,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
 from shoal.optim.checks import check_optimizer
-from shoal.planner.options import check_able, known, micro_batches_of, resolve
+from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
 from shoal.profiling.identity import content, model_digest, trainable_layers
 from shoal.profiling.moving import check_ways
 from shoal.profiling.usage import kind_of
@@ -122,6 +122,8 @@ def checked(
 def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     """Make the request for a model. Refuse a plan or options that do not go together."""
     given = options.given_plan()
+    if given is not None and options.pins:
+        given = with_pins(given, options.pins)
     if given is None:
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         features = in_order(options.features)

@@ -10,8 +10,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, Link
 from shoal.core.names import matched
-from shoal.core.plan import MICRO_BATCHES, Choice, Site, rows_and_rest, strategy_and_exchange
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan, Site, rows_and_rest, strategy_and_exchange
 from shoal.core.registry import named, of
+from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_carried
 from shoal.strategies.replicate import Replicate
@@ -283,6 +284,20 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
             check_carried(layers[0], strategy, exchange)
         resolved |= dict.fromkeys(layers, (strategy, exchange))
     return resolved
+
+
+def with_pins(plan: Plan, pins: Mapping[str, str]) -> Plan:
+    """Return a plan in which pinned layers are served as their pins say.
+
+    An exchange that a pin leaves out is that of another layer of the strategy, else the simplest.
+    """
+    pinned = resolve(pins, [choice.layer for choice in plan.choices])
+    known_ones = {choice.strategy: choice.exchange for choice in plan.choices}
+    for layer, (strategy, exchange) in pinned.items():
+        if not exchange and named(Strategy, strategy).role.takes_exchange:
+            exchange = known_ones.get(strategy) or Direct.name
+        plan = plan.with_choice(Choice(layer, strategy, exchange))
+    return plan
 
 
 def check_pins(pins: Any) -> None:
