@@ -34,7 +34,7 @@ from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.outcomes import outcome
 from shoal.front.parallel import parallelize, plan
-from shoal.front.planned import plan_of
+from shoal.front.planned import is_parallelized, plan_of
 from shoal.front.release import unparallelize
 from shoal.front.replanning import replan
 from shoal.front.saving import load, save
@@ -83,6 +83,7 @@ __all__ = [
     "gather",
     "global_weights",
     "init",
+    "is_parallelized",
     "load",
     "mean",
     "memory",

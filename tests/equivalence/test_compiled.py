@@ -1,30 +1,36 @@
-"""Blocks that torch compiles after `parallelize`; a model compiled before is refused."""
+"""Blocks that torch compiles after `parallelize`, and models that it has compiled before."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
 from one_process import (
     EVERY_RANK,
+    State,
     Training,
     assert_same,
+    assert_same_bits,
     built,
     cluster_of,
+    difference,
     features,
     integers,
     mlp,
     numbers,
     on_threads,
+    rows_of,
     sgd,
+    state,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import ThreadComm
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
@@ -95,26 +101,82 @@ def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
     )
 
 
-def whole(model: nn.Module) -> nn.Module:
+class Two(nn.Module):
+    """Two blocks, of which one may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(mlp()), Block(nn.Linear(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def whole(model: Any) -> Any:
     return torch.compile(model, backend="eager")
 
 
-def a_layer(model: nn.Module) -> nn.Module:
-    model[0].compile(backend="eager")
+def in_place(model: Any) -> Any:
+    model.compile(backend="eager")
     return model
 
 
-@pytest.mark.parametrize("compiled", [whole, a_layer])
-def test_compiled_before_is_refused(compiled):
-    def work(comm: ThreadComm) -> None:
-        model = compiled(mlp())
-        with using(comm):
-            shoal.parallelize(
-                model, F.cross_entropy, sgd(model.parameters()), sample=features(7, 3)[0]
-            )
+def a_block(model: Any) -> Any:
+    model.second.compile(backend="eager")
+    return model
 
-    with pytest.raises(UsageError, match="parallelise first, then compile block by block"):
-        run(2, work, timeout_s=20)
+
+def a_block_around(model: Any) -> Any:
+    model.first = torch.compile(model.first, backend="eager")
+    return model
+
+
+def ordinary(model: Any, loss_fn: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [whole, in_place, a_block, a_block_around])
+@pytest.mark.parametrize("way", ["replicate", "sliced", "column"])
+@pytest.mark.parametrize("used", [False, True], ids=["not called yet", "called before"])
+def test_what_was_compiled_before_is_compiled_anew(compiled: Any, way: str, used: bool) -> None:
+    """The caller's own name trains, and `parallelize` gives it back."""
+    batches = features(7, 4)
+    alone = built(Two)
+    ordinary(alone, F.cross_entropy, sgd(alone.parameters()), batches)
+    torch.compiler.reset()
+
+    def work(comm: ThreadComm) -> State:
+        mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
+        plain_one = built(Two)
+        model = compiled(plain_one)
+        if used:
+            F.cross_entropy(model(mine[0][0]), mine[0][1]).backward()
+            comm.gather_objects(None, "no rank runs compiled code")  # ranks share torch's cache
+        optimizer = sgd(model.parameters())
+        with using(comm, cluster_of(2)):
+            got, loss_fn, _ = shoal.parallelize(
+                model,
+                nn.CrossEntropyLoss(),
+                optimizer,
+                sample=mine[0],
+                pins={"*": "replicate", "second*": way},
+            )
+            assert got is model and shoal.is_parallelized(model)
+            torch._dynamo.utils.counters.clear()
+            comm.gather_objects(None, "all have begun")
+            ordinary(model, loss_fn, optimizer, mine)
+            return state(plain_one)
+
+    ranks = on_threads(2, work)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    assert_same_bits(ranks)
+    names = [name.replace("_orig_mod.", "") for name in ranks[0]]
+    expected = state(alone)
+    assert difference(expected, dict(zip(names, ranks[0].values(), strict=True))) <= 1e-10
 
 
 def test_what_is_asked_of_a_model_that_was_compiled_since():

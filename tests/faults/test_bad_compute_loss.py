@@ -55,19 +55,19 @@ CASES = {
         "return the loss, a scalar tensor",
         compute_loss=lambda model, batch: good(model, batch).item(),
     ),
-    "a tuple": computed(
+    "a tuple without a loss": computed(
         SampleError,
-        "returned more than a loss",
-        "float32 ()",
-        "return the loss alone",
-        compute_loss=lambda model, batch: (good(model, batch), model(batch[0]).detach()),
+        "returned no loss",
+        "float32 (4, 3)",
+        "(loss, anything)",
+        compute_loss=lambda model, batch: (model(batch[0]), 1.0),
     ),
-    "a dict": computed(
+    "a dict without a loss": computed(
         SampleError,
-        "returned more than a loss",
-        "{loss: ",
-        "return the loss alone",
-        compute_loss=lambda model, batch: {"loss": good(model, batch)},
+        "returned no loss",
+        "{losses: ",
+        "(loss, anything)",
+        compute_loss=lambda model, batch: {"losses": good(model, batch)},
     ),
     "a loss of each row": computed(
         SampleError,
@@ -102,7 +102,12 @@ CASES = {
         UsageError, "takes other arguments", "(model, batch)", compute_loss=lambda batch: None
     ),
     "a function of more": computed(
-        UsageError, "takes other arguments", "'index'", compute_loss=lambda m, b, index: None
+        UsageError,
+        "takes other arguments",
+        "'index'",
+        "sample=(x, y)",
+        compute_loss=lambda m, b, index: None,
+        sample={"x": torch.ones(4, 6)},
     ),
     "both": Case(
         UsageError,
@@ -110,9 +115,6 @@ CASES = {
         options=given(good),
     ),
     "one that learns": computed(UsageError, "parameter scale of the loss", compute_loss=Scaled()),
-    "no sample": computed(
-        SampleError, "there is no sample", "sample=batch", compute_loss=good, sample=None
-    ),
     "a batch without rows": computed(
         SampleError,
         "the sample has no rows",

@@ -15,7 +15,7 @@ SCRIPT = """
 import shoal, torch
 shoal.init()
 def main():  # torch stands between the script and Shoal, as in forward and backward
-    torch.no_grad()(shoal.plan_of)(torch.nn.Linear(1, 1))
+    torch.no_grad()(shoal.explain)(torch.nn.Linear(1, 1))
 main()
 """
 

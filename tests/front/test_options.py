@@ -266,7 +266,6 @@ def test_a_given_plan_leaves_other_features_to_the_caller() -> None:
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("pins", {"0": "sliced"}),
         ("placement", "hash"),
         ("memory_limit", 2e9),
         ("codecs", ["int8"]),

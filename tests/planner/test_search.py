@@ -404,9 +404,25 @@ def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
     assert plans["one rank"].predicted_s > plans["balanced"].predicted_s
 
 
-def test_a_layer_that_no_allowed_strategy_serves_is_named() -> None:
-    with pytest.raises(PlanError, match=r"body\.conv(.|\n)*add \"replicate\""):
-        search(NET, cluster(4, 25e6), Constraints(strategies=["factor"]))
+def test_a_layer_that_no_allowed_strategy_serves_is_replicated() -> None:
+    plan = search(NET, cluster(4, 1e12), Constraints(strategies=["factor"]))
+    assert strategies_of(plan.choices) == {
+        "head.fc2": "factor",
+        "head.fc1": "factor",
+        "body.conv": "replicate",
+    }
+
+
+def test_a_pair_that_is_all_that_serves_two_layers_is_taken() -> None:
+    small = measured(linear("small", 0.1, 40, 10, rows=32), PairFacts(fed_by="wide"))
+    wide = measured(linear("wide", 0.2, 10, 40, rows=32), PairFacts(feeds="small"))
+    net = model(small, wide, layer("norm", 0.1, 40))
+    plan = search(net, cluster(2, 1e12), Constraints(strategies=["column_pair", "row_pair"]))
+    assert strategies_of(plan.choices) == {
+        "small": "row_pair",
+        "wide": "column_pair",
+        "norm": "replicate",
+    }
 
 
 def test_of_many_layers_the_largest_are_compared_with_what_else_there_is() -> None:

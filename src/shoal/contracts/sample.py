@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal.contracts.batch import tensors_of
+from shoal.contracts.batch_loss import BatchLoss, fewest_arguments, given_loss
 from shoal.core.errors import SampleError, ShoalError, UsageError, WorldError
 from shoal.core.nothing import nothing
 
@@ -45,14 +46,14 @@ class Objective:
     def loss(self, model: nn.Module, sample: Any) -> Any:
         """The loss, unchecked; None where a model returns none."""
         if self.compute_loss is not None:
-            return self.compute_loss(model, sample)
+            return computed_loss(self.compute_loss(model, sample))
         x, y = sample
         output = called(model, x)
         return own_loss(output) if self.loss_fn is None else self.loss_fn(output, y)
 
     def by(self, loss: Any) -> Objective:
         """The same by the loss that `parallelize` returned."""
-        return Objective(None, loss) if self.compute_loss else Objective(loss)
+        return Objective(loss) if self.compute_loss is None else Objective(None, loss)
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,12 @@ class Sample:
         except ShoalError:
             raise
         except Exception as error:
-            problem = "compute_loss fails on" if self.compute_loss else "the model does not take"
+            of_batch = self.compute_loss is not None
+            problem = "compute_loss fails on" if of_batch else "the model does not take"
             raise self._refused(f"{problem} the sample", error) from error
         if self.loss_fn is None:
-            return self._checked(output if self.compute_loss else own_loss(output), output)
+            found = own_loss(output) if self.compute_loss is None else computed_loss(output)
+            return self._checked(found, output)
         try:
             loss = self.loss_fn(output, self.y)
         except ShoalError:
@@ -144,12 +147,12 @@ class Sample:
     @property
     def function(self) -> LossFn | ComputeLoss | None:
         """What computes the loss beside the model, if anything does."""
-        return self.compute_loss or self.loss_fn
+        return given_loss(self.compute_loss, self.loss_fn)
 
     def loss_of(self, batch: Any) -> Any:
         """Without a loss_fn: the loss of another batch, or None."""
         if self.compute_loss is not None:
-            return self.compute_loss(self.model, batch)
+            return computed_loss(self.compute_loss(self.model, batch))
         return own_loss(called(self.model, batch))
 
     def backward(self, loss: Tensor) -> None:
@@ -203,10 +206,9 @@ class Sample:
 
     def _checked(self, loss: Any, output: Any) -> Tensor:
         if self.compute_loss is not None:
-            check_computed(loss)
-            checked: Tensor = loss
-            return checked
-        source = "loss_fn" if self.loss_fn else "the model (there is no loss_fn)"
+            return check_computed(output)
+        by_function = self.loss_fn is not None  # a module may have no truth
+        source = "loss_fn" if by_function else "the model (there is no loss_fn)"
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss
         if not isinstance(loss, Tensor):
@@ -219,30 +221,41 @@ class Sample:
             problem = f"{source} returned a loss that does not depend on any trainable parameter"
         raise SampleError(
             problem,
-            got=f"{describe(loss if self.loss_fn else output)}, from {self._given()}",
+            got=f"{describe(loss if by_function else output)}, from {self._given()}",
             expected="a scalar tensor that requires grad"
             + (
                 ""
-                if self.loss_fn
+                if by_function
                 else ", or an output that has one as .loss or ['loss'], or as its one scalar"
             ),
             do="reduce it, for example with .mean()"
             + (
                 ""
-                if self.loss_fn
+                if by_function
                 else ", or give a loss_fn: where the model returns (logits, loss) also "
                 "lambda out, y: out[1]"
             ),
         )
 
 
-def check_computed(loss: Any) -> None:
-    """Refuse what a compute_loss has returned, where it is no loss (SampleError)."""
+def computed_loss(computed: Any) -> Any:
+    """Return the loss in the value of a compute_loss: alone, or with other values.
+
+    With other values it is `["loss"]`, `.loss` or the first one of a tuple.
+    """
+    if isinstance(computed, tuple | list) and not hasattr(computed, "loss"):
+        first = computed[0] if computed else None
+        is_loss = isinstance(first, Tensor) and first.numel() == 1
+        return first if is_loss else own_loss(computed)
+    return own_loss(computed)
+
+
+def check_computed(computed: Any) -> Tensor:
+    """Return the loss in the value of a compute_loss (SampleError if there is none)."""
+    loss = computed_loss(computed)
     if not isinstance(loss, Tensor):
-        problem, do = "compute_loss returned no loss", "return the loss, a scalar tensor"
-        if (inside := own_loss(loss)) is not None and isinstance(inside, Tensor):
-            problem = "compute_loss returned more than a loss"
-            do = "return the loss alone; keep what else you need in a list or an attribute"
+        problem = "compute_loss returned no loss"
+        do = "return the loss, a scalar tensor, or (loss, anything)"
     elif loss.numel() != 1:
         problem = f"compute_loss returned a loss of shape {tuple(loss.shape)}, which is no scalar"
         do = "reduce it, for example with .mean()"
@@ -250,28 +263,37 @@ def check_computed(loss: Any) -> None:
         problem = "compute_loss returned a loss that does not depend on any trainable parameter"
         do = "compute it of what model(…) gives, without detach(), item() and torch.no_grad()"
     else:
-        return
+        return loss
     raise SampleError(
-        problem, got=describe(loss), expected="a scalar tensor that requires grad", do=do
+        problem, got=describe(computed), expected="a scalar tensor that requires grad", do=do
     )
 
 
 def check_compute_loss(compute_loss: Any, loss_fn: Any) -> None:
     """Refuse what cannot be called as compute_loss(model, batch) (UsageError)."""
     do = "give a function of (model, batch) that returns the loss"
-    if not callable(compute_loss):
-        raise UsageError("compute_loss is not callable", got=type(compute_loss).__name__, do=do)
-    if isinstance(compute_loss, type):
-        raise UsageError("compute_loss is a class", got=compute_loss.__name__, do=do)
+    is_known = isinstance(compute_loss, BatchLoss)  # it is called with whatever a batch is
+    given = given_loss(compute_loss)
+    if not callable(given):
+        raise UsageError("compute_loss is not callable", got=type(given).__name__, do=do)
+    if isinstance(given, type):
+        raise UsageError("compute_loss is a class", got=given.__name__, do=do)
     if loss_fn is not None:
         raise UsageError(
             "there are both a loss_fn and a compute_loss",
             do="give None for loss_fn, and let compute_loss(model, batch) call it",
         )
+    if is_known and fewest_arguments(given):
+        return
     try:
-        inspect.signature(compute_loss).bind(None, None)
+        inspect.signature(given).bind(None, None)
     except TypeError as error:
-        raise UsageError("compute_loss takes other arguments", got=str(error), do=do) from error
+        raise UsageError(
+            "compute_loss takes other arguments",
+            got=str(error),
+            do=f"{do}. If it takes more of them, leave out the sample, or give a tuple of all "
+            "arguments behind the model: sample=(x, y) for compute_loss(model, x, y)",
+        ) from error
     except ValueError:
         pass  # written in C: its signature cannot be seen
 

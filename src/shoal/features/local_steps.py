@@ -40,7 +40,7 @@ from shoal.features.local_weights import LocalWeights
 from shoal.optim.extend import scaler_of
 from shoal.planner.local import with_local_steps
 from shoal.rewrite.apply import PlacedSite
-from shoal.session.additions import uncompiled
+from shoal.session.compiled import uncompiled
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import found

@@ -30,7 +30,7 @@ from shoal.contracts.state import states
 from shoal.core.errors import UsageError
 from shoal.core.outer import Outer
 from shoal.engine.engine import Engine
-from shoal.session.additions import uncompiled
+from shoal.session.compiled import uncompiled
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
 from shoal.strategies.moving import OfState

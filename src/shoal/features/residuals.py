@@ -23,7 +23,7 @@ from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.optim.residuals import add_residuals, sum_residuals
 from shoal.remote.orders import OfRank, SumResiduals, TakeResiduals
-from shoal.session.additions import uncompiled
+from shoal.session.compiled import uncompiled
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import current

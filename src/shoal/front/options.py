@@ -262,12 +262,7 @@ class Options:
         return cls(**values, features=tuple(given))
 
     def _require_nothing_beside_plan(self) -> None:
-        """Refuse wishes beside a given plan, because the plan says all of that itself."""
-        if self.pins:
-            raise PlanError(
-                "there are both a plan and pins",
-                do='edit the plan, or use pins with plan="auto"',
-            )
+        """Refuse wishes beside a given plan, which says all of that itself. Pins win over it."""
         if self.placement != BALANCED:
             raise PlanError(
                 "there are both a plan and a placement", do="write the placement into the plan"

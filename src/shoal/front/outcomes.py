@@ -8,7 +8,7 @@ from shoal.core.outcome import Outcome, Spending
 from shoal.front.planned import attached_of
 from shoal.planner.measured import has_terms, outcome_of
 from shoal.profiling.links import probe_now
-from shoal.session.additions import uncompiled
+from shoal.session.compiled import uncompiled
 from shoal.session.session import Attached, Session, current
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed, from_first
+from shoal.contracts.batch_loss import given_loss
 from shoal.contracts.feature import Feature
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
@@ -33,7 +35,9 @@ from shoal.core.terms import WEIGH
 from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
+from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.joining import is_tail_host, serve_and_end
+from shoal.front.learning_loss import learning_loss, spread_loss
 from shoal.front.options import AUTO, Options
 from shoal.front.replanning import at_epoch_ends
 from shoal.front.request import (
@@ -49,7 +53,9 @@ from shoal.front.stages import Stages
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
-from shoal.session.session import current, ranks
+from shoal.session.compiled import all_uncompiled, uncompiled
+from shoal.session.pending import pending_of
+from shoal.session.session import Session, current, ranks
 
 _CHECKING = "parallelize: checking what was given"
 
@@ -79,8 +85,8 @@ def parallelize(
     After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
 
     Args:
-        model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
-            blocks afterwards.
+        model: any module. Names, state_dict keys and parameter objects stay as they are. If it, or
+            a module of it, is compiled already, that is compiled anew.
         loss_fn: a module or function of (output, target) that gives a mean over local rows, or a
             sum, as the sample shows. None if you give a `compute_loss`, or if the model returns its
             own loss: a scalar, `.loss`, `["loss"]` or the one scalar of a tuple, as in (logits,
@@ -89,10 +95,11 @@ def parallelize(
         sample: `(x, y)`, one batch such as training will see. x is a tensor, a tuple of positional
             or a dict of keyword arguments of the model. A namedtuple is one argument. y is the
             target, or None without a loss_fn. With a `compute_loss` the sample is any batch that
-            this function takes.
+            this function takes. If you leave it out there, the first batch is the sample.
         compute_loss: in place of a loss_fn, a function of (model, batch) that computes the loss, as
-            trainers have it. It may call the model, or parts of it, as it likes. Train by the
-            function that is returned.
+            trainers have it. It may call the model, or parts of it, as it likes, take further
+            arguments, and return more: (loss, anything), or a dict or an object with a "loss".
+            Train by the function that is returned.
         count: a function of (output, target) that gives the number of terms of the local mean, if
             that is not the number of rows (ignore_index, token losses). Without a loss_fn its
             target is the input that the model was called with. With a `compute_loss` it takes
@@ -106,8 +113,10 @@ def parallelize(
             exchanged, weighed or clipped.
         plan: "auto", a `Plan`, or the path of a saved plan.
         pins: a strategy ("factor"), or a strategy and its exchange ("replicate:ring"), by dotted
-            layer name or glob. A codec in a pin ("sliced:direct+int8") needs no `lossy`.
-        strategies: names of the strategies that the planner may use. By default all.
+            layer name or glob. A codec in a pin ("sliced:direct+int8") needs no `lossy`. Pins win
+            over a given plan.
+        strategies: names of the strategies that the planner may use. By default all. A layer that
+            none of them fits is replicated.
         placement: the owners in layers that have owners: "balanced" (equal shares of bytes,
             parameters are cut), "round-robin" or "hash" (whole parameters, to the servers if there
             are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0}. Layers
@@ -158,8 +167,8 @@ def parallelize(
         may be wrapped. With a compute_loss, `(model, compute_loss, optimizer)`.
 
     Raises:
-        UsageError: an argument does not fit: sample, plan, pins, memory, placement, a feature, a
-            compiled model, or ranks that differ.
+        UsageError: an argument does not fit: sample, plan, pins, memory, placement, a feature, or
+            ranks that differ.
         WorldError: a rank was lost during the preparation.
         Served: on a tail host, after its work. If you do not catch it, it ends the script with exit
             code 0.
@@ -198,13 +207,19 @@ def parallelize(
         memory_limit=memory_limit,
         **older,
     )
+    before = current().models
     trained = by_options(
         lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample
     )
-    session = current()
-    if session.models == 1 and session.comm.size > 1:
-        Stages(speaks=session.comm.rank == 0).say(_OWN)
+    if pending_of(uncompiled(model)) is None and before == 0:
+        _say_own(current())
     return trained
+
+
+def _say_own(session: Session) -> None:
+    """Say once, behind the first model, a thing that surprises many."""
+    if session.models and session.comm.size > 1:
+        Stages(speaks=session.comm.rank == 0).say(_OWN)
 
 
 _OWN = (  # said once, as it surprises many
@@ -222,7 +237,9 @@ def by_options(
     sample: Any,
 ) -> tuple[Any, Any, Any]:
     """Do as `parallelize` does, by a record of options that is made when ranks compare it."""
-    session = current()
+    session, given = current(), model
+    if isinstance(given, nn.Module):
+        model = uncompiled(given)
     comm = session.comm
     if is_tail_host(session):
         serve_and_end(session, model, loss_fn, listed(optimizer))
@@ -230,7 +247,9 @@ def by_options(
         tail.calls += 1
     comm.reached("parallelize: comparing what the ranks were given")
     request = agreed(
-        comm, lambda: checked(options(), model, loss_fn, optimizer, session), _CHECKING
+        comm,
+        lambda: checked(for_sample(options(), sample), model, loss_fn, optimizer, session),
+        _CHECKING,
     )
     optimizers = listed(optimizer)
     require_same(comm, request, model, optimizers)
@@ -238,11 +257,24 @@ def by_options(
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
     if comm.size == 1 and request.is_nothing_for_one():
-        return model, alone(session, job, sample), optimizer
+        return given, alone(session, job, sample), optimizer
+    if sample is None and job.compute_loss is not None:
+        loss = by_first_batch(session, job, request, partial(_begun, session, model))
+        return given, loss, optimizer
+    if (learning := learning_loss(job, session)) is not None:
+        job, request = spread_loss(session, job, request, sample, learning)
     loss = spread(session, job, request, sample)
     if kept(model) is not None:
         at_epoch_ends(session, model)
-    return model, loss, optimizer
+    return given, loss, optimizer
+
+
+def _begun(session: Session, model: nn.Module) -> None:
+    """End the work of `parallelize` for a model that its first batch has parallelised."""
+    if kept(model) is not None:
+        at_epoch_ends(session, model)
+    if session.models == 1:
+        _say_own(session)
 
 
 def plan(
@@ -300,15 +332,17 @@ def plan_by_options(
             got=shown(cluster),
             do="give for instance shoal.Cluster(shoal.Topology(hosts), shoal.Link(1e-4, 125e6))",
         )
-    comm = ranks() if cluster else current().comm
+    comm, model = ranks() if cluster else current().comm, uncompiled(model)
+    options = for_sample(options, sample)
     check_functions(options, loss_fn)
-    check_ways(options.buffers, model, options.compute_loss or loss_fn)
+    check_ways(options.buffers, model, given_loss(options.compute_loss, loss_fn))
     request = request_of(options, model, facts_for(options, model, cluster))
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
     draft = request.draft
     how = how_profiled(options, draft.micro_batches if has_tail else None, draft)
-    profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
+    with all_uncompiled:
+        profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
     device = device_of(model)
     measured = (

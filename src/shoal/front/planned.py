@@ -1,4 +1,4 @@
-"""`plan_of`: the plan that a model follows, and who runs it."""
+"""`is_parallelized`, and `plan_of`: the plan that a model follows, and who runs it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
-from shoal.session.additions import uncompiled
-from shoal.session.session import Attached, current
+from shoal.session.compiled import uncompiled
+from shoal.session.pending import pending_of
+from shoal.session.session import Attached, current, found
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a parallelised model follows; None where a process trains it by itself.
+    """The plan that a model follows; None if a process trains it by itself.
 
-    That is where there is one process only, and after `unparallelize`.
+    That is if the model is not parallelised, in one process, after `unparallelize`, and without a
+    sample before the first batch. See `is_parallelized`.
 
     Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`. The
     model may be compiled since.
-
-    Raises:
-        UsageError: the model was not parallelised, or before `init`.
 
     Examples:
         >>> import shoal, torch
@@ -32,8 +31,29 @@ def plan_of(model: nn.Module) -> Plan | None:
         >>> (shoal.plan_of(model) is None) == alone
         True
     """
-    attached = attached_of(model)
+    session = found()
+    attached = None if session is None else session.attached.get(uncompiled(model))
     return attached.plan if attached else None
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether `parallelize` was given this model, and `unparallelize` was not since.
+
+    It is so on one rank, too. The model may be compiled since.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> shoal.is_parallelized(model)
+        False
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> _ = shoal.parallelize(model, None, optimizer)
+        >>> shoal.is_parallelized(model)
+        True
+    """
+    session = found()
+    return session is not None and uncompiled(model) in session.optimizers
 
 
 def attached_of(model: nn.Module) -> Attached | None:
@@ -44,7 +64,7 @@ def attached_of(model: nn.Module) -> Attached | None:
     """
     session = current()
     model = uncompiled(model)
-    if model in session.released:
+    if model in session.released or pending_of(model) is not None:
         return None
     if model not in (session.attached if session.comm.size > 1 else session.optimizers):
         raise UsageError(

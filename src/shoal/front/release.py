@@ -16,11 +16,14 @@ from torch import nn
 
 from shoal.comm.agreement import agreed
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.front.learning_loss import taken_loss
 from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
-from shoal.session.additions import remove, uncompiled
+from shoal.session.additions import remove
 from shoal.session.again import forget
+from shoal.session.compiled import all_uncompiled, uncompiled
+from shoal.session.pending import end_waiting
 from shoal.session.running import Running
 from shoal.session.session import Session, current
 
@@ -62,6 +65,7 @@ def unparallelize(model: nn.Module) -> None:
     require_same_model(session, running, "unparallelize", "release")
     if running is not None:
         running.engine.settle()
+    end_waiting(model)
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
     for optimizer in optimizers:
@@ -73,10 +77,13 @@ def unparallelize(model: nn.Module) -> None:
         if not is_used:
             session.ignore_training(optimizer)
     if running is not None:
-        give_back(session, model, running)
+        with all_uncompiled:
+            give_back(session, model, running)
     remove(model)
     forget(model)
     session.released.add(model)
+    if (loss := taken_loss(model)) is not None:
+        unparallelize(loss)
 
 
 def _checked(session: Session, model: nn.Module) -> Running | None:

@@ -25,7 +25,7 @@ from shoal.core.errors import UsageError
 from shoal.core.outcome import Outcome, Spending
 from shoal.core.plan import Plan
 from shoal.front.outcomes import links_now, spending
-from shoal.front.planned import plan_of
+from shoal.front.planned import attached_of
 from shoal.front.release import give_back, require_same_model
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
@@ -37,8 +37,9 @@ from shoal.planner.measured import corrected, outcome_of
 from shoal.planner.search import repredicted
 from shoal.profiling.identity import model_digest
 from shoal.rewrite.apply import check
-from shoal.session.additions import remove, uncompiled
+from shoal.session.additions import remove
 from shoal.session.again import Again, kept
+from shoal.session.compiled import uncompiled
 from shoal.session.session import Attached, Session, current
 
 _WORTH = 0.1  # share of the step that another plan must gain
@@ -103,7 +104,7 @@ def replan(model: nn.Module) -> bool:
 
 def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
     """Return the record that the model keeps for `replan`; None if this process is alone."""
-    if plan_of(model) is None and model not in session.released:
+    if attached_of(model) is None and model not in session.released:
         return None
     again = kept(model)
     if again is None:

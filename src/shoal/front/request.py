@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.batch_loss import given_loss
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
@@ -39,13 +40,14 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
 from shoal.optim.checks import check_optimizer
-from shoal.planner.options import check_able, known, micro_batches_of, resolve
+from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
 from shoal.profiling.identity import content, model_digest, trainable_layers
 from shoal.profiling.moving import check_ways
 from shoal.profiling.usage import kind_of
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
+from shoal.session.pending import pending_of
 from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut
@@ -103,10 +105,15 @@ def checked(
     """Refuse arguments that cannot be parallelised, else return the request."""
     optimizers = listed(optimizer)
     check_functions(options, loss_fn)
-    loss = options.compute_loss or loss_fn
+    loss = given_loss(options.compute_loss, loss_fn)
     parameters = _check_model(model, session)
     _check_left_alone(options.left_alone, model)
-    _check_loss(loss, parameters | set(map(id, options.left_alone)))
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    own = parameters | set(map(id, options.left_alone))
+    if isinstance(options.compute_loss, nn.Module) or session.other(TailHosts) is not None:
+        _check_loss(loss, own)
+    if isinstance(loss_fn, nn.Module):
+        parameters |= held & {id(parameter) for parameter in loss_fn.parameters()}
     _check_optimizers(optimizers, parameters)
     check_ways(options.buffers, model, loss)
     return request_of(options, model, facts_for(options, model, None))
@@ -115,6 +122,8 @@ def checked(
 def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     """Make the request for a model. Refuse a plan or options that do not go together."""
     given = options.given_plan()
+    if given is not None and options.pins:
+        given = with_pins(given, options.pins)
     if given is None:
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         features = in_order(options.features)
@@ -206,7 +215,7 @@ def check_functions(options: Options, loss_fn: Any) -> None:
             got=loss_fn.__name__,
             do=f"give an instance: {loss_fn.__name__}()",
         )
-    if is_counted(options.compute_loss or loss_fn):
+    if is_counted(given_loss(options.compute_loss, loss_fn)):
         raise UsageError(
             "the loss is counted for another model already, and would weigh that one's gradients, "
             "too",
@@ -219,16 +228,9 @@ def _check_model(model: Any, session: Session) -> set[int]:
     """Refuse a model that cannot be rewritten; return the ids of its trainable parameters."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
-    if model in session.attached:
+    if model in session.attached or pending_of(model) is not None:
         raise UsageError("the model is parallelised already", do="call parallelize once a model")
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                "the model is compiled already, so a rewrite of its layers would not be seen",
-                where=f"module {name or '(model)'}",
-                do="parallelise first, then compile block by block: for block in model.children(): "
-                "block.compile()",
-            )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
                 f"the model is wrapped in {type(module).__name__}",
@@ -241,7 +243,8 @@ def _check_model(model: Any, session: Session) -> set[int]:
                 where=f"module {name or '(model)'}",
                 do="give the module that was scripted or traced",
             )
-    elsewhere = {id(p) for other in session.attached for p in other.parameters() if p.requires_grad}
+    others = [*session.attached, *filter(pending_of, session.optimizers)]
+    elsewhere = {id(p) for other in others for p in other.parameters() if p.requires_grad}
     for name, parameter in model.named_parameters():
         in_use = parameter.requires_grad or is_cut(parameter)
         if in_use and parameter in session.served and id(parameter) not in elsewhere:
@@ -294,9 +297,8 @@ def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
                 "the loss has a trainable parameter that is not the model's, whose gradient is not "
                 "exchanged",
                 where=f"parameter {name} of the loss",
-                do="have a module that holds the model and the loss return the loss, and "
-                "parallelise that with None; or say left_alone=loss_fn.parameters(), where your "
-                "program sees to it",
+                do="before parallelize make it a part of the model: model.loss = loss_fn. Or say "
+                "left_alone=loss_fn.parameters(), if your program sees to it",
             )
 
 

@@ -44,6 +44,7 @@ from shoal.front.stateful import (
     state_of,
 )
 from shoal.front.unlike_states import numbers_of, warn_of_unlike
+from shoal.session.pending import pending_of
 from shoal.session.session import Attached, current, found, ranks
 
 _RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # files of releases before features
@@ -277,10 +278,13 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
         randomness.restore(read.random, comm.rank, comm.size)
     _go_on(saved.state.models, objects)
     by_path = dict(_attached(objects))
-    for path, _ in _models(objects):
+    for path, model in _models(objects):
         attachments = by_path[path].running.attachments if path in by_path else {}
         for name, attachment in attachments.items():
             attachment.load(read.features.get(name, {}).get(path))
+        if (pending := pending_of(model)) is not None:  # its plan comes later
+            pending.loaded = {name: of.get(path) for name, of in read.features.items()}
+            continue
         dropped = [name for name in read.features if name not in attachments]
         _warn_of_dropped(path, dropped, read.features, comm)
     return read.plain

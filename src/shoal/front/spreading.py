@@ -26,6 +26,7 @@ from shoal.core.freed import give_back_freed
 from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named
 from shoal.core.side_threads import side_threads
+from shoal.core.terms import Terms
 from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
@@ -50,6 +51,7 @@ from shoal.rewrite.apply import check_served, cuts
 from shoal.session.additions import add
 from shoal.session.again import Again, keep
 from shoal.session.attach import attach
+from shoal.session.compiled import all_uncompiled
 from shoal.session.job import TrainingJob
 from shoal.session.memory import keep_freed
 from shoal.session.opening import Prepared
@@ -99,8 +101,29 @@ def alone(session: Session, job: TrainingJob, sample: Any) -> Any:
     return job.loss
 
 
-def spread(session: Session, job: TrainingJob, request: Request, sample: Any) -> Any:
-    """Measure, plan, rewrite and watch, on every rank alike. Return the loss to train by."""
+def spread(
+    session: Session,
+    job: TrainingJob,
+    request: Request,
+    sample: Any,
+    terms: Terms | None = None,
+) -> Any:
+    """Measure, plan, rewrite and watch, on every rank alike. Return the loss to train by.
+
+    Args:
+        session: the ranks.
+        job: the model, its loss and its optimizers.
+        request: the request.
+        sample: one batch.
+        terms: the rows of a call, if they are known.
+    """
+    with all_uncompiled:
+        return _spread(session, job, request, sample, terms)
+
+
+def _spread(
+    session: Session, job: TrainingJob, request: Request, sample: Any, terms: Terms | None
+) -> Any:
     comm, model, options = session.comm, job.model, request.options
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
@@ -108,6 +131,8 @@ def spread(session: Session, job: TrainingJob, request: Request, sample: Any) ->
     comm.reached("parallelize: measuring the model")
     how = how_profiled(options, _micro_batches(session, request), request.draft)
     profile = profiled(job, sample, comm, request.features, how)
+    if terms is not None:
+        profile = replace(profile, terms=replace(terms, kept=profile.terms.kept))
     alike = job.loss_fn is not None and inputs_alike(comm, *sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")

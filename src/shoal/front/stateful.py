@@ -32,7 +32,7 @@ from shoal.data.sharded import Positioned
 from shoal.front.stages import LOGGER
 from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
 from shoal.optim.extend import kept_state_dict
-from shoal.session.additions import uncompiled
+from shoal.session.compiled import uncompiled
 from shoal.session.session import ranks
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 

@@ -129,6 +129,7 @@ class _Extension:
         self._parts: list[Part] = []  # of all models
         self._left_alone: set[Tensor] = set()
         self._whole = WholePart(optimizer, self._parts, self._left_alone)
+        self._accumulating: list[ExitStack] = []  # contexts that are open
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._check: RemovableHandle | None = None
         self._timed: RemovableHandle | None = None
@@ -156,6 +157,8 @@ class _Extension:
             self._replaced.replace("load_state_dict", self._load_state_dict)
             self._replaced.refuse_copies()
         self.trained.append(trained)
+        for stack in self._accumulating:  # the first batch comes inside of it
+            stack.enter_context(trained.engine.accumulating())
         self._parts += trained.parts
         for part in trained.parts:
             if any(self._optimizer.state.get(parameter) for parameter in part.parameters()):
@@ -255,7 +258,11 @@ class _Extension:
         with ExitStack() as stack:
             for trained in self.trained:
                 stack.enter_context(trained.engine.accumulating())
-            yield
+            self._accumulating.append(stack)
+            try:
+                yield
+            finally:
+                self._accumulating.remove(stack)
 
     def _clip_grad_norm(
         self,

@@ -10,8 +10,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, Link
 from shoal.core.names import matched
-from shoal.core.plan import MICRO_BATCHES, Choice, Site, rows_and_rest, strategy_and_exchange
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan, Site, rows_and_rest, strategy_and_exchange
 from shoal.core.registry import named, of
+from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.replicate import Replicate
@@ -25,7 +26,10 @@ _LEAST_CUT_BYTES, _LEAST_CUT_S = 1 << 20, 0.02
 def options_of(
     predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, Option], every_cut: bool
 ) -> dict[str, list[Option]]:
-    """What may serve each layer, as (strategy, its own exchange or ''), the plainest first."""
+    """What may serve each layer, as (strategy, its own exchange or ''), the plainest first.
+
+    A layer that no allowed strategy serves by itself is replicated.
+    """
     options: dict[str, list[Option]] = {}
     for layer in predictor.profile.layers:
         if layer.name in pinned:
@@ -38,12 +42,37 @@ def options_of(
         names = [name for name in names if not predictor.needs(layer.name, name)]
         if not every_cut:
             names = _worth_trying(predictor, layer, names)
-        if not names:
+        if not names and (refused := _reason(predictor, layer, PLAIN)) is not None:
             pairs_only = "it serves pairs only"
             reasons = {n: _reason(predictor, layer, n) or pairs_only for n in allowed}
-            raise _unserved(layer.name, reasons)
-        options[layer.name] = [(name, "") for name in names]
+            raise _unserved(layer.name, {**reasons, PLAIN: refused})
+        options[layer.name] = [(name, "") for name in names or [PLAIN]]
     return options
+
+
+def with_pairs(
+    predictor: Predictor,
+    options: Mapping[str, list[Option]],
+    allowed: Sequence[str],
+    pinned: Mapping[str, Option],
+    every: bool,
+) -> tuple[dict[str, list[Option]], list[dict[str, Option]]]:
+    """Return the options, and pairs that are worth trying.
+
+    If no allowed strategy serves the layers of a pair by themselves, the pair is all they have.
+    """
+    alone = {
+        name
+        for name, ways in options.items()
+        if PLAIN not in allowed and name not in pinned and ways == [(PLAIN, "")]
+    }
+    pairs = pairs_of(predictor, options, allowed, pinned, every=every or bool(alone))
+    only: dict[str, list[Option]] = {}
+    for pair in pairs:
+        is_at_tail = any(predictor.role(way).is_at_tail for way, _ in pair.values())
+        if pair.keys() <= alone - only.keys() and not is_at_tail:
+            only |= {name: [way] for name, way in pair.items()}
+    return {**options, **only}, pairs
 
 
 def micro_batches_of(asked: int | None, strategies: Iterable[str]) -> int:
@@ -67,7 +96,7 @@ def check_able(
     servers: int,
     tail_hosts: int,
 ) -> None:
-    """Refuse, before anything is measured, strategies that cannot serve a layer.
+    """Refuse, before anything is measured, strategies that cannot serve any layer, or a pinned one.
 
     Args:
         kinds: the class of each layer's module, by the layer's name.
@@ -77,21 +106,25 @@ def check_able(
         tail_hosts: number of hosts that run the end of the model.
 
     Raises:
-        PlanError: no strategy that may serve a layer can. The error says why.
+        PlanError: no strategy that may serve layers can serve one. The error says why.
     """
+    free: dict[str, Mapping[str, str]] = {}  # why not, of layers that are not pinned
     for layer, kind in kinds.items():
         names = [pinned[layer]] if layer in pinned else allowed
         reasons = {name: named(Strategy, name).unable(kind, servers, tail_hosts) for name in names}
-        if not all(reasons.values()):
-            continue
-        raise _unable(layer, *reasons.popitem()) if layer in pinned else _unserved(layer, reasons)
+        if layer not in pinned:
+            free[layer] = reasons
+        elif all(reasons.values()):
+            raise _unable(layer, *reasons.popitem())
+    if free and all(all(reasons.values()) for reasons in free.values()):
+        raise _unserved(*next(iter(free.items())))
 
 
 def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
     return PlanError(
         f"no allowed strategy serves layer {layer}",
         got="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
-        do=f'add "{PLAIN}" to strategies, which serves everything that is not given to a rank',
+        do=f'add "{PLAIN}" to strategies, or leave strategies out',
     )
 
 
@@ -258,6 +291,20 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
             check_carried(layers[0], strategy, exchange)
         resolved |= dict.fromkeys(layers, (strategy, exchange))
     return resolved
+
+
+def with_pins(plan: Plan, pins: Mapping[str, str]) -> Plan:
+    """Return a plan in which pinned layers are served as their pins say.
+
+    An exchange that a pin leaves out is that of another layer of the strategy, else the simplest.
+    """
+    pinned = resolve(pins, [choice.layer for choice in plan.choices])
+    known_ones = {choice.strategy: choice.exchange for choice in plan.choices}
+    for layer, (strategy, exchange) in pinned.items():
+        if not exchange and named(Strategy, strategy).role.takes_exchange:
+            exchange = known_ones.get(strategy) or Direct.name
+        plan = plan.with_choice(Choice(layer, strategy, exchange))
+    return plan
 
 
 def check_pins(pins: Any) -> None:

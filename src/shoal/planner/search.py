@@ -30,9 +30,9 @@ from shoal.planner.options import (
     common,
     known,
     options_of,
-    pairs_of,
     resolve,
     with_needed,
+    with_pairs,
 )
 from shoal.planner.search_options import DEFAULT, UNCONSTRAINED, Constraints, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
@@ -80,7 +80,7 @@ def search(
     pinned, limit = with_needed(predictor, pins), constraints.memory_limit
     each = [name for name in allowed if not predictor.role(name).names_ranks]
     choices = options_of(predictor, each, pinned, every_cut=limit is not None)
-    pairs = pairs_of(predictor, choices, each, pinned, every=limit is not None)
+    choices, pairs = with_pairs(predictor, choices, each, pinned, every=limit is not None)
     options = within_memory(options, profile, constraints.memory)
     plan = _Descent(predictor, choices, options, limit, pairs).best()
     return replace(plan, placement=placement)

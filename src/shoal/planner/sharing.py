@@ -59,6 +59,8 @@ def plan_for(
         dealt = make(dealing.parts, (), replace(constraints, pins=dealing.pins))
         pipeline = repredicted(dealt, profile, cluster)
     except PlanError:  # the limit of memory
+        if is_dealt_alone(constraints):
+            raise
         return make(micro_batches, codecs, constraints)
     if is_dealt_alone(constraints):
         return pipeline

@@ -13,7 +13,7 @@ Guarded by tests/session/test_additions.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 from torch import nn
@@ -32,6 +32,8 @@ def add(model: nn.Module, engine: Engine | None) -> None:
     leaves_behind(type(model))
     if not hasattr(model, _NO_SYNC):  # else it is the user's own
         model.__dict__[_NO_SYNC] = _NoSync(engine)
+    elif isinstance(before := model.__dict__.get(_NO_SYNC), _NoSync):  # until the first batch
+        before.take(engine)
     if engine is not None:
         before = model.__dict__.get(_IGNORED)
         model.__dict__[_IGNORED] = _Refuses() if before is None else _RefusesTo(before)
@@ -46,12 +48,6 @@ def remove(model: nn.Module) -> None:
         del model.__dict__[_IGNORED]
     elif isinstance(refuses, _RefusesTo):
         model.__dict__[_IGNORED] = refuses.before
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given, of what it made; any other module itself."""
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
 
 
 def check_bare(model: nn.Module) -> None:
@@ -77,10 +73,27 @@ class _NoSync(StaysBehind):
 
     def __init__(self, engine: Engine | None) -> None:
         self._engine = engine
+        self._open: list[ExitStack] = []  # contexts without an engine yet
+
+    def take(self, engine: Engine | None) -> None:
+        """Send nothing by this engine from here on, also in contexts that are open."""
+        self._engine = engine
+        if engine is not None:
+            for stack in self._open:
+                stack.enter_context(engine.accumulating())
 
     def __call__(self) -> AbstractContextManager[None]:
         """Backwards inside send nothing; the next one outside sends the sum of all."""
-        return nullcontext() if self._engine is None else self._engine.accumulating()
+        return self._waiting() if self._engine is None else self._engine.accumulating()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._open.append(stack)
+            try:
+                yield
+            finally:
+                self._open.remove(stack)
 
 
 @final

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import Any, final
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 
+from shoal.contracts.batch_loss import BatchLoss
 from shoal.contracts.sample import ComputeLoss, check_computed
 from shoal.core.errors import UsageError
-from shoal.session.additions import check_bare, uncompiled
+from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Counting
+from shoal.session.compiled import uncompiled
 
 
 @final
@@ -44,7 +46,9 @@ class Computed:
         *,
         summed: bool,
     ) -> None:
-        self._model, self._compute_loss = ref(model), compute_loss
+        self._model = ref(model)
+        known = compute_loss if isinstance(compute_loss, BatchLoss) else BatchLoss(compute_loss)
+        self._compute_loss, self._known = known.function, known
         self._counting: Counting | None = counting
         self._calls, self._summed = calls, summed
 
@@ -61,33 +65,37 @@ class Computed:
         """Weigh again, under another plan."""
         self._counting, self._calls = counting, calls
 
-    def function(self) -> Callable[[nn.Module, Any], Tensor]:
+    def function(self) -> Callable[..., Any]:
         """The function to call from now on."""
         given: Any = self._compute_loss
 
         @functools.wraps(given.forward if isinstance(given, nn.Module) else given)
-        def wrapped(model: nn.Module, batch: Any, *more: Any, **named: Any) -> Any:
-            return self(model, batch, *more, **named)
+        def wrapped(model: nn.Module, /, *batch: Any, **named: Any) -> Any:
+            return self(model, *batch, **named)
 
         return wrapped
 
-    def __call__(self, model: nn.Module, batch: Any, *more: Any, **named: Any) -> Any:
+    def __call__(self, model: nn.Module, *batch: Any, **named: Any) -> Any:
         """Compute the loss. Trainers hand it more than a batch, such as a number of tokens."""
         counting, calls = self._counting, self._calls
         if counting is None:
-            return self._compute_loss(model, batch, *more, **named)
+            return self._compute_loss(model, *batch, **named)
         weighs = calls.enter(sys._getframe())
         try:
             if not weighs:
-                return self._compute_loss(model, batch, *more, **named)
+                return self._compute_loss(model, *batch, **named)
             self._check(model)
-            begun = counting.begun(batch)  # 1
+            if named:
+                batch, named = self._known.in_order(batch, named)
+            counted = batch if self._known.packed else batch[0]
+            begun = counting.begun(counted)  # 1
             if begun is None:
-                return self._compute_loss(model, batch, *more, **named)
+                return self._compute_loss(model, *batch, **named)
             weight, computed_with = begun
-            loss = self._compute_loss(model, computed_with, *more, **named)  # 2
+            arguments = computed_with if self._known.packed else (computed_with, *batch[1:])
+            loss = self._compute_loss(model, *arguments, **named)  # 2
             check_computed(loss)
-            loss = counting.ended(weight, batch, loss)  # 3
+            loss = counting.ended(weight, counted, loss)  # 3
             return counting.summed(weight, loss) if self._summed else loss
         finally:
             calls.leave()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.contracts.batch_loss import given_loss
 from shoal.contracts.sample import ComputeLoss
 from shoal.core.buckets import MEMORY
 from shoal.session.calls import Count
@@ -45,4 +46,4 @@ class TrainingJob:
     @property
     def loss(self) -> Callable[..., Any] | None:
         """The function that gives the loss, if there is one."""
-        return self.compute_loss or self.loss_fn
+        return given_loss(self.compute_loss, self.loss_fn)

@@ -42,7 +42,7 @@ from shoal.session.running import Running
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
 
-_COUNTED = "_shoal_counted"  # where a function has what weighs it
+COUNTED = "_shoal_counted"  # where a function has what weighs it
 _NOT_CALLED = (
     "loss_fn that parallelize returned: its gradient is taken for a mean over this rank's rows. "
     "But that loss_fn has a count, is a sum, or is a mean over rows that only its target shows. "
@@ -104,7 +104,7 @@ def watch(
         if count is not None or terms.summed:  # else others than it are right, too
             border.awaited_loss = _NOT_COMPUTED
         function = computed.function()
-        function.__dict__[_COUNTED] = computed
+        function.__dict__[COUNTED] = computed
         return function, Watched(hooks, ref(border), ref(computed))
     if count is None and terms.source == TARGET and not terms.summed:
         count = partial(_rows_of_target, terms)
@@ -199,7 +199,7 @@ def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., An
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return counted(args, kwargs, loss_fn(*args, **kwargs))
 
-    wrapped.__dict__[_COUNTED] = counted
+    wrapped.__dict__[COUNTED] = counted
     return wrapped
 
 
@@ -207,8 +207,8 @@ def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
     """Whether a loss weighs itself by the `count` of a model that is parallelised."""
     if isinstance(loss_fn, nn.Module):
         return any(isinstance(hook, _CountedLoss) for hook in loss_fn._forward_hooks.values())
-    counted: _Counted | Computed | None = getattr(loss_fn, _COUNTED, None)
-    return counted is not None and counted.weighs
+    counted = getattr(loss_fn, COUNTED, None)
+    return counted is not None and bool(counted.weighs)
 
 
 @final

@@ -1,0 +1,294 @@
+"""A `compute_loss` without a sample, one of several arguments, and one that returns more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from one_process import (
+    State,
+    assert_same_bits,
+    built,
+    cluster_of,
+    difference,
+    features,
+    mlp,
+    on_threads,
+    rows_of,
+    sgd,
+    state,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.comm.threads import ThreadComm
+from shoal.core.errors import UsageError
+from shoal.front.joining import using
+
+BATCHES = features(7, 3)
+
+
+def of_pair(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def of_three(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def scaled(model: nn.Module, batch: Any, scale: float, *, bias: float = 0.0) -> Tensor:
+    return scale * of_pair(model, batch) + bias
+
+
+@dataclass
+class Output:
+    """An output as models of Hugging Face have it."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+def plain(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        compute(model, batch).backward()
+        optimizer.step()
+
+
+def trained(
+    loop: Callable[..., None], compute_loss: Any, ranks: int = 2, **how: Any
+) -> tuple[State, list[State]]:
+    """The state after one process by itself, and those of ranks."""
+    alone = built(mlp)
+    loop(alone, compute_loss, sgd(alone.parameters()), BATCHES)
+    copies = [built(mlp) for _ in range(ranks)]
+
+    def work(comm: ThreadComm) -> State:
+        model, mine = copies[comm.rank], [rows_of(b, comm.rank, ranks, True) for b in BATCHES]
+        with using(comm, cluster_of(ranks)):
+            options = dict(how)
+            if "sample" in how:
+                options["sample"] = how["sample"](mine[0])
+            model, computed, optimizer = shoal.parallelize(
+                model, None, sgd(model.parameters()), compute_loss=compute_loss, **options
+            )
+            loop(model, computed, optimizer, mine)
+            assert shoal.is_parallelized(model) and shoal.plan_of(model) is not None
+            return state(model)
+
+    return state(alone), on_threads(ranks, work)
+
+
+def check(loop: Callable[..., None], compute_loss: Any, **how: Any) -> None:
+    alone, ranks = trained(loop, compute_loss, **how)
+    assert_same_bits(ranks)
+    assert difference(alone, ranks[0]) <= 1e-10
+    assert difference(state(built(mlp)), alone) > 1e-3
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", "column"])
+def test_the_first_batch_is_the_sample(way: str) -> None:
+    check(plain, of_pair, pins={"2": way})
+
+
+def unpacked(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        compute(model, x, y=y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", [{}, {"sample": lambda pair: pair}], ids=["first", "sample"])
+@pytest.mark.parametrize("count", [None, lambda x, y: 3 * len(y)], ids=["rows", "count"])
+def test_arguments_that_have_rows_are_the_batch(how: Any, count: Any) -> None:
+    check(unpacked, of_three, count=count, **how)
+
+
+def beside(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        compute(model, batch, 1.0 + number, bias=torch.tensor(2.0)).backward()
+        optimizer.step()
+
+
+def test_arguments_without_rows_are_passed_on() -> None:
+    check(beside, scaled)
+
+
+def named(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        compute(model, batch=batch).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", [{}, {"sample": lambda pair: pair}], ids=["first", "sample"])
+def test_the_batch_may_be_given_by_its_name(how: Any) -> None:
+    check(named, of_pair, **how)
+
+
+FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
+    "a pair": (lambda loss, logits: (loss, logits), lambda given: given[0]),
+    "with numbers": (lambda loss, logits: (loss, {"loss": loss.item()}), lambda given: given[0]),
+    "several scalars": (lambda loss, logits: (loss, logits.mean()), lambda given: given[0]),
+    "behind": (lambda loss, logits: (logits, loss), lambda given: given[1]),
+    "a dict": (
+        lambda loss, logits: {"loss": loss, "logits": logits.detach()},
+        lambda given: given["loss"],
+    ),
+    "an object": (lambda loss, logits: Output(loss, logits), lambda given: given.loss),
+}
+
+
+@pytest.mark.parametrize("way", ["replicate", "column"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("how", [{}, {"sample": lambda pair: pair}], ids=["first", "sample"])
+def test_more_than_a_loss(form: str, how: Any, way: str) -> None:
+    make, loss_of = FORMS[form]
+
+    def computes(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0])
+        return make(F.cross_entropy(logits, batch[1]), logits)
+
+    def loop(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(compute(model, batch)).backward()
+            optimizer.step()
+
+    check(loop, computes, pins={"2": way}, **how)
+
+
+def test_a_sum_with_more() -> None:
+    def computes(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1], reduction="sum") / 10, logits
+
+    def loop(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            compute(model, batch)[0].backward()
+            optimizer.step()
+
+    check(loop, computes)
+
+
+def accumulated(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    """The first batch comes in a backward that sends nothing."""
+    quiet = getattr(optimizer, "accumulate", None)
+    for first, second in zip(batches[::2], batches[1::2], strict=False):
+        optimizer.zero_grad()
+        if quiet is None:
+            compute(model, first).backward()
+        else:
+            with optimizer.accumulate():
+                compute(model, first).backward()
+        compute(model, second).backward()
+        optimizer.step()
+
+
+def unsynced(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    for first, second in zip(batches[::2], batches[1::2], strict=False):
+        optimizer.zero_grad()
+        if hasattr(model, "no_sync"):
+            with model.no_sync():
+                compute(model, first).backward()
+        else:
+            compute(model, first).backward()
+        compute(model, second).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [accumulated, unsynced])
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_the_first_batch_is_one_of_several_in_a_step(loop: Any, way: str) -> None:
+    check(loop, of_pair, pins={"*": way})
+
+
+def test_a_step_before_the_first_batch_is_refused_and_evaluation_is_free() -> None:
+    def work(comm: ThreadComm) -> None:
+        model = built(mlp)
+        batch = rows_of(BATCHES[0], comm.rank, 2)
+        with using(comm, cluster_of(2)):
+            assert not shoal.is_parallelized(model) and shoal.plan_of(model) is None
+            model, computes, optimizer = shoal.parallelize(
+                model, None, sgd(model.parameters()), compute_loss=of_pair
+            )
+            assert shoal.is_parallelized(model) and shoal.plan_of(model) is None
+            if comm.rank:
+                with torch.no_grad():
+                    computes(model, batch)  # on one rank alone
+            assert shoal.plan_of(model) is None
+            model(batch[0]).sum().backward()
+            with pytest.raises(UsageError, match="steps before the first batch"):
+                optimizer.step()
+            with pytest.raises(UsageError, match="parallelised already"):
+                shoal.parallelize(model, None, optimizer, compute_loss=of_pair)
+
+    on_threads(2, work)
+
+
+def test_it_is_undone_before_the_first_batch() -> None:
+    def work(comm: ThreadComm) -> bool:
+        model, own = built(mlp), built(mlp)
+        batch = rows_of(BATCHES[0], comm.rank, 2)
+        with using(comm, cluster_of(2)):
+            model, computes, optimizer = shoal.parallelize(
+                model, None, sgd(model.parameters()), compute_loss=of_pair
+            )
+            shoal.unparallelize(model)
+            assert not shoal.is_parallelized(model)
+            plain(model, computes, optimizer, [batch])
+        plain(own, of_pair, sgd(own.parameters()), [batch])
+        return difference(state(own), state(model)) == 0.0
+
+    assert on_threads(2, work) == [True, True]
+
+
+def test_a_checkpoint_is_loaded_before_the_first_batch(tmp_path: Any) -> None:
+    """Also what a codec has left over, which nobody can take before there is a plan."""
+
+    def work(comm: ThreadComm, goes_on: bool, sampled: bool) -> State:
+        model = built(mlp)
+        mine = [rows_of(batch, comm.rank, 2) for batch in BATCHES]
+        how: dict[str, Any] = {"sample": mine[0]} if sampled else {}
+        with using(comm, cluster_of(2)):
+            model, computes, optimizer = shoal.parallelize(
+                model,
+                None,
+                sgd(model.parameters()),
+                compute_loss=of_pair,
+                pins={"*": "replicate:direct+top_k"},
+                **how,
+            )
+            if goes_on:
+                shoal.load(tmp_path / "saved", model=model, optimizer=optimizer)
+            else:
+                plain(model, computes, optimizer, mine[:2])
+                shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
+            plain(model, computes, optimizer, mine[2:])
+            return state(model)
+
+    on_threads(2, lambda comm: work(comm, False, True))
+    expected = on_threads(2, lambda comm: work(comm, True, True))
+    got = on_threads(2, lambda comm: work(comm, True, False))
+    assert all(difference(a, b) == 0 for a, b in zip(expected, got, strict=True))
+
+
+def test_a_plan_of_a_compute_loss_with_several_arguments() -> None:
+    model = built(mlp)
+    cluster = cluster_of(2)
+    plan = shoal.plan(
+        model,
+        None,
+        sgd(model.parameters()),
+        sample=BATCHES[0],
+        cluster=cluster,
+        compute_loss=of_three,
+    )
+    assert len(plan.choices) == 2
