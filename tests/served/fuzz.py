@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from habits import HABITS, OF_INPUTS, WIDTH, Net, Step
+from habits import ALONE, HABITS, OF_INPUTS, WIDTH, Net, Step
 from one_process import difference, on_threads, state
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,7 +93,7 @@ class Loop:
             (dice.choice((8, 40, 120)), dice.choice((7, 24, 300)), dice.choice((11, 900))),
             dice.randrange(len(ACTS)),
             dice.choice(list(OPTIMIZERS)),
-            tuple(dice.choice(names) for _ in range(dice.randint(2, 6))),
+            (*(dice.choice(names) for _ in range(dice.randint(2, 6))), *habits_alone(dice)),
             among,
             dice.choice((3e4, 1e5, 1e6)),
             sync,
@@ -128,11 +128,16 @@ class Loop:
         """Make a step by each habit."""
         for number, name in enumerate(self.habits):
             try:
-                HABITS[name](Step(model, loss_fn, optimizer, *self.batch(number, rank)))
+                (HABITS | ALONE)[name](Step(model, loss_fn, optimizer, *self.batch(number, rank)))
             except Exception as error:
                 error.add_note(f"habit: {name}")
                 raise
         return state(model)
+
+
+def habits_alone(dice: random.Random) -> list[str]:
+    """Draw habits of rank 0 alone: in one loop of three."""
+    return [dice.choice([*ALONE])] if dice.random() < 1 / 3 else []
 
 
 def judged(number: int, chosen: Counter[str]) -> str:

@@ -5,6 +5,8 @@ They are what replication allows. So they must train on whatever a plan has chos
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import shoal
 
 WIDTH, CLASSES = 6, 7
 
@@ -339,3 +343,25 @@ def evaluated_by_all(step: Step) -> None:
         output.data.argmax(1).tolist()
     step.model.train()
     step.plain()
+
+
+def rank_0_evaluates(step: Step) -> None:
+    """Evaluate on rank 0 alone, and step on all ranks."""
+    if shoal.world().is_main:
+        step.model.eval()
+        with torch.no_grad():
+            step.model(step.x).argmax(1)
+        step.model.train()
+    step.plain()
+
+
+def rank_0_reads(step: Step) -> None:
+    """Read states on rank 0 alone behind a step, and keep a copy of the model."""
+    step.plain()
+    if shoal.world().is_main:
+        torch.save([step.model.state_dict(), step.optimizer.state_dict()], io.BytesIO())
+        copy.deepcopy(step.model)
+
+
+# habits that take a second, in which the other ranks are found to be elsewhere
+ALONE: dict[str, Habit] = {"rank 0 evaluates": rank_0_evaluates, "rank 0 reads": rank_0_reads}
