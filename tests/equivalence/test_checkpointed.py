@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from one_process import (
@@ -12,13 +14,19 @@ from one_process import (
     Training,
     assert_same,
     built,
+    cluster_of,
     features,
     mlp,
+    on_threads,
+    plain,
+    sgd,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.core.errors import UsageError
+import shoal
+from shoal.core.errors import PlanError
+from shoal.front.joining import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 
@@ -93,12 +101,46 @@ def test_a_layer_in_two_checkpointed_blocks(way):
     assert_same(Training(model=built(lambda: Repeating(False)), batches=features(7, 3)), 3, way)
 
 
-@pytest.mark.parametrize("way", CUTS)
-def test_a_layer_in_two_reentrant_blocks_is_served_where_it_is_cut(way):
-    assert_same(Training(model=built(lambda: Repeating(True)), batches=features(7, 3)), 3, way)
+class InAndOut(nn.Module):
+    """One layer that is called outside of a reentrant block behind the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(checkpointed(self.body, x.requires_grad_(), True))
+        return self.head(torch.tanh(self.body(x)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_layer_in_two_reentrant_blocks_is_refused(way):
-    with pytest.raises(UsageError, match="use_reentrant=False"):
-        Training(model=built(lambda: Repeating(True)), batches=features(7, 3)).on_ranks(2, way)
+def accumulated(model, loss_fn, optimizer, batches):
+    quiet = getattr(optimizer, "accumulate", nullcontext)
+    for first, second in zip(batches[::2], batches[1::2], strict=False):
+        optimizer.zero_grad()
+        with quiet():
+            loss_fn(model(first[0]), first[1]).backward()
+        loss_fn(model(second[0]), second[1]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [plain, accumulated])
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("make", [lambda: Repeating(True), InAndOut], ids=["twice", "in and out"])
+@pytest.mark.parametrize("way", [*(way for way in WAYS if way != "factor"), *CUTS])
+def test_gradients_that_come_in_parts(way, make, uneven, loop):
+    training = Training(model=built(make), batches=features(7, 3, steps=6), loop=loop)
+    assert_same(training, 3, way, uneven=uneven)
+
+
+def test_factors_go_once_in_a_backward():
+    model = built(lambda: Repeating(True))
+    pins = {"body": "factor", "head": "replicate"}
+
+    def work(comm):
+        with using(comm, cluster_of(2)):
+            optimizer = sgd(model.parameters())
+            sample = features(7, 3)[0]
+            shoal.parallelize(model, nn.CrossEntropyLoss(), optimizer, sample=sample, pins=pins)
+
+    with pytest.raises(PlanError, match="several parts of one backward"):
+        on_threads(2, work)

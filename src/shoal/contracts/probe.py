@@ -58,6 +58,7 @@ class MeasuredStep:
     backward_s: float
     page_faults: float = 0.0  # in backward
     sparse: frozenset[str] = frozenset()  # parameters whose gradients are sparse tensors
+    again: frozenset[str] = frozenset()  # parameters that got several gradients in one backward
 
     @property
     def total_s(self) -> float:
@@ -81,6 +82,7 @@ class MeasuredStep:
             backward_s=factor * self.backward_s,
             page_faults=self.page_faults,
             sparse=self.sparse,
+            again=self.again,
         )
 
 

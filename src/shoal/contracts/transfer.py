@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -128,6 +128,10 @@ class Transfer(ABC):
     @abstractmethod
     def publish(self) -> None:
         """Put the result into `parameter.grad`, and be ready to go again."""
+
+    def gather_parts(self, names: Set[str]) -> None:
+        """Wait with gradients of these parameters until backward ends: they come in parts."""
+        return
 
     @abstractmethod
     def kept(self) -> Sequence[Tensor]:

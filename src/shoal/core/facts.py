@@ -211,6 +211,7 @@ class ParameterProfile:
     owner: Owner | None = None
     sparse: bool = False  # its gradient is a sparse tensor
     is_real: bool = True  # its numbers are not complex; codecs take real ones
+    again: bool = False  # its gradient comes in several parts of one backward
 
     @property
     def nbytes(self) -> int:

@@ -334,6 +334,7 @@ def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfi
                 ready_s=step.ready_s.get(name, step.backward_s),
                 sparse=is_sparse(layer, name, step),
                 is_real=not parameter.is_complex(),
+                again=name in step.again,
             )
             for name, parameter in layer.parameters.items()
         ),
@@ -383,6 +384,7 @@ def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
                 used=any(p.used for p in same),
                 ready_s=max(p.ready_s for p in same),
                 sparse=any(p.sparse for p in same),
+                again=any(p.again for p in same),
             )
             for same in zip(*(layer.parameters for layer in ranks), strict=True)
         ),

@@ -137,6 +137,7 @@ def watch_step(
         backward_s=clock.seconds(middle, end),
         page_faults=faults,
         sparse=frozenset(watch.sparse),
+        again=frozenset(watch.again),
     )
 
 
@@ -165,6 +166,7 @@ def usual(steps: Sequence[MeasuredStep], warm: MeasuredStep) -> MeasuredStep:
         backward_s=median(step.backward_s for step in steps),
         page_faults=median(step.page_faults for step in steps),
         sparse=frozenset.union(*(step.sparse for step in steps)),
+        again=frozenset.union(warm.again, *(step.again for step in steps)),
     )
 
 
@@ -187,6 +189,7 @@ class _Watch:
         self.output_elements: dict[str, int] = defaultdict(int)
         self.input_grad: set[str] = set()
         self.sparse: set[str] = set()
+        self.again: set[str] = set()
 
     def attach(self, layer: Layer, hooks: ExitStack) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -226,7 +229,8 @@ class _Watch:
     def _note_ready(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             # the last one counts, where a gradient comes in several parts
-            self.ready.pop(name, None)
+            if self.ready.pop(name, None) is not None:
+                self.again.add(name)
             self.ready[name] = self.clock.mark()
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 self.sparse.add(name)

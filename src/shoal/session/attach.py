@@ -228,6 +228,10 @@ def _started(
         *rewritten.transfers,
         *(transfer for transfer in of_state if not transfer.at_once),
     ]
+    if (profile := opening.prepared.profile) is not None:
+        again = {p.name for layer in profile.layers for p in layer.parameters if p.again}
+        for transfer in transfers if again else ():
+            transfer.gather_parts(again)
     served = [transfer for transfer in transfers if transfer.served]
     num_lanes = min(opening.plan.lanes, len(transfers) - len(served))
     lanes = [opening.channel(f"lane{number}") for number in range(num_lanes)]

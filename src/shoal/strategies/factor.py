@@ -64,6 +64,8 @@ class Factor(Strategy):
             return layer.outside_use
         if not any(p.name.rpartition(".")[2] == "weight" for p in layer.parameters):
             return "its weight is frozen"
+        if any(p.again for p in layer.parameters):
+            return "its gradient comes in several parts of one backward (re-entrant checkpointing)"
         return None
 
     def estimate(

@@ -7,7 +7,7 @@ not needed: either waits for all that the GPU has still to do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,7 @@ class Landing(ABC):
         self._waits = flat.device.type != "cpu" and flat.itemsize > 2 and not served
         self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
         self._landed: set[nn.Parameter] = set()
+        self._gathered: set[nn.Parameter] = set()
         self._closed = False
         # a small parameter: a NaN mostly spreads to all sums over rows. None on a GPU
         seen = [p for p in self.names if p.device.type == "cpu" and p.numel()]
@@ -90,6 +91,8 @@ class Landing(ABC):
         period = self._period
         if backward.accumulating or not (period is None or period.is_due):
             return
+        if parameter in self._gathered:
+            return  # more of it may come
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
         if gradient.layout is not torch.strided and not self._sparse:
@@ -103,8 +106,8 @@ class Landing(ABC):
             raise UsageError(
                 f"parameter {self.names[parameter]} got a second gradient within one backward",
                 where=self._transfer.label,
-                do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward "
-                "calls",
+                do="give parallelize a sample in which it gets both, or use torch.utils.checkpoint "
+                "with use_reentrant=False",
             )
         if self._looks_closely:
             if has_nan(gradient) and not has_nan(parameter):
@@ -117,6 +120,10 @@ class Landing(ABC):
         self._landed.add(parameter)
         if len(self._landed) == len(self.names):
             backward.ready(self._transfer)
+
+    def gather(self, names: Set[str]) -> None:
+        """Take gradients of these parameters as the backward ends: they come in several parts."""
+        self._gathered = {parameter for parameter, name in self.names.items() if name in names}
 
     def close(self, backward: Round) -> list[bool]:
         """Take what has not landed as it is, and return whether each was used.

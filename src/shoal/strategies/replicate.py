@@ -22,7 +22,7 @@ VLDB 2020, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import final
 
 import torch
@@ -166,6 +166,9 @@ class BucketTransfer(Transfer):
             if users and parameter.grad is None:  # this rank brought nothing
                 parameter.grad = view.detach()
         self._landing.open()
+
+    def gather_parts(self, names: Set[str]) -> None:
+        self._landing.gather(names)
 
     def kept(self) -> Sequence[Tensor]:
         held = () if self.period is None else self.period.tensors()

@@ -34,7 +34,7 @@ one slice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import final
 
 import torch
@@ -329,6 +329,9 @@ class SlicedTransfer(OwnedTransfer):
 
     def close_bucket(self) -> None:
         self._bucket.close()
+
+    def gather_parts(self, names: Set[str]) -> None:
+        self._landing.gather(names)
 
     def kept(self) -> Sequence[Tensor]:
         held = () if self.period is None else self.period.tensors()

@@ -21,7 +21,7 @@ Reference: Sergeev and Del Balso, "Horovod", 2018, and its allreduce of IndexedS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import final
 
@@ -216,6 +216,9 @@ class SparseTransfer(Transfer):
                 parameter.grad = gradient
         self._packed, self._sums = None, []
         self._landing.open()
+
+    def gather_parts(self, names: Set[str]) -> None:
+        self._landing.gather(names)
 
     def kept(self) -> Sequence[Tensor]:
         return []
