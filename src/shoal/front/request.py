@@ -304,11 +304,6 @@ def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
 
 def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None:
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS steers by the loss's value, which differs between ranks",
-                do="use an optimizer that steps by gradients alone, such as SGD or AdamW",
-            )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in parameters for p in held):
             raise UsageError(

@@ -33,6 +33,7 @@ from shoal.engine.common import Common, NowAndThen
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher, Weight
+from shoal.optim.closure_loss import LossOfRanks, steers_by_loss
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts, scaler_of
 from shoal.optim.owned import OwnedPart
@@ -297,7 +298,11 @@ def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
     all_parts: list[Part] = []
     for number, optimizer in enumerate(opening.optimizers):
         parts = _parts(optimizer, number, running, boundary, opening.stage)
-        add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone)
+        loss = None
+        if steers_by_loss(optimizer):
+            summed = opening.prepared.terms.summed
+            loss = LossOfRanks(opening.session.comm, running.weigher.own, summed=summed)
+        add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone, loss)
         all_parts += parts
     return tuple(all_parts)
 
