@@ -265,7 +265,9 @@ def _check_model(model: Any, session: Session) -> set[int]:
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not parameters:
         raise UsageError(
-            "the model has no trainable parameter", do="unfreeze a layer before parallelize"
+            "the model has no trainable parameter",
+            do="unfreeze a layer before parallelize. To use the model without training give None "
+            "for the optimizer",
         )
     return parameters
 
