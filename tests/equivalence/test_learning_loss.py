@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.errors import UsageError
 from shoal.front.joining import using
 
 BATCHES = features(7, 3)
@@ -115,6 +116,34 @@ def check(kind: str, given: Callable[..., list[Optimizer]], **how: Any) -> None:
     assert_same_bits(ranks)
     assert difference(both(alone, own_loss), ranks[0]) <= 1e-10
     assert difference(both(built(mlp), built(LOSSES[kind])), ranks[0]) > 1e-3
+
+
+def test_layers_that_are_updated_less_often_are_the_models() -> None:
+    def work(comm: ThreadComm) -> tuple[State, Any]:
+        mine = [rows_of(batch, comm.rank, 2, True) for batch in BATCHES]
+        model, loss = built(mlp), built(Temperature)
+        with using(comm, cluster_of(2)):
+            optimizers = one(model, loss)
+            shoal.parallelize(model, loss, optimizers, sample=mine[0], update_every={"2": 2})
+            loop(model, loss, optimizers, mine)
+            plan, of_loss = shoal.plan_of(model), shoal.plan_of(loss)
+            assert plan is not None and of_loss is not None
+            return both(model, loss), (plan.update_every, of_loss.update_every)
+
+    ranks = on_threads(2, work)
+    assert ranks[0][1] == ({"2": 2}, {})
+    assert_same_bits([of_rank for of_rank, _ in ranks])
+
+
+@pytest.mark.parametrize("how", [{"pins": {"*": "pipeline"}}, {"strategies": ["pipeline"]}])
+def test_a_pipeline_is_refused_and_never_planned(how: dict[str, Any]) -> None:
+    def work(comm: ThreadComm) -> None:
+        x, y = rows_of(BATCHES[0], comm.rank, 2)
+        model, loss = built(mlp), built(Temperature)
+        with using(comm, cluster_of(2)), pytest.raises(UsageError, match="trainable parameter"):
+            shoal.parallelize(model, loss, one(model, loss), sample=(x, y), **how)
+
+    on_threads(2, work)
 
 
 def test_it_is_saved_and_released_with_the_model(tmp_path: Path) -> None:

@@ -262,8 +262,9 @@ def test_the_plan_in_use_can_be_read() -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm, cluster_of(comm.size)):
             model = nn.Linear(3, 2)
+            assert shoal.plan_of(model) is None and not shoal.is_parallelized(model)
             with pytest.raises(UsageError, match="not parallelised"):
-                shoal.plan_of(model)
+                shoal.explain(model)
             optimizer, sample = (
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 (torch.ones(4, 3), torch.ones(4, 2)),
@@ -273,6 +274,7 @@ def test_the_plan_in_use_can_be_read() -> None:
             assert ([each.strategy for each in plan.choices] if plan else []) == ["factor"] * (
                 comm.size > 1
             )
+            assert shoal.is_parallelized(model)
 
     run(1, work)
     run(2, work)

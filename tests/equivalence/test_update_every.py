@@ -364,10 +364,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a layer by number": ({"update_every": {1: 4}}, "by the name of a layer"),
     "local steps": ({"local_steps": 4, "pins": None}, "do not go together"),
     "factors": ({"pins": {"1": "factor"}}, "replicate or sliced"),
-    "a cut layer": (
-        {"strategies": ["column"], "pins": None},
-        "steps, which goes with replicate, sliced only",
-    ),
+    "a cut layer": ({"pins": {"1": "column"}}, "replicate or sliced"),
     "a plan, too": ({"plan": None, "pins": None}, "both a plan and update_every"),
 }
 

@@ -24,6 +24,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.registry import named
 from shoal.core.terms import INPUT, TARGET, LossOfParts, Targets, Terms
+from shoal.features import UpdateEvery
 from shoal.front.options import AUTO, Options
 from shoal.front.request import Request, request_of
 from shoal.front.spreading import job_of, spread
@@ -53,6 +54,8 @@ def spread_loss(
 ) -> tuple[TrainingJob, Request]:
     """Parallelise a loss as a model. Return the job and the request for the model itself."""
     options = _of_model(request, loss)
+    listed = tuple(known(options.strategies))
+    request = replace(request, usable=tuple(n for n in request.usable if n in listed))
     output, y = _output(session, job, sample)
     terms = _terms(session, loss, output, y)
     own = {id(parameter) for parameter in loss.parameters()}
@@ -63,6 +66,7 @@ def spread_loss(
         count=None,
         left_alone=(),
         buffers="agree",
+        features=tuple(f for f in options.features if not isinstance(f, UpdateEvery)),
     )
     facts = replace(request.facts, model=loss)
     holding = [optimizer for optimizer in job.optimizers if _holds(optimizer, own)]
@@ -98,15 +102,16 @@ def _of_model(request: Request, loss: nn.Module) -> Options:
         role = named(Strategy, name).role
         return role.names_ranks or role.is_at_tail
 
-    if any(is_elsewhere(choice.strategy) for choice in request.draft.choices):
+    usable = [name for name in known(request.options.strategies) if not is_elsewhere(name)]
+    if not usable or any(is_elsewhere(choice.strategy) for choice in request.draft.choices):
         raise UsageError(
             "the loss has a trainable parameter that is not the model's, and other ranks or hosts "
             "compute the loss",
             where=f"parameter {next(name for name, _ in loss.named_parameters())} of the loss",
-            do="pin layers to strategies other than a pipeline or stage",
+            do="leave a pipeline or stage out, or make it a part of the model before parallelize: "
+            "model.loss = loss_fn",
         )
-    usable = [name for name in known(request.options.strategies) if not is_elsewhere(name)]
-    return replace(request.options, strategies=tuple(usable) or ("replicate",))
+    return replace(request.options, strategies=tuple(usable))
 
 
 def _output(session: Session, job: TrainingJob, sample: Any) -> tuple[Any, Any]:

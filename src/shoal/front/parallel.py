@@ -36,11 +36,13 @@ from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
+from shoal.front.forward_only import for_use, mean_of_output, thawed
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.learning_loss import learning_loss, spread_loss
 from shoal.front.options import AUTO, Options
 from shoal.front.replanning import at_epoch_ends
 from shoal.front.request import (
+    Request,
     check_functions,
     checked,
     facts_for,
@@ -54,6 +56,7 @@ from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
 from shoal.session.compiled import all_uncompiled, uncompiled
+from shoal.session.job import TrainingJob
 from shoal.session.pending import pending_of
 from shoal.session.session import Session, current, ranks
 
@@ -91,7 +94,8 @@ def parallelize(
             sum, as the sample shows. None if you give a `compute_loss`, or if the model returns its
             own loss: a scalar, `.loss`, `["loss"]` or the one scalar of a tuple, as in (logits,
             loss).
-        optimizer: one optimizer, or a list of them.
+        optimizer: one optimizer, or a list of them. None for a model that is only used: it is
+            evaluated, or gives features, and its parameters may be frozen.
         sample: `(x, y)`, one batch such as training will see. x is a tensor, a tuple of positional
             or a dict of keyword arguments of the model. A namedtuple is one argument. y is the
             target, or None without a loss_fn. With a `compute_loss` the sample is any batch that
@@ -237,6 +241,11 @@ def by_options(
     sample: Any,
 ) -> tuple[Any, Any, Any]:
     """Do as `parallelize` does, by a record of options that is made when ranks compare it."""
+    if optimizer is None and isinstance(model, nn.Module):
+        loss = mean_of_output if loss_fn is None else loss_fn
+        with thawed(model) as unused:
+            by_options(lambda: for_use(options()), model, loss, unused, sample)
+        return model, loss_fn, None
     session, given = current(), model
     if isinstance(given, nn.Module):
         model = uncompiled(given)
@@ -261,12 +270,17 @@ def by_options(
     if sample is None and job.compute_loss is not None:
         loss = by_first_batch(session, job, request, partial(_begun, session, model))
         return given, loss, optimizer
+    return given, _spread_all(session, job, request, sample), optimizer
+
+
+def _spread_all(session: Session, job: TrainingJob, request: Request, sample: Any) -> Any:
+    """Parallelise a model, after a loss that learns. Return the loss to train by."""
     if (learning := learning_loss(job, session)) is not None:
         job, request = spread_loss(session, job, request, sample, learning)
     loss = spread(session, job, request, sample)
-    if kept(model) is not None:
-        at_epoch_ends(session, model)
-    return given, loss, optimizer
+    if kept(job.model) is not None:
+        at_epoch_ends(session, job.model)
+    return loss
 
 
 def _begun(session: Session, model: nn.Module) -> None:

@@ -265,7 +265,9 @@ def _check_model(model: Any, session: Session) -> set[int]:
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not parameters:
         raise UsageError(
-            "the model has no trainable parameter", do="unfreeze a layer before parallelize"
+            "the model has no trainable parameter",
+            do="unfreeze a layer before parallelize. To use the model without training give None "
+            "for the optimizer",
         )
     return parameters
 
@@ -304,11 +306,6 @@ def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
 
 def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None:
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS steers by the loss's value, which differs between ranks",
-                do="use an optimizer that steps by gradients alone, such as SGD or AdamW",
-            )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in parameters for p in held):
             raise UsageError(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
+from shoal.optim.closure_loss import LossOfRanks
 
 _STEP = GradScaler.step.__code__
 _MOST_FRAMES = 24  # callers of a step
@@ -69,11 +70,15 @@ def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
 
 
 def checked_step(
-    declared: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+    declared: Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    check: Callable[[], None],
+    of_ranks: LossOfRanks | None = None,
 ) -> Arguments | None:
     """Check before a step, or within it behind a closure's backward; the step's arguments then.
 
-    `declared` is the signature of the step.
+    `declared` is the signature of the step. `of_ranks` gives the closure's loss over all ranks.
     """
     step = declared.bind_partial(*args, **kwargs)
     closure = step.arguments.get("closure")
@@ -82,7 +87,7 @@ def checked_step(
         return None
 
     def checked() -> Any:
-        loss = closure()
+        loss = closure() if of_ranks is None else of_ranks.of(closure)
         check()
         return loss
 

@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.contracts.cadence import Event
 from shoal.engine.engine import Engine
 from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
+from shoal.optim.closure_loss import LossOfRanks
 from shoal.optim.methods import Methods
 from shoal.optim.part import Part, put, shown
 from shoal.optim.whole import WholePart
@@ -58,6 +59,7 @@ def add_parts(
     engine: Engine,
     parts: Sequence[Part],
     left_alone: Sequence[nn.Parameter] = (),
+    loss: LossOfRanks | None = None,
 ) -> None:
     """Let parts have what they are made for of a model's parameters, and of the optimizer's state.
 
@@ -67,8 +69,10 @@ def add_parts(
         engine: runs the model's exchange.
         parts: in the order in which a step opens them, the same on every rank.
         left_alone: parameters of the optimizer that are nobody's here.
+        loss: the loss of closures, for an optimizer that steers by it.
     """
     _extension(optimizer).leave_alone(left_alone)
+    _extension(optimizer).loss = loss
     _extension(optimizer).add(_ParallelModel(engine, set(model.parameters()), tuple(parts)))
 
 
@@ -131,10 +135,10 @@ class _Extension:
         self._whole = WholePart(optimizer, self._parts, self._left_alone)
         self._accumulating: list[ExitStack] = []  # contexts that are open
         self._open = 0  # a step that calls its base class's runs the hooks of both
-        self._check: RemovableHandle | None = None
-        self._timed: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._spread: Callable[[Tensor, SpreadCut], Any] | None = None  # while a state is taken
         self.scaler = SeenScaler()
+        self.loss: LossOfRanks | None = None
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
         self._stepping = Methods(optimizer)
@@ -147,9 +151,11 @@ class _Extension:
 
     def add(self, trained: _ParallelModel) -> None:
         """Let a model's parts take over what is theirs."""
-        if self._check is None:
-            self._check = self._optimizer.register_step_pre_hook(self._check_step)
-            self._timed = self._optimizer.register_step_post_hook(self._stepped)
+        if not self._hooks:
+            self._hooks += [
+                self._optimizer.register_step_pre_hook(self._check_step),
+                self._optimizer.register_step_post_hook(self._stepped),
+            ]
         if (trained.parts or trained.engine.follows_steps) and not self._follows_steps:
             self._stepping.replace("step", self._step)
         if trained.parts and not self._parts:
@@ -181,9 +187,8 @@ class _Extension:
             self._stepping.restore()
         if not self.trained:
             self._added.restore()
-            for hook in (self._check, self._timed):
-                if hook is not None:
-                    hook.remove()
+            for hook in self._hooks:
+                hook.remove()
 
     @property
     def _follows_steps(self) -> bool:
@@ -196,7 +201,7 @@ class _Extension:
         """Before a step: all that it updates must have been exchanged."""
         self.scaler.look(optimizer)
         # step 2
-        changed = checked_step(self._declared, args, kwargs, self._check_sent)
+        changed = checked_step(self._declared, args, kwargs, self._check_sent, self.loss)
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]
         check_known(optimizer, known)
         return changed

@@ -34,6 +34,7 @@ from shoal.engine.common import Common, NowAndThen
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher, Weight
+from shoal.optim.closure_loss import LossOfRanks, steers_by_loss
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts, scaler_of
 from shoal.optim.owned import OwnedPart
@@ -311,7 +312,11 @@ def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
         if opening.opened_attendance is not None:
             opening.opened_attendance.keep()
             _serve_states(opening.opened_attendance, parts)
-        add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone)
+        loss = None
+        if steers_by_loss(optimizer):
+            summed = opening.prepared.terms.summed
+            loss = LossOfRanks(opening.session.comm, running.weigher.own, summed=summed)
+        add_parts(optimizer, opening.model, running.engine, parts, opening.job.left_alone, loss)
         all_parts += parts
     return tuple(all_parts)
 

@@ -1,0 +1,61 @@
+"""`parallelize(model, None, None, sample=(x, None))`: a model that is used, and not trained.
+
+So a model that is too large for one rank gives features, or is evaluated, cut over the ranks. While
+it is measured and planned, all parameters train: plans are made for training steps. Then each
+parameter trains, or does not, as before. Guarded by tests/equivalence/test_forward_only.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from shoal.contracts.batch import tensors_of
+from shoal.contracts.strategy import Strategy
+from shoal.core.registry import named
+from shoal.core.terms import WEIGH
+from shoal.front.options import AUTO, Options
+from shoal.planner.options import known
+
+
+def for_use(options: Options) -> Options:
+    """Return options for a model that is only used: every rank calls all of it."""
+    usable = tuple(name for name in known(options.strategies) if not _is_elsewhere(name))
+    if options.plan != AUTO or options.compute_loss is not None or not usable:
+        return options
+    return replace(options, strategies=usable, count=None, weigh=WEIGH[1])
+
+
+def mean_of_output(output: Any, target: Any) -> Tensor:
+    """Return a loss that every part of an output has a part in."""
+    means = [
+        (tensor.real if tensor.is_complex() else tensor).mean()
+        for tensor in tensors_of(output)
+        if tensor.requires_grad
+    ]
+    return torch.stack(means).sum() if len(means) > 1 else means[0]
+
+
+@contextmanager
+def thawed(model: nn.Module) -> Iterator[Optimizer]:
+    """Have all parameters train in the context. Return an optimizer that never steps."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(True)
+    try:
+        yield SGD([p for p, _ in before if p.requires_grad], lr=0.0)
+    finally:
+        for parameter, trained in before:
+            parameter.requires_grad_(trained)
+
+
+def _is_elsewhere(name: str) -> bool:
+    role = named(Strategy, name).role
+    return role.names_ranks or role.is_at_tail
