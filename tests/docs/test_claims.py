@@ -113,7 +113,7 @@ NUMBERS: list[tuple[str, str, str, object]] = [
     ("docs/guide/data.md", "Every 16 steps", "shoal.data.shares._EVERY", 16),
     ("docs/guide/owners-and-memory.md", "a fifth of the model", "shoal.planner.search._LOW", 0.2),
     ("docs/guide/local-steps.md", "5 % longer", "shoal.planner.local._WORK", 0.05),
-    ("docs/guide/large-batches.md", "k is 512 at most", "shoal.core.periods.MOST_STEPS", 512),
+    ("docs/guide/large-batches.md", "k is 512 at most", "shoal.core.plan.MOST_STEPS", 512),
 ]
 
 

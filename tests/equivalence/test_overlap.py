@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,11 +77,11 @@ def test_a_module_waits_for_its_own_parameters_and_for_no_others(search_options,
 
     def held_back(
         routes: Routes, transfer: OwnedTransfer, work: Callable[[Comm], None], what: str
-    ) -> None:
+    ) -> Any:
         held = what == "update and return" and any(
             each.numel() == 27 for each in transfer.parameters
         )
-        later(
+        return later(
             routes,
             transfer,
             (lambda comm: may_come.wait(20) and work(comm)) if held else work,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import SampleError
-from shoal.profiling.layers import profile_model
+from shoal.profiling.layers import ProfileOptions, profile_model
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -71,7 +71,8 @@ def test_running_statistics_stay() -> None:
 def test_a_model_in_eval_mode_is_trained_and_given_back_in_eval_mode() -> None:
     model, told = Text().eval(), SimpleQueue[bool]()  # a list would be as before
     model.drop.register_forward_hook(lambda module, *_: told.put(module.training))
-    profile_model(model, token_loss, [], (ids(), ids()), ThreadComm())
+    options = ProfileOptions(row_parts=1)  # a trial of parts evaluates
+    profile_model(model, token_loss, [], (ids(), ids()), ThreadComm(), options)
     seen = [told.get() for _ in range(told.qsize())]
     assert seen and all(seen) and not any(module.training for module in model.modules())
 

@@ -17,14 +17,15 @@ from shoal.core.facts import Cluster
 from shoal.core.json_record import check_types, record_of
 from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, MOST_SECONDS, how_many, shown
 from shoal.core.outer import Outer
-from shoal.core.periods import check_periods
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.regular_files import read_text
 from shoal.core.role import Role
+from shoal.core.way import rows_and_rest
 
 FORMAT = 1
 MICRO_BATCHES = 4
+MOST_STEPS = 512  # longest period: a sum in 16 bits can count this many shares
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 _TABLES = 8  # number of layers that send their rows together
@@ -104,35 +105,8 @@ class Choice:
 
     @property
     def holder(self) -> int:
-        """Rank of a layer in a pipeline.
-
-        Examples:
-            >>> import shoal
-            >>> shoal.Choice("blocks.3.mlp", "pipeline", "+bfloat16:2").holder
-            2
-        """
+        """Rank of a layer in a pipeline: 2 of "2", or of "+bfloat16:2"."""
         return int(rows_and_rest(self.exchange)[1])
-
-
-def strategy_and_exchange(way: str) -> tuple[str, str]:
-    """Split a pin into the strategy and exchange of a `Choice`.
-
-    "replicate:ring" is split at the colon. "column+bfloat16" is split before the plus.
-    """
-    strategy, colon, exchange = way.partition(":")
-    strategy, plus, codec = strategy.partition("+")
-    return strategy, plus + codec + colon + exchange if plus else exchange
-
-
-def rows_and_rest(exchange: str) -> tuple[str, str]:
-    """Split "+bfloat16:sliced" into the codec of rows and the way tail hosts share the layer.
-
-    For any other exchange return '' and the exchange itself.
-    """
-    if not exchange.startswith("+"):
-        return "", exchange
-    codec, _, rest = exchange[1:].partition(":")
-    return codec, rest
 
 
 def _rows_before(choices: Sequence[Choice], rest: str = "") -> str:
@@ -490,6 +464,31 @@ class Plan(Layout):
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"
             ) from None
         return cls.from_json(text, source=str(path))
+
+
+def check_periods(update_every: Any, source: str) -> None:
+    """Raise PlanError unless the value maps names to numbers of steps."""
+    form = 'write for instance {"classifier.*": 4}'
+    if not isinstance(update_every, Mapping):
+        raise PlanError(
+            f"{source}: update_every is not a mapping from layers to steps",
+            got=repr(update_every)[:80],
+            do=form,
+        )
+    for pattern, every in update_every.items():
+        if not isinstance(pattern, str):
+            raise PlanError(
+                f"{source}: update_every is by the name of a layer, or a glob",
+                got=repr(pattern)[:80],
+                do=form,
+            )
+        if type(every) is not int or not 1 <= every <= MOST_STEPS:
+            raise PlanError(
+                f"{source}: the update period of {pattern!r} is no number of steps",
+                got=repr(every)[:80],
+                expected=f"a whole number from 1 to {MOST_STEPS}",
+                do=form,
+            )
 
 
 def _no_constant(name: str) -> float:

@@ -31,8 +31,7 @@ from shoal.core.facts import ModelProfile
 from shoal.core.names import matched
 from shoal.core.numbers import how_many, whole
 from shoal.core.option import Flag, option
-from shoal.core.periods import check_periods
-from shoal.core.plan import Plan
+from shoal.core.plan import Plan, check_periods
 from shoal.core.registry import named
 from shoal.engine.weights import Weigher
 from shoal.profiling.identity import trainable_layers

@@ -11,8 +11,9 @@ from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.plan import Plan, strategy_and_exchange
+from shoal.core.plan import Plan
 from shoal.core.registry import named, of
+from shoal.core.way import strategy_and_exchange
 from shoal.strategies.carried import row_codec
 
 

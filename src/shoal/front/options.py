@@ -20,9 +20,10 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, check_number, check_whole, shown
 from shoal.core.option import Flag, Option, option, options_of, read_whole
 from shoal.core.placement import BALANCED, POLICIES, Placement
-from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import of
 from shoal.core.terms import WEIGH
+from shoal.core.way import strategy_and_exchange
 from shoal.features import Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known

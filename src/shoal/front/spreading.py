@@ -23,10 +23,11 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.freed import give_back_freed
-from shoal.core.plan import Choice, Plan, rows_and_rest
+from shoal.core.plan import Choice, Plan
 from shoal.core.registry import named
 from shoal.core.side_threads import side_threads
 from shoal.core.terms import Terms
+from shoal.core.way import rows_and_rest
 from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of

@@ -16,8 +16,9 @@ from shoal.contracts.state import OF_LOSS
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile, Setting
-from shoal.core.plan import Plan, rows_and_rest
+from shoal.core.plan import Plan
 from shoal.core.registry import named
+from shoal.core.way import rows_and_rest
 from shoal.pipeline.prices import (
     WHOLE,
     RowPassage,

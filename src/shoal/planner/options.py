@@ -10,8 +10,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, Link
 from shoal.core.names import matched
-from shoal.core.plan import MICRO_BATCHES, Choice, Plan, Site, rows_and_rest, strategy_and_exchange
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan, Site
 from shoal.core.registry import named, of
+from shoal.core.way import rows_and_rest, strategy_and_exchange
 from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_carried, row_codec

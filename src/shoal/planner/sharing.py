@@ -17,8 +17,9 @@ from typing import Any
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
-from shoal.core.plan import Plan, rows_and_rest
+from shoal.core.plan import Plan
 from shoal.core.registry import named, of
+from shoal.core.way import rows_and_rest
 from shoal.planner.dealt import dealing_of, is_dealt_alone
 from shoal.planner.lossy import with_codecs
 from shoal.planner.options import micro_batches_of

@@ -18,9 +18,10 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Phase, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
-from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site, rows_and_rest
+from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site
 from shoal.core.registry import of
 from shoal.core.role import Role
+from shoal.core.way import rows_and_rest
 from shoal.planner.lanes import Lanes, Speeds
 from shoal.planner.step import Compute, Priced, StateTraffic, StepSimulation, Timeline
 from shoal.strategies.moving import phase_of

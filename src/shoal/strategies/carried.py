@@ -17,8 +17,8 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ParameterProfile
-from shoal.core.plan import rows_and_rest
 from shoal.core.registry import named, of
+from shoal.core.way import rows_and_rest
 
 
 def check_carried(layer: str, name: str, exchange: str) -> None:

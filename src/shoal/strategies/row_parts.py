@@ -84,11 +84,10 @@ class RowProbe(Probe):
     """Tries parts of the sample, if a pipeline may have some."""
 
     def measure(self, layer: Layer, trial: Trial) -> RowFacts:
-        parts = trial.row_parts
         beside_tail = trial.micro_batches is not None
-        if parts is None and not beside_tail and not uses_in(trial)[layer.name].reason:
-            parts = _FEWEST
-        return trial.once(_tried) if parts and parts > 1 else RowFacts(_UNTRIED)
+        if trial.row_parts is None and not beside_tail and not uses_in(trial)[layer.name].reason:
+            return trial.once(_tried_unasked)
+        return trial.once(_tried) if (trial.row_parts or 1) > 1 else RowFacts(_UNTRIED)
 
 
 def is_pipelined(plan: Plan) -> bool:
@@ -135,6 +134,14 @@ def row_parts_of(plan: Plan, profile: ModelProfile | None) -> RowParts:
 
 def _facts_of(profile: ModelProfile) -> RowFacts:
     return profile.layers[0].measured(RowFacts)
+
+
+def _tried_unasked(trial: Trial) -> RowFacts:
+    """Run the sample whole and in parts, for a pipeline that nobody has asked for."""
+    try:
+        return _tried(trial)
+    except Exception as error:  # forward is somebody's own, and may raise anything
+        return RowFacts(f"it cannot be tried ({type(error).__name__}: {error})"[:300])
 
 
 def _tried(trial: Trial) -> RowFacts:
