@@ -23,6 +23,7 @@ from piped import LOOPS, PIPELINE, Script, assert_same, plain, script
 from small_models import ResNet18, pictures
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD
 
 import shoal
 from shoal.comm.threads import ThreadComm
@@ -32,6 +33,7 @@ from shoal.front.joining import using
 from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.parts import RowPart, RowParts, joined
 from shoal.pipeline.run import ForwardRun
+from shoal.strategies import row_parts
 
 QUICK = [("mlp", "clipped", 2, 2), ("tied", "with evaluation", 3, 2)]
 MORE = [
@@ -230,3 +232,33 @@ def test_a_saved_plan_has_its_parts(tmp_path: Path, in_flight: set[int]) -> None
     in_flight.clear()
     (again, _), _ = parallel(tried, plan=str(tmp_path / "plan.json"))
     assert again.micro_batches == 2 and in_flight == {4}
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({}, True),
+        ({"micro_batches": 1}, False),
+        ({"strategies": ["replicate"]}, False),
+        ({"pins": {"*": "replicate"}}, False),
+        ({"pins": {"*": "pipeline"}}, False),
+        ({"pins": {"*": "pipeline"}, "micro_batches": 2}, True),
+    ],
+)
+def test_parts_are_tried_only_where_a_pipeline_may_have_them(
+    options: dict[str, Any], tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(row_parts, "_differs", lambda *call: (calls.append(call), ("", 0.0))[1])
+    model = Masked()
+    hosts = shoal.Cluster(shoal.Topology(("one", "other")), shoal.Link(1e-4, 1e8))
+    sample = (torch.ones(4, 3, dtype=torch.long), torch.ones(3, 3, dtype=torch.bool)), None
+    shoal.plan(
+        model,
+        lambda output, _: output.square().mean(),
+        SGD(model.parameters(), lr=0.1),
+        sample=sample,
+        cluster=hosts,
+        **options,
+    )
+    assert bool(calls) is tried

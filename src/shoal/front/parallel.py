@@ -353,8 +353,7 @@ def plan_by_options(
     request = request_of(options, model, facts_for(options, model, cluster))
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
-    draft = request.draft
-    how = how_profiled(options, draft.micro_batches if has_tail else None, draft)
+    how = how_profiled(request, request.draft.micro_batches if has_tail else None)
     with all_uncompiled:
         profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))

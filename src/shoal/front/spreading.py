@@ -32,13 +32,14 @@ from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
-from shoal.front.options import Options
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
 from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import extend
+from shoal.planner.dealt import way_of_dealing
 from shoal.planner.search import repredicted
+from shoal.planner.search_options import Constraints
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import ProfileOptions, profile_model
@@ -130,7 +131,9 @@ def _spread(
     keep_freed()
     session.end_gone()  # before this model is measured: they keep parts of models
     comm.reached("parallelize: measuring the model")
-    how = how_profiled(options, _micro_batches(session, request), request.draft)
+    how = how_profiled(request, _micro_batches(session, request))
+    if comm.size == 1 and how.row_parts is None:  # nothing is given to other ranks
+        how = replace(how, row_parts=1)
     profile = profiled(job, sample, comm, request.features, how)
     if terms is not None:
         profile = replace(profile, terms=replace(terms, kept=profile.terms.kept))
@@ -201,17 +204,21 @@ def follow(
     return loss
 
 
-def how_profiled(options: Options, micro_batches: int | None, draft: Plan) -> ProfileOptions:
+def how_profiled(request: Request, micro_batches: int | None) -> ProfileOptions:
     """Return the options for profiling a model.
 
     Args:
-        options: the options that are asked for.
+        request: the request.
         micro_batches: number per batch; None if the end of the model is not elsewhere.
-        draft: the draft of the plan.
     """
+    options, draft = request.options, request.draft
+    row_parts: int | None = draft.micro_batches if is_pipelined(draft) else 1
+    among = Constraints(pins=options.pins, strategies=request.usable, placement=options.placement)
+    if request.given_plan is None and way_of_dealing(among) is not None:
+        row_parts = options.micro_batches
     return ProfileOptions(
         micro_batches,
-        row_parts=draft.micro_batches if is_pipelined(draft) else options.micro_batches,
+        row_parts=row_parts,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
         counted=options.count is not None or options.weigh == "ranks",

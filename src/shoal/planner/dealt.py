@@ -42,6 +42,14 @@ class Dealing:
     parts: int = 1
 
 
+def way_of_dealing(constraints: Constraints) -> str | None:
+    """Return the strategy that may give layers to ranks unasked, if one may."""
+    if constraints.pins or constraints.placement != BALANCED:
+        return None
+    ways = known(constraints.strategies)
+    return next((name for name in ways if named(Strategy, name).role.names_ranks), None)
+
+
 def is_dealt_alone(constraints: Constraints) -> bool:
     """Return whether nothing but a pipeline is allowed."""
     return all(named(Strategy, n).role.names_ranks for n in known(constraints.strategies))
@@ -63,18 +71,17 @@ def dealing_of(
         micro_batches: parts of each rank's rows, if somebody asks for a number.
         codecs: codecs that may be used, as plans write them.
     """
-    ways = [n for n in known(constraints.strategies) if named(Strategy, n).role.names_ranks]
-    if not ways or constraints.pins or constraints.placement != BALANCED:
+    way = way_of_dealing(constraints)
+    if way is None:
         return None
     is_alone, predictor = is_dealt_alone(constraints), Predictor(profile, cluster)
-    reasons = [predictor.refusal(layer, ways[0]) for layer in profile.layers]
-    if is_alone and any(reasons):
-        return Dealing({"*": ways[0]})  # which says why it cannot be
+    if is_alone and any(predictor.refusal(layer, way) for layer in profile.layers):
+        return Dealing({"*": way})  # the search says why it cannot be
 
     def holders(passage: RowPassage) -> dict[str, int] | None:
         if is_alone:
             return holders_of(profile, cluster, passage=passage)
-        return unasked_holders(predictor, ways[0], passage)
+        return unasked_holders(predictor, way, passage)
 
     tried = [
         found
@@ -85,12 +92,12 @@ def dealing_of(
         return None
     dealt, setting, _ = min(tried, key=lambda found: found[2] * (1 + WORTH * bool(found[1].codec)))
     before = f"+{setting.codec}" if setting.codec else ""
-    pins = {name: f"{ways[0]}{before}:{rank}" for name, rank in dealt.items()}
+    pins = {name: f"{way}{before}:{rank}" for name, rank in dealt.items()}
     return Dealing(pins, setting.parts)
 
 
 def _rows_codec(codecs: Sequence[str]) -> list[str]:
-    """Return the codec for what crosses: of those that may have it the one that is off least."""
+    """Return the codec for values that cross: the nearest one that may code them."""
     able = [codec for codec in map(codec_named, codecs) if codec.by_value]
     return [str(min(able, key=lambda codec: codec.most_error))] if able else []
 

@@ -414,9 +414,8 @@ def measured(
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     request = request_of(asked, model, facts_for(asked, model, cluster))
     job = job_of(request, objective.loss_fn, [optimizer])
-    draft = request.draft
-    at_tail = draft.micro_batches if session.other(TailHosts) else None
-    how = how_profiled(asked, at_tail, draft)
+    at_tail = request.draft.micro_batches if session.other(TailHosts) else None
+    how = how_profiled(request, at_tail)
     profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
