@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from pipeline_trials import (
     PINS,
     SOON_S,
@@ -142,11 +141,6 @@ def _with_other_arguments(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -
     loss_fn(model(x=x) if rank else model(x), y).backward()
 
 
-def _without_gradients(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> None:
-    with torch.set_grad_enabled(rank == 0):
-        loss_fn(model(x), y)
-
-
 @pytest.mark.parametrize(
     ("does", "said"),
     [
@@ -157,7 +151,6 @@ def _without_gradients(rank: int, model: Any, loss_fn: Any, x: Any, y: Any) -> N
         (_in_other_modes, "in training: "),
         (_of_other_types, r"dimensions of torch\.float"),
         (_with_other_arguments, r"arguments: .*'x'"),
-        pytest.param(_without_gradients, "pipeline: forward", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_do_other_things_are_told(does: Callable[..., None], said: str) -> None:

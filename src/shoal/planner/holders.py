@@ -192,14 +192,15 @@ def in_runs(
     ends = np.concatenate([[0.0], np.cumsum(seconds)])
     lengths = ends[None, :] - ends[:, None]  # seconds of the run between two places
     lengths = np.where(np.tri(len(ends), dtype=bool), np.inf, lengths)  # a run has a layer
-    longest = [lengths * pace for pace in paces]
-    shortest, _ = _least(longest, np.maximum)
+    longest = {pace: lengths * pace for pace in set(paces)}
+    shortest, _ = _least([longest[pace] for pace in paces], np.maximum)
     crossing = np.append(sizes, 0.0)[:, None]
     crossing[0] = 0.0
     found = []
     for slack in slacks:
         limit = shortest * slack * (1 + _ROUNDING)
-        _, begins = _least([np.where(each <= limit, crossing, np.inf) for each in longest], np.add)
+        fits = {pace: np.where(each <= limit, crossing, np.inf) for pace, each in longest.items()}
+        _, begins = _least([fits[pace] for pace in paces], np.add)
         places = pairwise([*begins, len(chain)])
         found.append([rank for rank, (begin, end) in enumerate(places) for _ in range(begin, end)])
     return found
