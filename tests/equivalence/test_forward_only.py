@@ -98,3 +98,24 @@ def test_a_model_that_has_nothing_to_train_names_the_way() -> None:
         other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
         with pytest.raises(UsageError, match="give None for the optimizer"):
             shoal.parallelize(model, None, other, sample=(torch.ones(2, 2), None))
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", "column"])
+def test_gradients_are_those_of_one_process_for_uneven_rows(way: str) -> None:
+    alone = built(lambda: nn.Linear(7, 3))
+    F.cross_entropy(alone(X), Y).backward()
+
+    def work(comm: ThreadComm) -> Tensor | None:
+        model, (x, y) = built(lambda: nn.Linear(7, 3)), rows_of((X, Y), comm.rank, 2, True)
+        with using(comm, cluster_of(2)):
+            model, loss_fn, _ = shoal.parallelize(
+                model, F.cross_entropy, None, sample=(x, y), pins={"*": way}
+            )
+            loss_fn(model(x), y).backward()
+            gradient: Tensor | None = model.weight.grad
+            return gradient
+
+    expected = alone.weight.grad
+    assert expected is not None
+    for gradient in on_threads(2, work):
+        assert gradient is not None and (gradient - expected).abs().max() <= 1e-10

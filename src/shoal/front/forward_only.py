@@ -19,7 +19,6 @@ from torch.optim import SGD, Optimizer
 from shoal.contracts.batch import tensors_of
 from shoal.contracts.strategy import Strategy
 from shoal.core.registry import named
-from shoal.core.terms import WEIGH
 from shoal.front.options import AUTO, Options
 from shoal.planner.options import known
 
@@ -29,7 +28,7 @@ def for_use(options: Options) -> Options:
     usable = tuple(name for name in known(options.strategies) if not _is_elsewhere(name))
     if options.plan != AUTO or options.compute_loss is not None or not usable:
         return options
-    return replace(options, strategies=usable, count=None, weigh=WEIGH[1])
+    return replace(options, strategies=usable)
 
 
 def mean_of_output(output: Any, target: Any) -> Tensor:
