@@ -6,6 +6,7 @@ The other ranks wait in the next forward, or are at the end of their program.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import threading
@@ -146,13 +147,17 @@ def in_one_process(way: str, habit: Habit, ranks: int) -> tuple[list[Seen], Seen
     return seen, dict(model.state_dict())
 
 
+def cluster_of(ranks: int) -> Cluster:
+    hosts = tuple(f"host{rank}" for rank in range(ranks))
+    return Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)
+
+
 def on_ranks(way: str, work: Callable[..., Any], ranks: int = 2, **options: Any) -> list[Any]:
     """Each rank's result of `work(rank, model, loss_fn, optimizer)` on a model in parts."""
     whole = built(way)  # ranks share torch's random numbers
 
     def of_rank(comm: ThreadComm) -> Any:
-        hosts = tuple(f"host{rank}" for rank in range(ranks))
-        with using(comm, Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)):
+        with using(comm, cluster_of(ranks)):
             model = copy.deepcopy(whole)
             model, loss_fn, optimizer = shoal.parallelize(
                 model,
@@ -225,6 +230,24 @@ def test_ranks_with_unlike_numbers_of_batches_evaluate_exactly() -> None:
     for outputs in on_ranks("column", work, 3):
         for output, wanted in zip(outputs, expected, strict=False):
             assert torch.allclose(output, wanted, rtol=0, atol=1e-10)
+
+
+def test_a_model_that_is_only_used_is_served_by_ranks_that_have_left_it() -> None:
+    whole, (x, _) = built("column"), batch("column", 0, 0)
+
+    def of_rank(comm: ThreadComm) -> Tensor | None:
+        with using(comm, cluster_of(2)):
+            model = copy.deepcopy(whole)
+            shoal.parallelize(model, None, None, sample=(x, None), pins={"0": "column"})
+            if comm.rank:
+                del model
+                gc.collect()
+                return None
+            with torch.no_grad():
+                return model(x).clone()
+
+    output, _ = run(2, of_rank, timeout_s=20)
+    assert torch.allclose(output, whole(x), rtol=0, atol=1e-10)
 
 
 def test_all_ranks_together_read_as_before(caplog: pytest.LogCaptureFixture) -> None:
