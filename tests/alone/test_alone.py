@@ -10,6 +10,7 @@ import gc
 import io
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -293,17 +294,58 @@ def test_a_rank_reads_behind_its_step_while_others_are_late() -> None:
     assert_equal(seen, dict(model.state_dict()))
 
 
-def test_values_that_others_have_changed_since_are_an_error() -> None:
+@pytest.mark.parametrize(("way", "layer"), [("column", 0), ("head", 4)], ids=["cut", "and owned"])
+def test_values_that_others_have_changed_since_are_an_error(way: str, layer: int) -> None:
     def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(way, rank, 0)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
         if rank:
             with torch.no_grad():
-                model[0].weight.mul_(2.0)
+                model[layer].weight.mul_(2.0)
         else:
             model.state_dict()
 
     with pytest.raises(RanksDiffer, match="of which rank 1 has other ones") as caught:
-        on_ranks("column", work)
-    assert "after step 0, 1 changes later" in str(caught.value)
+        on_ranks(way, work)
+    assert "after step 1, 1 changes later" in str(caught.value)
+
+
+class PausingAdam(Adam):
+    """Pauses in the middle of a step, once it is told to."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pauses: Callable[[], object] = bool
+
+    def step(self, closure: Any = None) -> Any:
+        self.pauses()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["column", "pipeline"])
+def test_nothing_is_read_in_the_middle_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(f"{__name__}.Adam", PausingAdam)
+    inside = threading.Event()
+
+    def pause() -> None:
+        inside.set()
+        time.sleep(1.0)
+
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(way, rank, 0)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        if rank:
+            optimizer.pauses = pause
+            optimizer.step()
+        else:
+            inside.wait(10)
+            model.state_dict()
+
+    with pytest.raises(RanksDiffer, match="rank 1: after step 2, 0 changes later"):
+        on_ranks(way, work)
 
 
 @pytest.mark.parametrize("way", ["column", "pipeline"])
