@@ -43,10 +43,7 @@ class LossOfRanks:
         rows = self._counted() - before
         own = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         told: list[tuple[float, float]] = self._comm.gather_objects((own, rows), _LABEL)
-        if self._summed:
-            total = sum(value for value, _ in told)
-        else:
-            total = _mean(told)
+        total = sum(value for value, _ in told) if self._summed else _mean(told)
         if not isinstance(loss, Tensor):
             return total
         return torch.tensor(total, dtype=loss.dtype, device=loss.device)
