@@ -6,9 +6,11 @@ The other ranks wait in the next forward, or are at the end of their program.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,13 +148,17 @@ def in_one_process(way: str, habit: Habit, ranks: int) -> tuple[list[Seen], Seen
     return seen, dict(model.state_dict())
 
 
+def cluster_of(ranks: int) -> Cluster:
+    hosts = tuple(f"host{rank}" for rank in range(ranks))
+    return Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)
+
+
 def on_ranks(way: str, work: Callable[..., Any], ranks: int = 2, **options: Any) -> list[Any]:
     """Each rank's result of `work(rank, model, loss_fn, optimizer)` on a model in parts."""
     whole = built(way)  # ranks share torch's random numbers
 
     def of_rank(comm: ThreadComm) -> Any:
-        hosts = tuple(f"host{rank}" for rank in range(ranks))
-        with using(comm, Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)):
+        with using(comm, cluster_of(ranks)):
             model = copy.deepcopy(whole)
             model, loss_fn, optimizer = shoal.parallelize(
                 model,
@@ -227,6 +233,24 @@ def test_ranks_with_unlike_numbers_of_batches_evaluate_exactly() -> None:
             assert torch.allclose(output, wanted, rtol=0, atol=1e-10)
 
 
+def test_a_model_that_is_only_used_is_served_by_ranks_that_have_left_it() -> None:
+    whole, (x, _) = built("column"), batch("column", 0, 0)
+
+    def of_rank(comm: ThreadComm) -> Tensor | None:
+        with using(comm, cluster_of(2)):
+            model = copy.deepcopy(whole)
+            shoal.parallelize(model, None, None, sample=(x, None), pins={"0": "column"})
+            if comm.rank:
+                del model
+                gc.collect()
+                return None
+            with torch.no_grad():
+                return model(x).clone()
+
+    output, _ = run(2, of_rank, timeout_s=20)
+    assert torch.allclose(output, whole(x), rtol=0, atol=1e-10)
+
+
 def test_all_ranks_together_read_as_before(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody is alone, also behind a call in which one was."""
 
@@ -270,17 +294,58 @@ def test_a_rank_reads_behind_its_step_while_others_are_late() -> None:
     assert_equal(seen, dict(model.state_dict()))
 
 
-def test_values_that_others_have_changed_since_are_an_error() -> None:
+@pytest.mark.parametrize(("way", "layer"), [("column", 0), ("head", 4)], ids=["cut", "and owned"])
+def test_values_that_others_have_changed_since_are_an_error(way: str, layer: int) -> None:
     def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(way, rank, 0)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
         if rank:
             with torch.no_grad():
-                model[0].weight.mul_(2.0)
+                model[layer].weight.mul_(2.0)
         else:
             model.state_dict()
 
     with pytest.raises(RanksDiffer, match="of which rank 1 has other ones") as caught:
-        on_ranks("column", work)
-    assert "after step 0, 1 changes later" in str(caught.value)
+        on_ranks(way, work)
+    assert "after step 1, 1 changes later" in str(caught.value)
+
+
+class PausingAdam(Adam):
+    """Pauses in the middle of a step, once it is told to."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pauses: Callable[[], object] = bool
+
+    def step(self, closure: Any = None) -> Any:
+        self.pauses()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["column", "pipeline"])
+def test_nothing_is_read_in_the_middle_of_a_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(f"{__name__}.Adam", PausingAdam)
+    inside = threading.Event()
+
+    def pause() -> None:
+        inside.set()
+        time.sleep(1.0)
+
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(way, rank, 0)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        if rank:
+            optimizer.pauses = pause
+            optimizer.step()
+        else:
+            inside.wait(10)
+            model.state_dict()
+
+    with pytest.raises(RanksDiffer, match="rank 1: after step 2, 0 changes later"):
+        on_ranks(way, work)
 
 
 @pytest.mark.parametrize("way", ["column", "pipeline"])

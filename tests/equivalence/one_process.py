@@ -62,6 +62,7 @@ ALL_CUTS = [name for name, kind in HERE.items() if kind.role.is_cut and name != 
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]
 OTHERS = [name for name, kind in of(Strategy).items() if kind.role is Role.LAYER]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
+AUTO = "auto"  # no pins: the planner chooses
 # for circumstances in which every rank calls every layer as often as the others
 EVERY_RANK = [*WAYS, *CUTS]
 # for circumstances that no owner can tell apart
@@ -118,6 +119,7 @@ class Training:
     compute_loss: Callable[[Any, Any], Tensor] | None = None  # with loss_fn=None
     placement: str | dict[str, int] = "balanced"
     search_options: SearchOptions = DEFAULT
+    has_sample: bool = True  # else the first batch is measured
 
     def alone(self) -> State:
         """The state after training in one process, without shoal."""
@@ -144,7 +146,7 @@ class Training:
                     model,
                     copy.deepcopy(self.loss_fn),  # a module's hooks are one rank's
                     self.optimizer(model.parameters()),
-                    sample=mine[0],
+                    sample=mine[0] if self.has_sample else None,
                     pins=pins,
                     count=self.count,
                     weigh=self.weigh,
@@ -159,8 +161,10 @@ class Training:
 
     def pins_of(self, way: str, ranks: int) -> dict[str, str]:
         """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves,
-        ring elsewhere.
+        ring elsewhere. None for AUTO.
         """
+        if way == AUTO:
+            return {}
         strategy, _, exchange = way.partition(":")
         if strategy in BUCKETED:
             return {"*": way}
@@ -227,6 +231,8 @@ def servers_of(way: str, ranks: int) -> int:
     """How many servers a way needs: fewer than there are workers where it can, so that these own
     something too.
     """
+    if way == AUTO:
+        return 0
     strategy, _ = strategy_and_exchange(way.partition(", ")[0])
     return (ranks + 1) // 2 if of(Strategy)[strategy].role.takes_servers else 0
 
@@ -300,10 +306,15 @@ def assert_same(
     `expected` is what one process gets, where that is known already.
     """
     expected, got = expected or training.alone(), training.on_ranks(ranks, way, uneven=uneven)
+    assert_trained(state(training.model), expected, got, within)
+
+
+def assert_trained(
+    start: State, expected: State, got: Sequence[State], within: float = 1e-10
+) -> None:
+    """Ranks have what one process has, and every rank the same bits; from `start` it is far."""
     assert_same_bits(got)
-    assert difference(state(training.model), expected) > 1e-3, (
-        "training changed nothing, so nothing was compared"
-    )
+    assert difference(start, expected) > 1e-3, "training changed nothing, so nothing was compared"
     error = difference(expected, got[0])
     assert error <= within, f"{error:.1e} from one process, more than {within:g}"
 

@@ -13,15 +13,15 @@ from one_process import (
     State,
     Training,
     assert_same,
-    assert_same_bits,
+    assert_trained,
     built,
     cluster_of,
-    difference,
     features,
     integers,
     mlp,
     numbers,
     on_threads,
+    plain,
     rows_of,
     sgd,
     state,
@@ -131,13 +131,6 @@ def a_block_around(model: Any) -> Any:
     return model
 
 
-def ordinary(model: Any, loss_fn: Any, optimizer: Any, batches: Any) -> None:
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [whole, in_place, a_block, a_block_around])
 @pytest.mark.parametrize("way", ["replicate", "sliced", "column"])
@@ -145,8 +138,7 @@ def ordinary(model: Any, loss_fn: Any, optimizer: Any, batches: Any) -> None:
 def test_what_was_compiled_before_is_compiled_anew(compiled: Any, way: str, used: bool) -> None:
     """The caller's own name trains, and `parallelize` gives it back."""
     batches = features(7, 4)
-    alone = built(Two)
-    ordinary(alone, F.cross_entropy, sgd(alone.parameters()), batches)
+    expected = Training(model=built(Two), batches=batches).alone()
     torch.compiler.reset()
 
     def work(comm: ThreadComm) -> State:
@@ -168,15 +160,13 @@ def test_what_was_compiled_before_is_compiled_anew(compiled: Any, way: str, used
             assert got is model and shoal.is_parallelized(model)
             torch._dynamo.utils.counters.clear()
             comm.gather_objects(None, "all have begun")
-            ordinary(model, loss_fn, optimizer, mine)
+            plain(model, loss_fn, optimizer, mine)
             return state(plain_one)
 
     ranks = on_threads(2, work)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
-    assert_same_bits(ranks)
-    names = [name.replace("_orig_mod.", "") for name in ranks[0]]
-    expected = state(alone)
-    assert difference(expected, dict(zip(names, ranks[0].values(), strict=True))) <= 1e-10
+    got = [{name.replace("_orig_mod.", ""): t for name, t in own.items()} for own in ranks]
+    assert_trained(state(built(Two)), expected, got)
 
 
 def test_what_is_asked_of_a_model_that_was_compiled_since():

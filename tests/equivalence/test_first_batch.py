@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    AUTO,
     State,
-    assert_same_bits,
+    Training,
+    assert_same,
     built,
     cluster_of,
     difference,
@@ -30,6 +32,7 @@ from shoal.core.errors import UsageError
 from shoal.front.joining import using
 
 BATCHES = features(7, 3)
+SAMPLED = pytest.mark.parametrize("has_sample", [False, True], ids=["first", "sample"])
 
 
 def of_pair(model: nn.Module, batch: Any) -> Tensor:
@@ -60,40 +63,29 @@ def plain(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
         optimizer.step()
 
 
-def trained(
-    loop: Callable[..., None], compute_loss: Any, ranks: int = 2, **how: Any
-) -> tuple[State, list[State]]:
-    """The state after one process by itself, and those of ranks."""
-    alone = built(mlp)
-    loop(alone, compute_loss, sgd(alone.parameters()), BATCHES)
-    copies = [built(mlp) for _ in range(ranks)]
-
-    def work(comm: ThreadComm) -> State:
-        model, mine = copies[comm.rank], [rows_of(b, comm.rank, ranks, True) for b in BATCHES]
-        with using(comm, cluster_of(ranks)):
-            options = dict(how)
-            if "sample" in how:
-                options["sample"] = how["sample"](mine[0])
-            model, computed, optimizer = shoal.parallelize(
-                model, None, sgd(model.parameters()), compute_loss=compute_loss, **options
-            )
-            loop(model, computed, optimizer, mine)
-            assert shoal.is_parallelized(model) and shoal.plan_of(model) is not None
-            return state(model)
-
-    return state(alone), on_threads(ranks, work)
-
-
-def check(loop: Callable[..., None], compute_loss: Any, **how: Any) -> None:
-    alone, ranks = trained(loop, compute_loss, **how)
-    assert_same_bits(ranks)
-    assert difference(alone, ranks[0]) <= 1e-10
-    assert difference(state(built(mlp)), alone) > 1e-3
+def check(
+    loop: Callable[..., None],
+    compute_loss: Any,
+    way: str = AUTO,
+    *,
+    has_sample: bool = False,
+    count: Any = None,
+) -> None:
+    training = Training(
+        model=built(mlp),
+        batches=BATCHES,
+        loss_fn=None,
+        compute_loss=compute_loss,
+        count=count,
+        loop=loop,
+        has_sample=has_sample,
+    )
+    assert_same(training, 2, way, uneven=True)
 
 
 @pytest.mark.parametrize("way", ["replicate", "sliced", "factor", "column"])
 def test_the_first_batch_is_the_sample(way: str) -> None:
-    check(plain, of_pair, pins={"2": way})
+    check(plain, of_pair, way)
 
 
 def unpacked(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
@@ -103,10 +95,10 @@ def unpacked(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("how", [{}, {"sample": lambda pair: pair}], ids=["first", "sample"])
+@SAMPLED
 @pytest.mark.parametrize("count", [None, lambda x, y: 3 * len(y)], ids=["rows", "count"])
-def test_arguments_that_have_rows_are_the_batch(how: Any, count: Any) -> None:
-    check(unpacked, of_three, count=count, **how)
+def test_arguments_that_have_rows_are_the_batch(has_sample: bool, count: Any) -> None:
+    check(unpacked, of_three, count=count, has_sample=has_sample)
 
 
 def beside(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
@@ -127,9 +119,9 @@ def named(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("how", [{}, {"sample": lambda pair: pair}], ids=["first", "sample"])
-def test_the_batch_may_be_given_by_its_name(how: Any) -> None:
-    check(named, of_pair, **how)
+@SAMPLED
+def test_the_batch_may_be_given_by_its_name(has_sample: bool) -> None:
+    check(named, of_pair, has_sample=has_sample)
 
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
@@ -147,8 +139,8 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
 
 @pytest.mark.parametrize("way", ["replicate", "column"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("how", [{}, {"sample": lambda pair: pair}], ids=["first", "sample"])
-def test_more_than_a_loss(form: str, how: Any, way: str) -> None:
+@SAMPLED
+def test_more_than_a_loss(form: str, has_sample: bool, way: str) -> None:
     make, loss_of = FORMS[form]
 
     def computes(model: nn.Module, batch: Any) -> Any:
@@ -161,7 +153,7 @@ def test_more_than_a_loss(form: str, how: Any, way: str) -> None:
             loss_of(compute(model, batch)).backward()
             optimizer.step()
 
-    check(loop, computes, pins={"2": way}, **how)
+    check(loop, computes, way, has_sample=has_sample)
 
 
 def test_a_sum_with_more() -> None:
@@ -207,7 +199,7 @@ def unsynced(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
 @pytest.mark.parametrize("loop", [accumulated, unsynced])
 @pytest.mark.parametrize("way", ["replicate", "sliced"])
 def test_the_first_batch_is_one_of_several_in_a_step(loop: Any, way: str) -> None:
-    check(loop, of_pair, pins={"*": way})
+    check(loop, of_pair, way)
 
 
 def test_a_step_before_the_first_batch_is_refused_and_evaluation_is_free() -> None:

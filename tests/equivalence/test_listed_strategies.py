@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from one_process import (
     State,
-    assert_same_bits,
+    Training,
+    assert_trained,
     built,
     cluster_of,
-    difference,
     features,
     on_threads,
     plain,
@@ -20,7 +20,6 @@ from one_process import (
     state,
 )
 from torch import nn
-from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
@@ -35,6 +34,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.LayerNorm(9), nn.Linear(9, 3))
 
 
+def expected() -> State:
+    return Training(model=built(network), batches=BATCHES).alone()
+
+
 @pytest.mark.parametrize(
     ("listed", "served"),
     [
@@ -45,9 +48,6 @@ def network() -> nn.Module:
     ],
 )
 def test_what_they_do_not_fit_is_replicated(listed: list[str], served: list[str]) -> None:
-    alone = built(network)
-    plain(alone, F.cross_entropy, sgd(alone.parameters()), BATCHES)
-
     def work(comm: ThreadComm) -> tuple[list[str], State]:
         model, mine = built(network), [rows_of(b, comm.rank, 2, True) for b in BATCHES]
         with using(comm, cluster_of(2)):
@@ -66,17 +66,13 @@ def test_what_they_do_not_fit_is_replicated(listed: list[str], served: list[str]
 
     ranks = on_threads(2, work)
     assert [ways for ways, _ in ranks] == [served] * 2
-    assert_same_bits([of_rank for _, of_rank in ranks])
-    assert difference(state(alone), ranks[0][1]) <= 1e-10
+    assert_trained(state(built(network)), expected(), [of_rank for _, of_rank in ranks])
 
 
 @pytest.mark.parametrize(
     "pin", ["factor", "column", "sliced", "replicate:ring", "replicate:direct+bfloat16"]
 )
 def test_pins_win_over_a_given_plan(pin: str, tmp_path: Path) -> None:
-    alone = built(network)
-    plain(alone, F.cross_entropy, sgd(alone.parameters()), BATCHES)
-
     def work(comm: ThreadComm) -> State:
         mine = [rows_of(b, comm.rank, 2, True) for b in BATCHES]
 
@@ -102,6 +98,5 @@ def test_pins_win_over_a_given_plan(pin: str, tmp_path: Path) -> None:
                 parallelized(built(network), plan=path, pins={"2": "row"})
             return state(model)
 
-    ranks = on_threads(2, work)
-    assert_same_bits(ranks)
-    assert difference(state(alone), ranks[0]) <= (1e-2 if "bfloat16" in pin else 1e-10)
+    within = 1e-2 if "bfloat16" in pin else 1e-10
+    assert_trained(state(built(network)), expected(), on_threads(2, work), within)

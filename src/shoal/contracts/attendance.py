@@ -75,8 +75,11 @@ class Attendance(ABC):
 
     @abstractmethod
     def step_begins(self) -> None:
-        """Keep parts from being read until `step_ends`."""
+        """Keep parts from being read until `step_ends`. Each part of an optimizer calls both."""
 
     @abstractmethod
     def step_ends(self) -> None:
-        """Let parts be read, which have changed. May be called again, or without `step_begins`."""
+        """Let parts be read, which have changed, once all have called it.
+
+        Further calls do nothing.
+        """

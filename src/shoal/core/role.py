@@ -89,6 +89,11 @@ class Role(Enum):
         return self is Role.PIPELINE
 
     @property
+    def runs_elsewhere(self) -> bool:
+        """Whether other ranks, or tail hosts, run the layers in a rank's call of the model."""
+        return self.is_at_tail or self.names_ranks
+
+    @property
     def fits_tail_hosts(self) -> bool:
         """Whether tail hosts can share a layer so: it needs no hosts but those that run it."""
-        return not (self.takes_servers or self.is_at_tail or self.names_ranks)
+        return not (self.takes_servers or self.runs_elsewhere)

@@ -97,6 +97,7 @@ class LaneAttendance(Attendance):
         self._lane = Lane(comm, "attendance", device)
         self._meeting = threading.Lock()  # held while a meeting begins
         self._begun = 0
+        self._stepping = 0  # parts of an optimizer that are in a step
         self._summons = _Summons()
         self._main = threading.get_ident()
         self._has_told = False
@@ -153,13 +154,16 @@ class LaneAttendance(Attendance):
 
     def step_begins(self) -> None:
         self.parts.lock.acquire()
+        self._stepping += 1
         self.parts.free()
 
     def step_ends(self) -> None:
-        parts = self.parts
-        if parts.lock._is_owned():  # type: ignore[attr-defined]
-            parts.stamp = parts.stamp[0] + 1, 0
-            parts.lock.release()
+        if not self._stepping:
+            return
+        self._stepping -= 1
+        if not self._stepping:
+            self.parts.stamp = self.steps + 1, 0
+        self.parts.lock.release()
 
     def drain(self) -> None:
         """Do nothing: the lane works for other ranks alone."""
@@ -188,7 +192,7 @@ class LaneAttendance(Attendance):
         meeting = _RankMeeting([_Statement(number, digest, request) for number in numbers])
         with self._meeting:
             errand = self._begin(meeting)
-        if not errand.is_done(_AT_ONCE_S):
+        if not errand.ended.wait(_AT_ONCE_S):
             self._comm.check(purpose, errand.number)
         errand.wait(purpose)
         self._comm.reached(purpose)

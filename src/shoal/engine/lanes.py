@@ -55,7 +55,7 @@ class Errand:
         self._process = os.getpid()
         self._queued = this_moment(device)
         self._computed: torch.Event | None = None
-        self._done = self.ended = threading.Event()
+        self.ended = threading.Event()
         self._error: BaseException | None = None
         self._heard = False  # somebody was told of the error
 
@@ -68,12 +68,12 @@ class Errand:
             self._computed = this_moment(self._device)
         except BaseException as error:
             self._error = error
-        self._done.set()
+        self.ended.set()
 
     def give_up(self) -> None:
         """It will not be done: whoever waits for it need not."""
         self._error = WorldError("this rank has ended")
-        self._done.set()
+        self.ended.set()
 
     def result(self) -> None:
         """Block until it is done, and raise its very error.
@@ -81,15 +81,11 @@ class Errand:
         Nothing is said of it: the rank waits for something else.
         """
         self._check_process()
-        self._done.wait()
+        self.ended.wait()
         if self._error is not None:
             self._heard = True
             raise self._error
         after(self._computed, self._device)
-
-    def is_done(self, within_s: float) -> bool:
-        """Wait so long for its end at most; whether that has come."""
-        return self._done.wait(within_s)
 
     def failed(self) -> bool:
         """Whether it has ended with an error."""
@@ -105,7 +101,7 @@ class Errand:
         `meanwhile` is called now and then.
         """
         self._check_process()
-        if not self._done.wait(_POLL_S):
+        if not self.ended.wait(_POLL_S):
             self._wait_long(where, meanwhile)
         if self._error is not None:
             self._heard = True
@@ -117,13 +113,13 @@ class Errand:
             self._comm.check(where, self.number)
             if meanwhile is not None:
                 meanwhile()
-            if self._done.wait(_POLL_S):
+            if self.ended.wait(_POLL_S):
                 break
         self._comm.reached(where)
 
     def _check_process(self) -> None:
         """Raise WorldError in a process that was forked meanwhile, whose lanes have no threads."""
-        if not self._done.is_set():
+        if not self.ended.is_set():
             _check_process(self._process)
 
     def finish(self, where: str) -> None:

@@ -9,7 +9,6 @@ Guarded by tests/equivalence/test_first_batch.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
@@ -20,13 +19,12 @@ from torch import nn
 
 from shoal.contracts.batch_loss import BatchLoss, takes
 from shoal.core.eager import eager, keep_eager
-from shoal.core.errors import UsageError
 from shoal.front.options import Options
 from shoal.front.request import Request
 from shoal.front.spreading import job_of, spread
 from shoal.optim.extend import extend
 from shoal.session.additions import add
-from shoal.session.compiled import uncompiled
+from shoal.session.computed import called_instead, own_model
 from shoal.session.job import TrainingJob
 from shoal.session.pending import end_waiting, pending_of, wait_for_batch
 from shoal.session.session import Session
@@ -64,14 +62,9 @@ def by_first_batch(
     wait_for_batch(job.model, job.optimizers)
     keep_eager()
     first = _FirstBatch(session, job, request, then)
-    given: Any = job.loss
-
-    @functools.wraps(given.forward if isinstance(given, nn.Module) else given)
-    def wrapped(model: nn.Module, /, *batch: Any, **named: Any) -> Any:
-        return first(model, batch, named)
-
-    wrapped.__dict__[COUNTED] = first
-    return wrapped
+    function = called_instead(job.loss, first)
+    function.__dict__[COUNTED] = first
+    return function
 
 
 @final
@@ -97,7 +90,7 @@ class _FirstBatch:
         return self._asked is not None if counted is None else bool(counted.weighs)
 
     @eager
-    def __call__(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, /, *batch: Any, **named: Any) -> Any:
         if self._asked is not None and torch.is_grad_enabled():
             asked, own = self._asked, self._model()
             if own is not None and pending_of(own) is not None:
@@ -116,13 +109,7 @@ class _FirstBatch:
     ) -> None:
         """Measure this batch, and follow the plan that it leads to."""
         session, options = self._session, request.options
-        if uncompiled(model) is not job.model:
-            raise UsageError(
-                "compute_loss is called with another model than the one that was parallelised "
-                "with it",
-                got=type(model).__name__,
-                do="call it with the model that parallelize returned",
-            )
+        own_model(model, job.model)
         assert isinstance(options.compute_loss, BatchLoss)
         compute_loss, sample = options.compute_loss.of(batch, named)
         count = compute_loss.count(options.count)

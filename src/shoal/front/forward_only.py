@@ -7,7 +7,7 @@ parameter trains, or does not, as before. Guarded by tests/equivalence/test_forw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,9 +23,14 @@ from shoal.front.options import AUTO, Options
 from shoal.planner.options import known
 
 
+def run_here(strategies: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the known ones of these strategies by which each rank runs all of its own calls."""
+    return tuple(n for n in known(strategies) if not named(Strategy, n).role.runs_elsewhere)
+
+
 def for_use(options: Options) -> Options:
     """Return options for a model that is only used: every rank calls all of it."""
-    usable = tuple(name for name in known(options.strategies) if not _is_elsewhere(name))
+    usable = run_here(options.strategies)
     if options.plan != AUTO or options.compute_loss is not None or not usable:
         return options
     return replace(options, strategies=usable)
@@ -53,8 +58,3 @@ def thawed(model: nn.Module) -> Iterator[Optimizer]:
     finally:
         for parameter, trained in before:
             parameter.requires_grad_(trained)
-
-
-def _is_elsewhere(name: str) -> bool:
-    role = named(Strategy, name).role
-    return role.names_ranks or role.is_at_tail

@@ -25,6 +25,7 @@ from shoal.core.errors import SampleError, UsageError
 from shoal.core.registry import named
 from shoal.core.terms import INPUT, TARGET, LossOfParts, Targets, Terms
 from shoal.features import UpdateEvery
+from shoal.front.forward_only import run_here
 from shoal.front.options import AUTO, Options
 from shoal.front.request import Request, request_of
 from shoal.front.spreading import job_of, spread
@@ -54,7 +55,7 @@ def spread_loss(
 ) -> tuple[TrainingJob, Request]:
     """Parallelise a loss as a model. Return the job and the request for the model itself."""
     options = _of_model(request, loss)
-    listed = tuple(known(options.strategies))
+    listed = known(options.strategies)
     request = replace(request, usable=tuple(n for n in request.usable if n in listed))
     output, y = _output(session, job, sample)
     terms = _terms(session, loss, output, y)
@@ -97,13 +98,9 @@ class _LearningLoss(StaysBehind):
 
 def _of_model(request: Request, loss: nn.Module) -> Options:
     """Return options for the model by which every rank computes the loss."""
-
-    def is_elsewhere(name: str) -> bool:
-        role = named(Strategy, name).role
-        return role.names_ranks or role.is_at_tail
-
-    usable = [name for name in known(request.options.strategies) if not is_elsewhere(name)]
-    if not usable or any(is_elsewhere(choice.strategy) for choice in request.draft.choices):
+    usable = run_here(request.options.strategies)
+    pinned = [named(Strategy, choice.strategy).role for choice in request.draft.choices]
+    if not usable or any(role.runs_elsewhere for role in pinned):
         raise UsageError(
             "the loss has a trainable parameter that is not the model's, and other ranks or hosts "
             "compute the loss",
@@ -111,7 +108,7 @@ def _of_model(request: Request, loss: nn.Module) -> Options:
             do="leave a pipeline or stage out, or make it a part of the model before parallelize: "
             "model.loss = loss_fn",
         )
-    return replace(request.options, strategies=tuple(usable))
+    return replace(request.options, strategies=usable)
 
 
 def _output(session: Session, job: TrainingJob, sample: Any) -> tuple[Any, Any]:

@@ -1,12 +1,12 @@
 """Optimizers that steer by a closure's loss (LBFGS): every rank gives them the mean of all ranks.
 
-A rank's own loss differs, so ranks would search along lines of their own. Costs one number from
+A rank's own loss differs, so ranks would search along lines of their own. Costs two numbers from
 each rank for each call of the closure. Guarded by tests/equivalence/test_lbfgs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -43,19 +43,18 @@ class LossOfRanks:
         rows = self._counted() - before
         own = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         told: list[tuple[float, float]] = self._comm.gather_objects((own, rows), _LABEL)
-        if self._summed:
-            total = sum(value for value, _ in told)
-        else:
-            weights = [rows for _, rows in told] if any(rows for _, rows in told) else None
-            total = _mean([value for value, _ in told], weights)
+        total = sum(value for value, _ in told) if self._summed else _mean(told)
         if not isinstance(loss, Tensor):
             return total
         return torch.tensor(total, dtype=loss.dtype, device=loss.device)
 
 
-def _mean(values: list[float], weights: list[float] | None) -> float:
-    """Return the mean of the values. A rank without rows may have NaN, which does not count."""
-    if weights is None:
-        return sum(values) / len(values)
-    pairs = zip(values, weights, strict=True)
-    return sum(value * weight for value, weight in pairs if weight) / sum(weights)
+def _mean(told: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of losses, weighed by rows; without any rows the plain mean.
+
+    A rank without rows may have NaN, which does not count.
+    """
+    num_rows = sum(rows for _, rows in told)
+    if not num_rows:
+        return sum(loss for loss, _ in told) / len(told)
+    return sum(loss * rows for loss, rows in told if rows) / num_rows

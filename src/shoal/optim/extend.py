@@ -72,8 +72,7 @@ def add_parts(
         loss: the loss of closures, for an optimizer that steers by it.
     """
     _extension(optimizer).leave_alone(left_alone)
-    _extension(optimizer).loss = loss
-    _extension(optimizer).add(_ParallelModel(engine, set(model.parameters()), tuple(parts)))
+    _extension(optimizer).add(_ParallelModel(engine, set(model.parameters()), tuple(parts), loss))
 
 
 def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
@@ -121,6 +120,7 @@ class _ParallelModel:
     engine: Engine
     parameters: set[Tensor]
     parts: tuple[Part, ...]
+    loss: LossOfRanks | None  # over the rows that this model counts
 
 
 @final
@@ -138,7 +138,6 @@ class _Extension:
         self._hooks: list[RemovableHandle] = []
         self._spread: Callable[[Tensor, SpreadCut], Any] | None = None  # while a state is taken
         self.scaler = SeenScaler()
-        self.loss: LossOfRanks | None = None
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
         self._stepping = Methods(optimizer)
@@ -201,7 +200,8 @@ class _Extension:
         """Before a step: all that it updates must have been exchanged."""
         self.scaler.look(optimizer)
         # step 2
-        changed = checked_step(self._declared, args, kwargs, self._check_sent, self.loss)
+        loss = self.trained[-1].loss
+        changed = checked_step(self._declared, args, kwargs, self._check_sent, loss)
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]
         check_known(optimizer, known)
         return changed

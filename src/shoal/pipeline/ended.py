@@ -36,7 +36,7 @@ from shoal.pipeline.run import ForwardRun, model_call
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.walk import walking
 from shoal.pipeline.whole import WholeCalls
-from shoal.tensors.wholes import holding_wholes, told_numbers
+from shoal.tensors.wholes import holding_wholes
 
 
 @final
@@ -83,7 +83,7 @@ class PipelineCalls:
         comm = self.pipeline.comm
         if comm.attendance is None or torch.is_grad_enabled():
             return False
-        return told_numbers(comm, [0] * comm.size, EVALUATION) is None
+        return comm.attendance.numbers((), EVALUATION) is None
 
     def _alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's own forward here, on all of the parameters."""

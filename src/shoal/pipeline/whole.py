@@ -25,6 +25,7 @@ from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import MovingBuffers
 from shoal.pipeline.parts import rows_of
 from shoal.tensors.cut import cut_of, is_cut
+from shoal.tensors.on_rank import OnRank
 
 _LOGGER = logging.getLogger("shoal")
 
@@ -70,7 +71,7 @@ class WholeCalls:
         args, kwargs = call.with_tensors(call.tensors)
         with moving.micro_batch(0):
             output = forward(*args, **kwargs)
-        moving.join_ranks(pipeline.comm, [rows_of(its) for its in shapes])
+        moving.join_ranks(pipeline.comm, [rows_of(of_rank) for of_rank in shapes])
         return output
 
     def _say(self, reason: str) -> None:
@@ -89,4 +90,4 @@ class WholeCalls:
 def _holders(pipeline: PipelinedModel, module: nn.Module) -> set[int]:
     """Return the ranks that hold parameters of a module."""
     cuts = [cut_of(parameter) for parameter in module.parameters() if is_cut(parameter)]
-    return {getattr(its, "holder", 0) for its in cuts}
+    return {cut.holder for cut in cuts if isinstance(cut, OnRank)}

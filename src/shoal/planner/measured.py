@@ -36,7 +36,7 @@ _SAME_LINK = 0.1  # of its rate: links that differ by less are the same
 def has_terms(plan: Plan) -> bool:
     """Whether a prediction's terms are those of its main thread, in every step."""
     roles = [named(Strategy, choice.strategy).role for choice in plan.choices]
-    elsewhere = any(role.is_at_tail or role.has_tables or role.names_ranks for role in roles)
+    elsewhere = any(role.runs_elsewhere or role.has_tables for role in roles)
     return plan.in_step and not plan.periods and not elsewhere
 
 

@@ -239,7 +239,7 @@ def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str,
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
-    if predictor.role(strategy).is_at_tail or predictor.role(strategy).names_ranks:
+    if predictor.role(strategy).runs_elsewhere:
         exchange = ""  # how tail hosts share it: sharing.py; or the rank: holders.py
     if exchange.startswith("+"):
         exchange = ""  # carried.py
@@ -283,7 +283,7 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
         codec, rest = rows_and_rest(exchange)
         if codec:
             exchange = f"+{codec_named(codec)}" + (f":{rest}" if rest else "")
-        elif exchange and not (role.is_at_tail or role.names_ranks):
+        elif exchange and not role.runs_elsewhere:
             exchange = str(exchange_named(exchange))
         layers = matched(pattern, names, "pin", "layer")
         if role.names_ranks and not rest:  # the planner finds the rank

@@ -149,7 +149,7 @@ class Predictor:
         if site not in self._prices:
             # the tail's backward is over before the workers' begins; stations change all of it
             role = self.role(site.strategy)
-            number = 0 if role.is_at_tail or role.names_ranks else -1
+            number = 0 if role.runs_elsewhere else -1
             self._prices[site] = Priced(site, self._estimated(site), site.layers[number])
         return self._prices[site]
 

@@ -306,12 +306,14 @@ def _terms(prepared: Prepared) -> Terms:
 def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
     """Extend the optimizers by the parts that are not whole here, and return these parts."""
     boundary = opening.opened_boundary if cuts(opening.plan) else None
+    attendance = opening.opened_attendance
+    if attendance is not None:
+        attendance.keep()
     all_parts: list[Part] = []
     for number, optimizer in enumerate(opening.optimizers):
         parts = _parts(optimizer, number, running, boundary, opening.stage)
-        if opening.opened_attendance is not None:
-            opening.opened_attendance.keep()
-            _serve_states(opening.opened_attendance, parts)
+        if attendance is not None:
+            _serve_states(attendance, parts)
         loss = None
         if steers_by_loss(optimizer):
             summed = opening.prepared.terms.summed

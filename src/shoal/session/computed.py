@@ -67,13 +67,7 @@ class Computed:
 
     def function(self) -> Callable[..., Any]:
         """The function to call from now on."""
-        given: Any = self._compute_loss
-
-        @functools.wraps(given.forward if isinstance(given, nn.Module) else given)
-        def wrapped(model: nn.Module, /, *batch: Any, **named: Any) -> Any:
-            return self(model, *batch, **named)
-
-        return wrapped
+        return called_instead(self._compute_loss, self)
 
     def __call__(self, model: nn.Module, *batch: Any, **named: Any) -> Any:
         """Compute the loss. Trainers hand it more than a batch, such as a number of tokens."""
@@ -101,13 +95,26 @@ class Computed:
             calls.leave()
 
     def _check(self, model: Any) -> None:
-        own = self._model()
-        if own is None or uncompiled(model) is not own:
-            raise UsageError(
-                "compute_loss is called with another model than the one that was parallelised "
-                "with it",
-                got=type(model).__name__,
-                do="call it with the model that parallelize returned; for another one call your "
-                "own function",
-            )
-        check_bare(own)
+        check_bare(own_model(model, self._model()))
+
+
+def called_instead(given: Any, instead: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `instead`, and looks like the compute_loss that was given."""
+
+    @functools.wraps(given.forward if isinstance(given, nn.Module) else given)
+    def wrapped(model: nn.Module, /, *batch: Any, **named: Any) -> Any:
+        return instead(model, *batch, **named)
+
+    return wrapped
+
+
+def own_model(model: Any, own: nn.Module | None) -> nn.Module:
+    """Return a compute_loss's own model. Raise UsageError if it is called with another one."""
+    if own is None or uncompiled(model) is not own:
+        raise UsageError(
+            "compute_loss is called with another model than the one that was parallelised with it",
+            got=type(model).__name__,
+            do="call it with the model that parallelize returned; for another one call your "
+            "own function",
+        )
+    return own

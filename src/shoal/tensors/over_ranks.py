@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -47,16 +48,18 @@ class OverRanks(SpreadCut):
         return in_rows(ids[own] - start, whole.values()[own], shape, coalesced=True)
 
     def numels(self) -> list[int]:
-        line = self.like.numel() // max(1, self.like.shape[self._dim])
-        return [line * size for size in self._sizes]
+        return [math.prod(shape) for shape in self._shapes()]
+
+    def _shapes(self) -> list[list[int]]:
+        """Return the shape of each rank's part."""
+        shapes = [list(self.like.shape) for _ in self._sizes]
+        for shape, size in zip(shapes, self._sizes, strict=True):
+            shape[self._dim] = size
+        return shapes
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        formed = []
-        for size, part in zip(self._sizes, parts, strict=True):
-            shape = list(self.like.shape)
-            shape[self._dim] = size
-            formed.append(part.view(shape))
-        return torch.cat(formed, self._dim)
+        formed = zip(parts, self._shapes(), strict=True)
+        return torch.cat([part.view(shape) for part, shape in formed], self._dim)
 
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
         if part.layout is not torch.strided:
@@ -67,11 +70,7 @@ class OverRanks(SpreadCut):
         return [part.numel()] * self.comm.size
 
     def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
-        pieces = []
-        for size in self._sizes:
-            shape = list(self.like.shape)
-            shape[self._dim] = size
-            pieces.append(part.new_empty(shape))
+        pieces = [part.new_empty(shape) for shape in self._shapes()]
         self.comm.all_to_all(pieces, [part.contiguous()] * len(pieces))
         return torch.cat(pieces, self._dim)
 

@@ -30,7 +30,7 @@ def holding_wholes(modules: Iterable[nn.Module], comm: Comm) -> Iterator[None]:
     """
     attendance = comm.attendance
     assert attendance is not None
-    replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for module in modules:
             for leaf, parameter in module._parameters.items():
