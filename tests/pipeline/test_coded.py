@@ -22,6 +22,17 @@ def script(**how: Any) -> Script:
     return Script(model=model, batches=words(), loss_fn=of_words, **how)
 
 
+def test_a_rank_may_stand_before_the_codec() -> None:
+    def loop(model: Any, *_: Any) -> Any:
+        return shoal.plan_of(model)
+
+    for pin in ("pipeline+bfloat16:1", "pipeline:1+bfloat16"):
+        pins = {"*": pin, "words": "pipeline+bfloat16:0"}
+        plan = script(loop=loop, options={"micro_batches": 2}).on_ranks(2, pins)[0][0]
+        assert {choice.exchange for choice in plan.choices} == {"+bfloat16:0", "+bfloat16:1"}
+        assert "rows of a rank in 2 parts" in str(plan)
+
+
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
 def test_codes_train_nearly_as_one_process(options: dict[str, Any]) -> None:
     assert_same(script(options=options), 3, within=2e-3, pins=CODED)

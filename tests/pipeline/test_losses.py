@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,14 @@ import torch
 from odd_models import Keeping, KeepsTerm
 from one_process import Batch, built
 from piped import Script, assert_same
-from pipeline_trials import CLASSES, Blocks, assert_as_one_process, batch, piped
+from pipeline_trials import (
+    CLASSES,
+    Blocks,
+    assert_as_one_process,
+    batch,
+    batch_of_all,
+    piped,
+)
 from small_models import Gpt, words
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -287,3 +295,42 @@ def test_outputs_that_are_changed_in_place_without_gradients() -> None:
             expected = sampled(model(batch(rank)[0]))
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
+
+
+class Tempered(nn.Module):
+    """A model that has its loss, with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.loss = Blocks(), Temperature()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.body(x)
+        return output
+
+
+class Temperature(nn.Module):
+    """A loss with a trainable parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output * self.scale - y).square().mean()
+
+
+def test_a_loss_that_is_a_layer_of_the_model() -> None:
+    model = Tempered().double()
+    alone = copy.deepcopy(model)
+    x, y = batch_of_all(2)
+    alone.loss(alone(x), y).backward()
+
+    def loop(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> list[Tensor]:
+        loss_fn(model(batch(rank)[0]), batch(rank)[1]).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for gradients in piped(model, loop, loss_fn=model.loss):
+        for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert (gradient - parameter.grad).abs().max() <= 1e-10

@@ -362,6 +362,8 @@ class Plan(Layout):
         ]
         head += [f"a predicted step of {self.predicted_s * 1e3:.1f} ms"] if self.predicted_s else []
         head += [f"rows of cut layers in {self.chunks} chunks"] if self.chunks > 1 else []
+        if self.micro_batches > 1 and any(c.way != c.way_anywhere for c in self.choices):
+            head += [f"rows of a rank in {self.micro_batches} parts"]
         head += [f"placement {self.placement}"] if self.placement != BALANCED else []
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
         head += [self.locally] if self.local_steps else []

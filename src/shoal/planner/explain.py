@@ -92,9 +92,17 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
-        features=lines_of(plan),
+        features=_parts(plan) + lines_of(plan),
     )
     return explained_locally(explanation, plan, profile) if plan.is_local else explanation
+
+
+def _parts(plan: Plan) -> tuple[str, ...]:
+    """Return a line that tells the parts of rows in a pipeline, if there are several."""
+    if plan.micro_batches == 1 or not is_dealt(plan):
+        return ()
+    count = plan.ranks * plan.micro_batches
+    return (f"rows of a rank go in {plan.micro_batches} parts: {count} micro-batches in all",)
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:

@@ -268,7 +268,7 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
         raise PlanError(
             "strategies is a list of names, at least one",
             got=repr(strategies)[:200],
-            do='write ["replicate"]',
+            do=f"write {[strategies] if isinstance(strategies, str) else ['replicate']}",
         )
     return tuple(named(Strategy, name).name for name in listed)
 
@@ -280,6 +280,9 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     for pattern, value in pins.items():
         strategy, exchange = strategy_and_exchange(value)
         role = named(Strategy, strategy).role
+        if role.names_ranks and "+" in exchange[1:]:  # the rank first, as an exchange comes first
+            rank, _, codec = exchange.partition("+")
+            exchange = f"+{codec}:{rank}"
         codec, rest = rows_and_rest(exchange)
         if codec:
             exchange = f"+{codec_named(codec)}" + (f":{rest}" if rest else "")

@@ -231,10 +231,12 @@ def is_pipeline(model: nn.Module) -> bool:
 def loss_at_end(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return the loss, computed where the end of a pipeline is if that has the output.
 
-    A module is changed in place, a function is wrapped.
+    A module is changed in place, a function is wrapped. A module that is a layer of the model stays
+    as it is: each rank computes it, with the output that it looks at.
     """
     if isinstance(loss_fn, nn.Module):
-        if not isinstance(runs_by(loss_fn), _LossAtEnd):  # a model before may have it
+        is_layer = any(map(is_cut, loss_fn.parameters()))
+        if not is_layer and not isinstance(runs_by(loss_fn), _LossAtEnd):  # a model before has it
             run_by(loss_fn, _LossAtEnd())
         return loss_fn
 
