@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.contracts.sample import Sample
 from shoal.core.facts import Facts
-from shoal.core.known import Known
+from shoal.core.known import KnownFigures
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Trial:
     row_parts: int | None  # parts of a rank's batch in a pipeline; None: the planner may choose
     step: MeasuredStep  # the median of some
     read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
-    known: Known = field(default_factory=Known)  # figures of an earlier start
+    known: KnownFigures = field(default_factory=KnownFigures)  # figures of an earlier start
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, find: Callable[[Trial], T]) -> T:

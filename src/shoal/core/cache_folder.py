@@ -1,12 +1,12 @@
-"""The user's cache folder: what was measured at an earlier start, a JSON file for each kind of job.
+"""The user's cache folder: figures of earlier starts, a JSON file for each job.
 
     $SHOAL_CACHE          this folder, or "off"
     $XDG_CACHE_HOME/shoal
     ~/.cache/shoal
 
-An entry has the text of its key beside the value. So a file of another job, which has the same name
-by chance or by hand, is not taken. Files are replaced as wholes: two jobs may write at once. What
-cannot be read or written costs a line, and no more. Guarded by tests/core/test_cache_folder.py.
+A file has the text of its key beside the value. So a file of another job, which has the same name
+by chance or by hand, is not taken. Files are replaced as wholes, since two jobs may write at once.
+An error of reading or writing costs a line. Guarded by tests/core/test_cache_folder.py.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ OFF = "off"
 _FORMAT = 1
 
 
-class _File(msgspec.Struct):
-    """Fields of a file."""
+class KeptFile(msgspec.Struct):
+    """Fields of a file.
+
+    Args:
+        format: version of this form.
+        key: all that the value depends on.
+        written: date and time, in UTC.
+        value: it.
+    """
 
     format: int
     key: str
-    written: str  # date and time, in UTC
+    written: str
     value: msgspec.Raw
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class KeptValue(Generic[T]):
     """A value that was kept.
 
     Args:
@@ -69,8 +76,24 @@ def path_of(kind: str, key: str) -> Path | None:
     return None if here is None else here / f"{kind}-{digest}.json"
 
 
-def read(kind: str, key: str, of: type[T], say: Callable[[str], None]) -> Entry[T] | None:
-    """Return what was kept for a key; None if nothing was, or it cannot be read.
+def entries() -> list[Path]:
+    """Return the files that are there, in the order of their names."""
+    here = folder()
+    return [] if here is None or not here.is_dir() else sorted(here.glob("*-*.json"))
+
+
+def about(path: Path) -> KeptFile:
+    """Read a file without its value's type.
+
+    Raises:
+        OSError: this user may not read it.
+        ValueError, msgspec.MsgspecError: it is no such file.
+    """
+    return msgspec.json.decode(read_text(path), type=KeptFile)
+
+
+def read(kind: str, key: str, of: type[T], say: Callable[[str], None]) -> KeptValue[T] | None:
+    """Return the value of a key; None if none was kept, or it cannot be read.
 
     Args:
         kind: the first part of the file's name.
@@ -82,10 +105,10 @@ def read(kind: str, key: str, of: type[T], say: Callable[[str], None]) -> Entry[
     if path is None or not path.exists():
         return None
     try:
-        file = msgspec.json.decode(read_text(path), type=_File)
+        file = about(path)
         if file.format != _FORMAT or file.key != key:
             raise ValueError("it is of another job, or of another version of Shoal")
-        return Entry(msgspec.json.decode(file.value, type=of), file.written)
+        return KeptValue(msgspec.json.decode(file.value, type=of), file.written)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         say(f"what was measured before cannot be taken from {path} ({error})")
         return None
@@ -106,7 +129,7 @@ def write(kind: str, key: str, value: object, say: Callable[[str], None]) -> Non
     now = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         text = msgspec.json.encode(value, enc_hook=dict)
-        whole = msgspec.json.encode(_File(_FORMAT, key, now, msgspec.Raw(text)))
+        whole = msgspec.json.encode(KeptFile(_FORMAT, key, now, msgspec.Raw(text)))
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
             written = Path(file.name)

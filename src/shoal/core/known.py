@@ -1,7 +1,7 @@
 """Figures that a rank may have measured at an earlier start of the same job.
 
-Prices are kept, and never what is allowed: what a model does on a sample is seen at each start. So
-a measurement asks for its figure by name, and measures only where there is none.
+Prices are kept, and no permissions: each start sees how a model treats a sample. A measurement
+asks for its figure by name, and measures only if there is none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 @final
-class Known:
+class KnownFigures:
     """The figures of one rank.
 
     Args:
         before: figures of an earlier start, by name, as plain data.
 
     Examples:
-        >>> known = Known({"seconds": 0.5})
+        >>> known = KnownFigures({"seconds": 0.5})
         >>> known.figure("seconds", float, lambda: 0.7), known.figure("bytes", int, lambda: 8)
         (0.5, 8)
         >>> known.figures

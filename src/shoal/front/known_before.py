@@ -1,12 +1,12 @@
-"""What was measured at an earlier start of the same job: its links, and the times of its model.
+"""Figures of an earlier start of the same job: its links, the times of its model, and its plan.
 
     1  key      all that the figures depend on, of every rank
-    2  read     rank 0 looks into its cache folder, and gives what it finds to the others
+    2  read     rank 0 looks into its cache folder, and gives the figures to the other ranks
     3  check    a few messages, and the step to warm up: they are measured if they have changed
-    4  write    rank 0 keeps what was measured
+    4  write    rank 0 keeps new figures
 
-Only rank 0 reads and writes, so hosts may share a home folder. Prices are kept. What a model does,
-and what its loss is a mean over, is seen on the sample at each start.
+Only rank 0 reads and writes, so hosts may share a home folder. Prices are kept, and no permissions:
+each start sees on its sample how the model treats rows, and the terms of its loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.contracts.versions import versions
 from shoal.core import cache_folder
 from shoal.core.cores import bound_cores, given_cores, quota_cores
 from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.known import Known
+from shoal.core.known import KnownFigures
 from shoal.core.plan import Plan
 from shoal.front.stages import Stages
 from shoal.profiling.identity import model_digest
@@ -57,10 +57,10 @@ class KnownModel:
                 self._before, self._written = entry.value, entry.written
                 text = json.dumps(entry.value)
         text = comm.gather_objects(text, _PURPOSE)[0]
-        self.known = Known(json.loads(text)[comm.rank] if text else None)
+        self.known = KnownFigures(json.loads(text)[comm.rank] if text else None)
 
     def keep(self) -> None:
-        """Keep what was measured, or say that nothing was (a collective)."""
+        """Keep new figures, or say that all were known (a collective)."""
         own = json.dumps(self.known.figures) if self.known.has_measured else ""
         ranks = self._comm.gather_objects(own, _PURPOSE)
         if self._comm.rank:
@@ -149,7 +149,7 @@ def known_plan(
     Args:
         profile: the model.
         cluster: the ranks.
-        among: what the search may choose from.
+        among: constraints and options of the search.
         search: the search, which gives the same plan each time.
     """
     said = Stages(speaks=True).say
@@ -208,7 +208,7 @@ def _codes(thing: Any) -> Iterator[str]:
 
 
 def _of_code(code: types.CodeType) -> Iterator[str]:
-    """Return the instructions and constants of a function, and of those inside of it."""
+    """Return the instructions and constants of a function and its inner functions."""
     yield code.co_code.hex()
     yield repr([each for each in code.co_consts if not isinstance(each, types.CodeType)])
     yield repr(code.co_names)

@@ -136,11 +136,7 @@ def _spread(
     how = how_profiled(request, _micro_batches(session, request))
     if comm.size == 1 and how.row_parts is None:  # nothing is given to other ranks
         how = replace(how, row_parts=1)
-    parts = [how.row_parts, how.micro_batches, *(type(each).__name__ for each in request.features)]
-    earlier = KnownModel(comm, key_of_model(job, sample, comm, parts))
-    how = replace(how, known=earlier.known)
-    profile = profiled(job, sample, comm, request.features, how)
-    earlier.keep()
+    profile = _profiled_or_known(job, sample, comm, request.features, how)
     if terms is not None:
         profile = replace(profile, terms=replace(terms, kept=profile.terms.kept))
     alike = job.loss_fn is not None and inputs_alike(comm, *sample)
@@ -235,6 +231,17 @@ def _micro_batches(session: Session, request: Request) -> int | None:
     """Return the micro-batches per batch; None if the end of this model is not elsewhere."""
     tail = session.other(TailHosts)
     return None if tail is None or tail.calls > 1 else request.draft.micro_batches
+
+
+def _profiled_or_known(
+    job: TrainingJob, sample: Any, comm: Comm, features: Features, how: ProfileOptions
+) -> ModelProfile:
+    """Profile a model, with the times of an earlier start if they are known."""
+    parts = [how.row_parts, how.micro_batches, *(type(feature).__name__ for feature in features)]
+    earlier = KnownModel(comm, key_of_model(job, sample, comm, parts))
+    profile = profiled(job, sample, comm, features, replace(how, known=earlier.known))
+    earlier.keep()
+    return profile
 
 
 def profiled(

@@ -35,7 +35,7 @@ from shoal.core.facts import (
     UpdatePace,
     first,
 )
-from shoal.core.known import Known
+from shoal.core.known import KnownFigures
 from shoal.core.registry import of
 from shoal.core.terms import LossOfParts, Targets, Terms
 from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
@@ -66,7 +66,7 @@ class ProfileOptions:
     buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it
     compute_loss: ComputeLoss | None = None  # takes (model, batch) and returns a scalar
     counted: bool = False  # the training loop will say the terms of each batch's loss
-    known: Known = field(default_factory=Known)  # figures of an earlier start
+    known: KnownFigures = field(default_factory=KnownFigures)  # figures of an earlier start
 
 
 def profile_model(
@@ -97,10 +97,7 @@ def profile_model(
             any).
         RanksDiffer: the ranks have different models.
     """
-    compute_loss = options.compute_loss
-    checked = agreed(
-        comm, lambda: Sample.of(model, loss_fn, sample, compute_loss), _CHECKING, SampleError
-    )
+    checked = _checked_sample(model, loss_fn, sample, comm, options)
     require_same_model(model, comm)
     layers = trainable_layers(model)
     asked = probes_of(of(Strategy).values()) if options.probes is None else options.probes
@@ -127,9 +124,19 @@ def profile_model(
         local = left_local(changes, comm, options.buffers)
         terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
-    agreed_on = agreed_terms(terms, of_batch=compute_loss is not None)
+    agreed_on = agreed_terms(terms, of_batch=options.compute_loss is not None)
     profile = completed(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
     return replace(profile, terms=agreed_on, moving=moves, local=local)
+
+
+def _checked_sample(
+    model: nn.Module, loss_fn: LossFn | None, sample: Any, comm: Comm, options: ProfileOptions
+) -> Sample:
+    """Return the sample, if its form is right on every rank (SampleError)."""
+    compute_loss = options.compute_loss
+    return agreed(
+        comm, lambda: Sample.of(model, loss_fn, sample, compute_loss), _CHECKING, SampleError
+    )
 
 
 def _terms(

@@ -21,7 +21,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.probe import Layer, MeasuredStep, Probe
 from shoal.contracts.sample import Sample
 from shoal.core.errors import SampleError
-from shoal.core.known import Known
+from shoal.core.known import KnownFigures
 from shoal.profiling.moving import Changes
 from shoal.profiling.terms import Outputs
 from shoal.profiling.timeline import DeviceClock, usual, watch_step
@@ -34,8 +34,8 @@ _CHECKING = "parallelize: trying the sample"
 _AT_FIRST, _AT_MOST = (2, 0.5), (3, 2.0)
 _AGREE = 0.1  # steps that agree differ by so much
 _MOST = 200  # measured steps
-_TURN_S = 0.03  # in which ranks that share cores have all had their turns
-_BUDGET_S = 20.0  # for more than one
+_TURN_S = 0.03  # seconds in which all ranks that share cores have had their turns
+_BUDGET_S = 20.0  # seconds for more than one step
 _ALIKE = 1.7  # times as long, or as short: a step to warm up may be so beside that of another start
 
 
@@ -113,7 +113,7 @@ class Watching:
 
 
 def measured_step(
-    sample: Sample, layers: Sequence[Layer], watching: Watching, comm: Comm, known: Known
+    sample: Sample, layers: Sequence[Layer], watching: Watching, comm: Comm, known: KnownFigures
 ) -> tuple[Readers, MeasuredStep]:
     """Warm up while probes look on, then measure some steps in a row, as in training.
 
@@ -186,12 +186,12 @@ def _measured(
     whoever is slowest in it, which is more than any rank takes in the median: the medians are
     stretched to that. Two steps that agree are enough; where they do not, more follow.
 
-    Ranks begin each step together, as they do in training: who is done early leaves the core to
-    others. Of three ranks on two cores one would else have a core for itself, and the others would
-    never seem to be faster than on half of one.
+    Ranks begin each step together, as they do in training: a rank that is done early leaves the
+    core to others. Of three ranks on two cores one would else have a core for itself, and the
+    others would never seem to be faster than on half of one.
 
     Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
-    that was interrupted is ten times as long, and who waits lets others have the core.
+    that was interrupted is ten times as long, and a rank that waits leaves the core to others.
     """
     parameters, clock = list(sample.model.parameters()), _clock_of(layers)
 
@@ -226,7 +226,7 @@ def _seen_by(probes: Sequence[Probe], layers: Sequence[Layer]) -> Iterator[None]
     def tell(probe: Probe, layer: Layer) -> Any:
         @torch.no_grad()
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            with torch._C.DisableTorchFunction():  # what a probe reads is no use of a weight
+            with torch._C.DisableTorchFunction():  # a probe does not use a weight
                 probe.called(layer, args, kwargs, output)
 
         return hook
