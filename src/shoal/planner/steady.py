@@ -1,10 +1,10 @@
 """Takes a simpler plan if the best one leads by less than predictions are sure of.
 
 Times vary from one start to the next, and with them the plan that is predicted to be the fastest.
-Results agree to rounding, but what one rank may do alone does not. So a plan with owners or factors
-must lead the best replicated one, and a plan with cut layers the best one without, by `LEAD` of the
-step. On one host, and over fast links, it must lead by `LEAD_ON_FAST`: times of cores that ranks
-share are less sure there, and little can be won.
+Results agree to rounding, but one plan lets a rank act alone, and another does not. So a plan with
+owners or factors must lead the best replicated one, and a plan with cut layers the best one
+without, by `LEAD` of the step. On one host, and over fast links, it must lead by `LEAD_ON_FAST`,
+because times of shared cores are less sure there, and little can be won.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.core.role import Role
 from shoal.planner.options import known
 from shoal.planner.search_options import Constraints
 
-LEAD = 0.05  # of the step
+LEAD = 0.05  # as a part of the step
 LEAD_ON_FAST = 0.10
 _FAST = 125e6  # bytes a second of a link: 1 Gbit/s
 
@@ -52,7 +52,7 @@ def steadied(
 
 
 def _simpler(plan: Plan, allowed: Sequence[str]) -> Iterable[tuple[str, ...]]:
-    """Return the sets of strategies that are simpler than those of a plan, the simplest first."""
+    """Return sets of simpler strategies than a plan has, the simplest first."""
     kinds = of(Strategy)
     levels = {name: _level(kinds[name].role) for name in allowed}
     highest = max(_level(kinds[choice.strategy].role) for choice in plan.choices)
