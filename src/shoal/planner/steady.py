@@ -21,7 +21,7 @@ from shoal.core.role import Role
 from shoal.planner.options import known
 from shoal.planner.search_options import Constraints
 
-LEAD = 0.05  # as a part of the step
+LEAD = 0.05  # share of the step
 LEAD_ON_FAST = 0.10
 _FAST = 125e6  # bytes a second of a link: 1 Gbit/s
 
