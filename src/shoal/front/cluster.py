@@ -38,7 +38,7 @@ from shoal.strategies.landing_pace import probe_landing
 
 # of a slow link, for a bucket of those that show how its directions hinder one another
 _BUCKET_S = 0.05
-_TRIES = 3  # of links that seem to have changed
+_TRIES = 3  # trials, if links seem to have changed
 
 
 def device_of(model: nn.Module) -> torch.device:
