@@ -101,6 +101,10 @@ class Trial:
     row_parts: int | None  # parts of a rank's batch in a pipeline; None: the planner may choose
     step: MeasuredStep  # the median of some
     read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
+    # modules that hold parameters of layers and have none of their own; the step measures them, too
+    tied: tuple[Layer, ...] = ()
+    # by layer, how its weight is used otherwise than by modules that hold it
+    borrowed: Mapping[str, str] = field(default_factory=dict)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, find: Callable[[Trial], T]) -> T:

@@ -42,7 +42,12 @@ from shoal.core.facts import (
 )
 from shoal.core.registry import of
 from shoal.core.terms import LossOfParts, Targets, Terms
-from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
+from shoal.profiling.identity import (
+    model_digest,
+    require_same_model,
+    tied_modules,
+    trainable_layers,
+)
 from shoal.profiling.moving import Changes, Ways, left_local, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
@@ -117,7 +122,9 @@ def profile_model(
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
         changes, outputs = Changes(model, checked.function), Outputs()
-        readers, step = _measured_step(checked, layers, probing, comm, changes, outputs)  # 1, 2
+        tied = tied_modules(model, layers)
+        watched = (*layers, *tied)
+        readers, step = _measured_step(checked, watched, probing, comm, changes, outputs)  # 1, 2
         trial = Trial(
             checked,
             layers,
@@ -127,6 +134,8 @@ def profile_model(
             options.row_parts,
             step,
             frozenset(readers.read),
+            tied,
+            readers.borrowed,
         )
         on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
@@ -165,8 +174,8 @@ def _profile_here(
     return ModelProfile(
         layers=tuple(
             replace(
-                _layer_profile(layer, step, outside[layer.name]),
-                may_vary=readers.decided.get(layer.name, ""),
+                layer_profile(layer, step, outside[layer.name]),
+                may_vary=first(readers.decided.get(name, "") for name in _names(layer, trial)),
                 facts=tuple(found[layer.name] for found in facts),
             )
             for layer in trial.layers
@@ -314,8 +323,25 @@ def _agree(seconds: Sequence[float]) -> bool:
     return max(medians) <= (1 + _AGREE) * min(medians)
 
 
-def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
-    """What was measured of every layer alike."""
+def _names(layer: Layer, trial: Trial) -> list[str]:
+    """Return the names of a layer, and of the modules that use its parameters."""
+    own = {id(parameter) for parameter in layer.parameters.values()}
+    using = (
+        tied.name
+        for tied in trial.tied
+        if any(id(parameter) in own for parameter in tied.module._parameters.values())
+    )
+    return [layer.name, *using]
+
+
+def layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
+    """Return what a step measures of every layer alike.
+
+    Args:
+        layer: the layer.
+        step: the measured step.
+        outside: why its weight cannot be served through its own forward; '' if it can.
+    """
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
@@ -360,7 +386,7 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The ranks' profiles in one: the most of every number."""
     return ModelProfile(
         layers=tuple(
-            _maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
+            maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
         ),
         forward_s=max(p.forward_s for p in profiles),
         backward_s=max(p.backward_s for p in profiles),
@@ -374,8 +400,8 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
 
 
-def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
-    """One layer's profiles in one: of a kind of facts, as that says."""
+def maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
+    """Make one layer's profiles one: of a kind of facts, as that says."""
     return replace(
         ranks[0],
         parameters=tuple(
