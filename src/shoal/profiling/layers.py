@@ -64,6 +64,7 @@ _CHECKING = "parallelize: trying the sample"
 _AT_FIRST, _AT_MOST = (2, 0.5), (3, 2.0)
 _AGREE = 0.1  # what steps that agree differ by
 _MOST = 200  # measured steps
+_UNLIKE = 1.5  # times the fastest rank's seconds: a slower rank is of another kind
 _TURN_S = 0.03  # in which ranks that share cores have all had their turns
 _BUDGET_S = 20.0  # for more than one
 
@@ -144,7 +145,7 @@ def profile_model(
         terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
     agreed_on = agreed_terms(terms, of_batch=compute_loss is not None)
-    profile = completed(_in_backward_order(_maximum(profiles)))  # 4
+    profile = completed(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
     return replace(profile, terms=agreed_on, moving=moves, local=local)
 
 
@@ -380,6 +381,41 @@ def _device(layers: Sequence[Layer]) -> torch.device:
     """Where the model computes, if not all of it is on the CPU."""
     devices = (p.device for layer in layers for p in layer.parameters.values())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _by_the_fastest(profiles: Sequence[ModelProfile]) -> Sequence[ModelProfile]:
+    """The ranks' profiles, with seconds of layers in the fastest rank's proportions.
+
+    Where hosts are unlike, a slow one often has a quota: it sleeps for some milliseconds at a time,
+    inside of one layer or another, which then looks ten times as long. A rank's seconds of forward
+    and of backward stay its own. Among like ranks nothing is changed.
+    """
+    fastest = min(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
+    slowest = max(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
+    fastest_s, slowest_s = (p.forward_s + p.backward_s for p in (fastest, slowest))
+    if slowest_s <= _UNLIKE * fastest_s or not (fastest.forward_s and fastest.backward_s):
+        return profiles
+    return [_in_proportions(fastest, profile) for profile in profiles]
+
+
+def _in_proportions(like: ModelProfile, profile: ModelProfile) -> ModelProfile:
+    """A rank's profile, with its seconds dealt to the layers as in another rank's profile."""
+    forward = profile.forward_s / like.forward_s
+    backward = profile.backward_s / like.backward_s
+    layers = tuple(
+        replace(
+            layer,
+            needed_s=of_other.needed_s * forward,
+            forward_s=of_other.forward_s * forward,
+            backward_s=of_other.backward_s * backward,
+            parameters=tuple(
+                replace(parameter, ready_s=same.ready_s * backward)
+                for parameter, same in zip(layer.parameters, of_other.parameters, strict=True)
+            ),
+        )
+        for layer, of_other in zip(profile.layers, like.layers, strict=True)
+    )
+    return replace(profile, layers=layers)
 
 
 def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
