@@ -103,7 +103,7 @@ class Trial:
     read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
     # modules that hold parameters of layers and have none of their own; the step measures them, too
     tied: tuple[Layer, ...] = ()
-    # by layer, how its weight is used otherwise than by modules that hold it
+    # uses of weights, by layer, in modules that do not hold them
     borrowed: Mapping[str, str] = field(default_factory=dict)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 

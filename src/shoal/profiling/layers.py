@@ -123,21 +123,9 @@ def profile_model(
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
         changes, outputs = Changes(model, checked.function), Outputs()
-        tied = tied_modules(model, layers)
-        watched = (*layers, *tied)
+        watched = (*layers, *tied_modules(model, layers))
         readers, step = _measured_step(checked, watched, probing, comm, changes, outputs)  # 1, 2
-        trial = Trial(
-            checked,
-            layers,
-            tuple(optimizers),
-            comm.size,
-            options.micro_batches,
-            options.row_parts,
-            step,
-            frozenset(readers.read),
-            tied,
-            readers.borrowed,
-        )
+        trial = _trial(checked, layers, optimizers, comm.size, options, readers, step)
         on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
@@ -147,6 +135,30 @@ def profile_model(
     agreed_on = agreed_terms(terms, of_batch=compute_loss is not None)
     profile = completed(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
     return replace(profile, terms=agreed_on, moving=moves, local=local)
+
+
+def _trial(
+    sample: Sample,
+    layers: tuple[Layer, ...],
+    optimizers: Sequence[Optimizer],
+    ranks: int,
+    options: ProfileOptions,
+    readers: Readers,
+    step: MeasuredStep,
+) -> Trial:
+    """Return the trial that probes look at."""
+    return Trial(
+        sample,
+        layers,
+        tuple(optimizers),
+        ranks,
+        options.micro_batches,
+        options.row_parts,
+        step,
+        frozenset(readers.read),
+        tied_modules(sample.model, layers),
+        readers.borrowed,
+    )
 
 
 def _terms(

@@ -99,11 +99,7 @@ def placed(
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:
-        parameters = {
-            name: parameter
-            for layer in site.layers
-            for name, parameter in layers[layer].parameters.items()
-        }
+        parameters = _parameters(site, layers)
         spans = _spans(site, parameters)
         return replace(
             in_model,
@@ -212,6 +208,12 @@ def _sharing(
         for name, module in holders[id(parameter)].items()
         if name not in layers
     }
+
+
+def _parameters(site: Site, layers: Mapping[str, Layer]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a site's layers, by dotted name."""
+    own = (layers[name].parameters for name in site.layers)
+    return {name: parameter for of_layer in own for name, parameter in of_layer.items()}
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:

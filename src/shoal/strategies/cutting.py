@@ -197,7 +197,7 @@ class CutStrategy(Strategy):
 
 
 def run_cut(name: str, strategy: CutStrategy, module: nn.Linear | nn.Conv2d, place: Place) -> None:
-    """From here on a module runs on this rank's part of its weight, which is cut already."""
+    """Run a module on this rank's part of its weight from now on. The weight is cut already."""
     outputs, width = len(module.weight), module.weight.shape[strategy.dim]
     widths = cut_sizes(width, place.ranks)
     part = _LayerPart(name, strategy, module, outputs, widths, place)
@@ -206,7 +206,7 @@ def run_cut(name: str, strategy: CutStrategy, module: nn.Linear | nn.Conv2d, pla
 
 
 def run_whole(module: nn.Module) -> None:
-    """From here on a module is of its own class again; its weight is cut still."""
+    """Give a module its own class again. Its weight is still cut."""
     del module.__dict__[_SLOT]
     module.__class__ = _kind_of(module)
 

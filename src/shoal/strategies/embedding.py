@@ -147,7 +147,7 @@ def look_up_parts(
     *,
     by_autograd: bool = False,
 ) -> None:
-    """From here on a module looks up the rows of a weight that is cut over the ranks already.
+    """Look up the rows of a module from now on at the ranks that have them. The weight is cut.
 
     Args:
         name: of the module.

@@ -1,6 +1,6 @@
 """Tied: a weight that tables and heads share is cut by its rows, a table's words, a head's classes.
 
-    forward     what `embedding` sends for each table, and `head` for each head
+    forward     as `embedding` for each table, and as `head` for each head
     backward    the same way back; the rows of tables and the products of heads add up to the
                 gradient of the part
 
@@ -10,7 +10,7 @@ where it is; and weight, gradient, update and optimizer state are divided by P. 
 is a layer of its own, and is cut with the weight.
 
 Reference: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017; Shoeybi et
-al., "Megatron-LM", 2019, section 3 (a parallel embedding, whose weight both uses share).
+al., "Megatron-LM", 2019, section 3 (a parallel embedding and its head).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TABLES = ("Embedding", "EmbeddingBag")
 
 @final
 class Tied(Strategy):
-    """Cuts a weight that several modules share: tables, and heads whose output goes into a loss."""
+    """Cut of a weight that several modules share: tables, and heads with an output for a loss."""
 
     name = "tied"
     role = Role.CUT
@@ -130,7 +130,7 @@ def _dense_s(use: LayerProfile) -> float:
 
 
 def _joined(phases: Iterable[Phase | None]) -> Phase | None:
-    """Return one phase with what several send, one after the other."""
+    """Return one phase with the traffic of several, one after the other."""
     found = [phase for phase in phases if phase is not None]
     if not found:
         return None

@@ -1,8 +1,8 @@
 """Finds modules that share one weight, such as a table and a head, and measures each use of it.
 
 A plan knows such a weight by one layer: the first that holds it. A head with a bias is a layer of
-its own, for the bias. A strategy that serves the weight serves all uses at once, and needs what
-each of them costs. The measured step says that (profiling/layers.py). One more forward follows the
+its own, for the bias. A strategy that serves the weight serves all uses at once, and needs the cost
+of each. The measured step has it (profiling/layers.py). One more forward follows the
 outputs of heads to their losses, and only where a model shares a weight.
 """
 
@@ -49,7 +49,7 @@ class TiedUse:
         )
 
     def under(self, setting: Setting) -> LayerProfile:
-        """Return the use as a layer with its facts, under what a plan says of the weight."""
+        """Return the use as a layer with its facts, under a plan's setting of the weight."""
         facts = (self.cut, self.product, self.ids, self.losses)
         return replace(self.layer, setting=setting, facts=facts)
 
@@ -89,17 +89,17 @@ class TiedProbe(Probe):
         tie = trial.once(_ties).get(layer.name)
         if tie is None:
             return TiedFacts()
-        return TiedFacts(tie.layers, tuple(self._use(member, tie) for member in tie.members))
+        uses = (self._use(member, tie, trial) for member in tie.members)
+        return TiedFacts(tie.layers, tuple(uses))
 
-    def _use(self, member: Layer, tie: _Tie) -> TiedUse:
-        trial, weight = tie.trial, tie.weight
+    def _use(self, member: Layer, tie: _Tie, trial: Trial) -> TiedUse:
         profile = layer_profile(member, trial.step, tie.why(member))
         return TiedUse(
-            replace(profile, parameters=(weight,)),
-            CutProbe().measure(member, trial),
+            replace(profile, parameters=(tie.weight,)),
+            CutProbe().measure(member, tie.trial),
             ProductProbe().measure(member, trial),
             self._ids.measure(member, trial),
-            LossProbe().measure(member, trial),
+            LossProbe().measure(member, tie.trial),
         )
 
 
@@ -109,7 +109,7 @@ class _Tie:
 
     Args:
         trial: the trial, in which they are all of the layers.
-        own: those of them that are layers of the plan.
+        own: the layers of the plan among them.
     """
 
     trial: Trial
