@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,41 @@ def test_other_options_by_the_name_of_the_head() -> None:
     assert planned(model, pins={"head": "sliced", "t*": "replicate"}).choice("table").strategy == (
         "replicate"
     )
+
+
+def wide(words: int, rate: float) -> dict[str, shoal.Plan]:
+    """Plans for a model of so many words, at a rate in bytes per second, by ways of its weight."""
+    model = nn.Sequential(nn.Embedding(words, 64), nn.Tanh(), nn.Linear(64, words, bias=False))
+    model[2].weight = model[0].weight
+    ids, cluster = integers(words, 4, 8), shoal.Cluster(shoal.Topology(("a", "b")), LINK)
+    cluster = replace(cluster, link=replace(LINK, bytes_per_s=rate))
+    ways: dict[str, dict[str, Any]] = {
+        "auto": {},
+        "replicate": {"pins": {"*": "replicate"}},
+        "sliced": {"pins": {"*": "sliced"}},
+    }
+    return {
+        way: shoal.plan(
+            model,
+            lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten()),
+            sgd(model.parameters()),
+            sample=(ids, ids),
+            cluster=cluster,
+            **asked,
+        )
+        for way, asked in ways.items()
+    }
+
+
+LINK = shoal.Link(1e-4, 1e6)
+
+
+def test_the_planner_cuts_where_that_is_predicted_to_be_fastest() -> None:
+    plans = wide(4000, 1e6)  # a MB of weight, and 16 kB of rows
+    assert plans["auto"].choice("0").strategy == "tied"
+    assert plans["auto"].predicted_s < 0.5 * plans["replicate"].predicted_s
+    assert plans["auto"].predicted_s < 0.5 * plans["sliced"].predicted_s
+    assert wide(40, 1e6)["auto"].choice("0").strategy != "tied"
 
 
 class Borrowing(Speaking):
