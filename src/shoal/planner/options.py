@@ -272,7 +272,11 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
-        able = [name for name in of(Strategy) if _reason(predictor, layer, name) is None]
+        able = [
+            name
+            for name, kind in of(Strategy).items()
+            if not kind.role.names_ranks and _reason(predictor, layer, name) is None
+        ]
         raise _unable(layer.name, strategy, reason, able)
 
 
