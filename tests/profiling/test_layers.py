@@ -316,7 +316,7 @@ def test_ranks_with_different_models_are_named() -> None:
 
 
 def test_a_slow_model_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.profiling.layers._BUDGET_S", 0.0)
+    monkeypatch.setattr("shoal.profiling.steps._BUDGET_S", 0.0)
     model = Image()
     calls = SimpleQueue[int]()  # a list would be as before
     model.register_forward_hook(lambda *_: calls.put(1))

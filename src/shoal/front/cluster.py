@@ -25,6 +25,7 @@ from shoal.core.cores import bound_cores, container, given_cores, quota_cores
 from shoal.core.facts import Cluster, Link
 from shoal.core.registry import of
 from shoal.exchange.direct import Direct
+from shoal.front.known_before import keep_cluster, key_of_links, known_cluster
 from shoal.front.stages import Stages
 from shoal.planner.search import LANES
 from shoal.planner.search_options import DEFAULT
@@ -73,6 +74,23 @@ def measured_cluster(
     `codecs`. Buckets are on the `device` as they are measured.
     """
     _forget_changed(session)
+    comm = session.comm
+    is_kept = comm.size > 1 and not (session.other(Servers) or session.other(TailHosts))
+    key = key_of_links(comm, device) if is_kept else ""
+    if session.cluster is None and is_kept:
+        session.cluster = known_cluster(comm, key)
+        _forget_changed(session)
+    before = session.cluster
+    cluster = _with_asked(session, asked, device, codecs)
+    if is_kept and cluster is not before:
+        keep_cluster(comm, key, cluster)
+    return cluster
+
+
+def _with_asked(
+    session: Session, asked: Iterable[str], device: torch.device, codecs: Iterable[str]
+) -> Cluster:
+    """Return the cluster with the exchanges and codecs that are asked for."""
     cluster = _measured(session, device)
     if cluster.paces:
         session.cluster = cluster = with_codings(cluster, session.comm, codecs, device)

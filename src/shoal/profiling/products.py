@@ -76,8 +76,9 @@ def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
         )
         for layer in (*trial.layers, *trial.tied)
     }
-    costs = measure_products(
-        {name: product for name, product in products.items() if product}, trial.ranks
+    real = {name: product for name, product in products.items() if product}
+    costs = trial.known.figure(
+        "products", dict[str, ProductCost], lambda: measure_products(real, trial.ranks)
     )
     known = sum(cost.page_faults for cost in costs.values())
     # at most: backward takes other memory too
