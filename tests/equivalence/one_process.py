@@ -51,11 +51,12 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in of(Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in of(Strategy).items() if kind.role.takes_exchange]
-# without hosts of its own, for gradients that are dense: of others see test_sparse.py
+# without hosts of its own, for gradients that are dense: of others see test_sparse.py. Of "tied",
+# which serves weights that modules share, see test_tied.py
 HERE = {
     name: kind
     for name, kind in of(Strategy).items()
-    if not kind.role.is_at_tail and kind.role is not Role.ROWS
+    if not kind.role.is_at_tail and kind.role is not Role.ROWS and name != "tied"
 }
 ALL_CUTS = [name for name, kind in HERE.items() if kind.role.is_cut and name != "row_pair"]
 # those that serve linear layers anywhere

@@ -42,6 +42,8 @@ class Place:
     parameters: Mapping[str, nn.Parameter]
     rank: int
     ranks: int  # that train; servers stand behind them
+    # other modules that hold these parameters, too, by dotted name
+    sharing: Mapping[str, nn.Module] = field(default_factory=dict)
     servers: int = 0
     stale: bool = False  # workers run ahead of one another: a server answers each by itself
     buckets: Buckets = field(default_factory=Buckets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.codecs.coded import codec_named, exchange_named
@@ -129,16 +129,17 @@ def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
     )
 
 
-def _unable(layer: str, strategy: str, reason: str) -> PlanError:
+def _unable(layer: str, strategy: str, reason: str, able: Sequence[str] = ()) -> PlanError:
     if named(Strategy, strategy).role.names_ranks:
         return PlanError(
             f"the model cannot be given to ranks as a {strategy}: {reason}",
             do="leave the pin out: the planner finds a way for each layer",
         )
+    other = " or ".join(able) or "another strategy"
     return PlanError(
         f"{strategy} cannot serve layer {layer}: {reason}",
         where=f"pin of {layer}",
-        do="pin the layer to another strategy, or leave it to the planner",
+        do=f"pin the layer to {other}, or leave it to the planner",
     )
 
 
@@ -217,8 +218,27 @@ def pairs_of(
     return pairs
 
 
-def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
-    """The pins, and what follows for other layers (PlanError where they cannot be kept)."""
+def with_needed(
+    predictor: Predictor, pinned: Mapping[str, Option], named_layers: Collection[str]
+) -> dict[str, Option]:
+    """Return the pins, and what follows for other layers.
+
+    Args:
+        predictor: of the model.
+        pinned: the pins by layer.
+        named_layers: the layers that a pin spells. They win over layers that a glob matches.
+
+    Raises:
+        PlanError: the pins cannot be kept.
+    """
+    yielding = {
+        other
+        for name, (strategy, _) in pinned.items()
+        if name in named_layers
+        for other, needed in predictor.needs(name, strategy).items()
+        if other in pinned and other not in named_layers and pinned[other][0] != needed
+    }
+    pinned = {name: option for name, option in pinned.items() if name not in yielding}
     complete = dict(pinned)
     for name, (strategy, exchange) in pinned.items():
         _check_pin(predictor, predictor.layer(name), strategy, exchange)
@@ -252,7 +272,12 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
-        raise _unable(layer.name, strategy, reason)
+        able = [
+            name
+            for name, kind in of(Strategy).items()
+            if not kind.role.names_ranks and _reason(predictor, layer, name) is None
+        ]
+        raise _unable(layer.name, strategy, reason, able)
 
 
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:

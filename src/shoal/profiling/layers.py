@@ -38,7 +38,12 @@ from shoal.core.facts import (
 from shoal.core.known import KnownFigures
 from shoal.core.registry import of
 from shoal.core.terms import LossOfParts, Targets, Terms
-from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
+from shoal.profiling.identity import (
+    model_digest,
+    require_same_model,
+    tied_modules,
+    trainable_layers,
+)
 from shoal.profiling.moving import Changes, Ways, left_local, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
@@ -106,18 +111,9 @@ def profile_model(
         _meet(comm)  # every rank has noted the random state, which threads share
         changes, outputs = Changes(model, checked.function), Outputs()
         watching = Watching(probing, changes, outputs)
-        readers, step = measured_step(checked, layers, watching, comm, options.known)  # 1, 2
-        trial = Trial(
-            checked,
-            layers,
-            tuple(optimizers),
-            comm.size,
-            options.micro_batches,
-            options.row_parts,
-            step,
-            frozenset(readers.read),
-            options.known,
-        )
+        watched = (*layers, *tied_modules(model, layers))
+        readers, step = measured_step(checked, watched, watching, comm, options.known)  # 1, 2
+        trial = _trial(checked, layers, optimizers, comm.size, options, readers, step)
         on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
@@ -127,6 +123,31 @@ def profile_model(
     agreed_on = agreed_terms(terms, of_batch=options.compute_loss is not None)
     profile = completed(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
     return replace(profile, terms=agreed_on, moving=moves, local=local)
+
+
+def _trial(
+    sample: Sample,
+    layers: tuple[Layer, ...],
+    optimizers: Sequence[Optimizer],
+    ranks: int,
+    options: ProfileOptions,
+    readers: Readers,
+    step: MeasuredStep,
+) -> Trial:
+    """Return the trial that probes look at."""
+    return Trial(
+        sample,
+        layers,
+        tuple(optimizers),
+        ranks,
+        options.micro_batches,
+        options.row_parts,
+        step,
+        frozenset(readers.read),
+        options.known,
+        tied_modules(sample.model, layers),
+        readers.borrowed,
+    )
 
 
 def _checked_sample(
@@ -169,8 +190,8 @@ def _profile_here(
     return ModelProfile(
         layers=tuple(
             replace(
-                _layer_profile(layer, step, outside[layer.name]),
-                may_vary=readers.decided.get(layer.name, ""),
+                layer_profile(layer, step, outside[layer.name]),
+                may_vary=first(readers.decided.get(name, "") for name in _names(layer, trial)),
                 facts=tuple(found[layer.name] for found in facts),
             )
             for layer in trial.layers
@@ -194,8 +215,25 @@ def _measuring(probe: Probe, trial: Trial) -> Callable[[], dict[str, Facts]]:
     return lambda: {layer.name: probe.measure(layer, trial) for layer in trial.layers}
 
 
-def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
-    """What was measured of every layer alike."""
+def _names(layer: Layer, trial: Trial) -> list[str]:
+    """Return the names of a layer, and of the modules that use its parameters."""
+    own = {id(parameter) for parameter in layer.parameters.values()}
+    using = (
+        tied.name
+        for tied in trial.tied
+        if any(id(parameter) in own for parameter in tied.module._parameters.values())
+    )
+    return [layer.name, *using]
+
+
+def layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
+    """Return what a step measures of every layer alike.
+
+    Args:
+        layer: the layer.
+        step: the measured step.
+        outside: why its weight cannot be served through its own forward; '' if it can.
+    """
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
@@ -269,7 +307,7 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The ranks' profiles in one: the most of every number."""
     return ModelProfile(
         layers=tuple(
-            _maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
+            maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
         ),
         forward_s=max(p.forward_s for p in profiles),
         backward_s=max(p.backward_s for p in profiles),
@@ -283,8 +321,8 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
 
 
-def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
-    """One layer's profiles in one: of a kind of facts, as that says."""
+def maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
+    """Make one layer's profiles one: of a kind of facts, as that says."""
     return replace(
         ranks[0],
         parameters=tuple(

@@ -74,7 +74,7 @@ def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
         layer.name: ProductShape.of(
             layer.module, rows_of(layer.module, trial.step.layers[layer.name])
         )
-        for layer in trial.layers
+        for layer in (*trial.layers, *trial.tied)
     }
     real = {name: product for name, product in products.items() if product}
     costs = trial.known.figure(

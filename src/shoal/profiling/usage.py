@@ -73,16 +73,16 @@ class Readers(TorchFunctionMode):
         if next(tensors_in(result), None) is not None:
             for tensor in tensors_in((args, kwargs or {})):
                 if id(tensor) in self._owners:
-                    self._note(func, *self._owners[id(tensor)])
+                    self._note(func, tensor, *self._owners[id(tensor)])
         return result
 
-    def _note(self, func: Callable[..., Any], layer: Layer, parameter: str) -> None:
+    def _note(self, func: Callable[..., Any], tensor: Tensor, layer: Layer, parameter: str) -> None:
         self.read.add(parameter)
         leaf = parameter.rpartition(".")[2]
         reader, module = self._running[-1] if self._running else ("the loss", None)
         if module is None:
             self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader}")
-        elif module is not layer.module:
+        elif all(own is not tensor for own in module._parameters.values()):
             kind = type(module).__name__
             self.borrowed.setdefault(
                 layer.name, f"its {leaf} is read by {reader} ({kind}) without calling it"
@@ -131,10 +131,17 @@ def outside_use(
     return {
         layer.name: tied.get(layer.name)
         or borrowed.get(layer.name)
-        or ("" if rowwise[layer.name] else _unlike_torch(layer.module))
-        or _hooked(layer)
+        or unlike(layer, rowwise=rowwise[layer.name])
         for layer in layers
     }
+
+
+def unlike(layer: Layer, *, rowwise: bool) -> str:
+    """Return why a layer's own forward and backward are not as torch has them, or ''.
+
+    Where a layer is `rowwise`, its own forward may be any.
+    """
+    return ("" if rowwise else _unlike_torch(layer.module)) or _hooked(layer)
 
 
 def kind_of(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ Objects, names and parameters stay the same, both ways, and that is checked.
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +36,7 @@ from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.core.role import Role
-from shoal.profiling.identity import model_digest, trainable_layers
+from shoal.profiling.identity import ROOT, model_digest, trainable_layers
 from shoal.profiling.usage import kind_of
 from shoal.strategies.carried import check_carried, check_holder, row_codec
 
@@ -94,19 +95,17 @@ def placed(
     roles = {name: named(Strategy, name).role for name in {c.strategy for c in plan.choices}}
     holders = {c.layer: c.holder for c in plan.choices if roles[c.strategy].names_ranks}
     ways = Ways(holders=holders, backward_hooks=backward_hooks(model))
+    holding = _holders(model)
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:
-        parameters = {
-            name: parameter
-            for layer in site.layers
-            for name, parameter in layers[layer].parameters.items()
-        }
+        parameters = _parameters(site, layers)
         spans = _spans(site, parameters)
         return replace(
             in_model,
             layers={name: layers[name].module for name in site.layers},
             parameters={name: parameters[name] for name in spans or parameters},
+            sharing=_sharing(holding, site.layers, parameters),
             spans=spans,
             rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
@@ -148,12 +147,14 @@ def apply(
 
 def release(model: nn.Module, rewritten: Rewritten) -> None:
     """Undo `apply`, from the last site to the first. Every rank makes the same calls."""
-    before = _identity(model)
+    before, holding = _identity(model), _holders(model)
     for placed, transfers in reversed(rewritten.sites):
         names = placed.site.layers
         layers = {name: module for name in names if (module := rewritten.layers[name]())}
         ways = replace(placed.place.ways, model=model)
-        placed.strategy.release(replace(placed.place, layers=layers, ways=ways), transfers)
+        sharing = _sharing(holding, names, placed.place.parameters)
+        place = replace(placed.place, layers=layers, sharing=sharing, ways=ways)
+        placed.strategy.release(place, transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
 
@@ -183,7 +184,36 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
     place = placed_site.place
     ways = replace(place.ways, tail=None, model=None)
-    return replace(placed_site, place=replace(place, layers={}, ways=ways))
+    return replace(placed_site, place=replace(place, layers={}, sharing={}, ways=ways))
+
+
+def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """Return the modules that hold each parameter, by its id and by their dotted names."""
+    holders: dict[int, dict[str, nn.Module]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            holders[id(parameter)][name or ROOT] = module
+    return holders
+
+
+def _sharing(
+    holders: Mapping[int, Mapping[str, nn.Module]],
+    layers: Sequence[str],
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[str, nn.Module]:
+    """Return the modules beside some layers that hold parameters of these, by dotted name."""
+    return {
+        name: module
+        for parameter in parameters.values()
+        for name, module in holders[id(parameter)].items()
+        if name not in layers
+    }
+
+
+def _parameters(site: Site, layers: Mapping[str, Layer]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a site's layers, by dotted name."""
+    own = (layers[name].parameters for name in site.layers)
+    return {name: parameter for of_layer in own for name, parameter in of_layer.items()}
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:

@@ -184,28 +184,31 @@ class CutStrategy(Strategy):
         over = OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm, place.weighs)
         cut(weight, over)
         if bias is not None:
-            cut(
-                bias,
-                OverRanks(
-                    f"{name}.bias",
-                    bias,
-                    0,
-                    cut_sizes(outputs, place.ranks),
-                    place.comm,
-                    place.weighs,
-                ),
-            )
-        part = _LayerPart(name, self, module, outputs, widths, place)
-        module.__class__ = _cut_class(type(module))
-        module.__dict__[_SLOT] = part
+            sizes = cut_sizes(outputs, place.ranks)
+            cut(bias, OverRanks(f"{name}.bias", bias, 0, sizes, place.comm, place.weighs))
+        run_cut(name, self, module, place)
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
         (module,) = place.layers.values()
-        del module.__dict__[_SLOT]
-        module.__class__ = _kind_of(module)
+        run_whole(module)
         for parameter in filter(is_cut, module.parameters(recurse=False)):
             restore(parameter)
+
+
+def run_cut(name: str, strategy: CutStrategy, module: nn.Linear | nn.Conv2d, place: Place) -> None:
+    """Run a module on this rank's part of its weight from now on. The weight is cut already."""
+    outputs, width = len(module.weight), module.weight.shape[strategy.dim]
+    widths = cut_sizes(width, place.ranks)
+    part = _LayerPart(name, strategy, module, outputs, widths, place)
+    module.__class__ = _cut_class(type(module))
+    module.__dict__[_SLOT] = part
+
+
+def run_whole(module: nn.Module) -> None:
+    """Give a module its own class again. Its weight is still cut."""
+    del module.__dict__[_SLOT]
+    module.__class__ = _kind_of(module)
 
 
 def error_of_rows(layer: nn.Module) -> float | None:
