@@ -237,6 +237,10 @@ class Facts:
         values = {f.name: [getattr(facts, f.name) for facts in ranks] for f in fields(cls)}
         return cls(**{name: _of_ranks(found, cls, name) for name, found in values.items()})
 
+    def works_like(self) -> str:
+        """Return the class in torch.nn that the layer may work like, though it is of another."""
+        return ""
+
     def in_profile(self, profile: ModelProfile) -> Self:
         """These facts with what follows from the profile of all ranks."""
         return self
@@ -313,6 +317,11 @@ class LayerProfile:
     def measured(self, kind: type[F]) -> F:
         """The facts of one kind; that kind's defaults where they were not measured."""
         return next((facts for facts in self.facts if isinstance(facts, kind)), kind())
+
+    @property
+    def like(self) -> str:
+        """The class in torch.nn that it may work like, or ''."""
+        return first(facts.works_like() for facts in self.facts)
 
     @property
     def nbytes(self) -> int:

@@ -52,6 +52,7 @@ from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
 from shoal.profiling.timeline import DeviceClock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
+from shoal.profiling.weight_use import WeightUse, weight_uses
 
 _CHECKING = "parallelize: trying the sample"
 # the fewest measured steps, after one to warm up, and seconds that are enough for more: where they
@@ -160,12 +161,13 @@ def _profile_here(
         agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probes
     ]
     by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
-    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs)
+    uses = agreed(comm, lambda: weight_uses(trial), _CHECKING, SampleError)
+    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs, uses)
     update = OptimizerCost.of(trial.optimizers, rows_of_gradients(trial))
     return ModelProfile(
         layers=tuple(
             replace(
-                _layer_profile(layer, step, outside[layer.name]),
+                _layer_profile(layer, step, outside[layer.name], uses[layer.name]),
                 may_vary=readers.decided.get(layer.name, ""),
                 facts=tuple(found[layer.name] for found in facts),
             )
@@ -314,13 +316,13 @@ def _agree(seconds: Sequence[float]) -> bool:
     return max(medians) <= (1 + _AGREE) * min(medians)
 
 
-def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
+def _layer_profile(layer: Layer, step: MeasuredStep, outside: str, use: WeightUse) -> LayerProfile:
     """What was measured of every layer alike."""
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
         outside = "its gradient comes without a call of the layer"
-    inputs, outputs = shape_of(layer.module)
+    inputs, outputs = shape_of(layer.module, use)
     return LayerProfile(
         name=layer.name,
         kind=kind_of(layer.module),
@@ -338,7 +340,7 @@ def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfi
             )
             for name, parameter in layer.parameters.items()
         ),
-        rows=rows_of(layer.module, watched),
+        rows=rows_of(watched, outputs),
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,

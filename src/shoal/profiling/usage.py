@@ -10,7 +10,7 @@ runs. A view of a weight that was taken before forward escapes this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.contracts.probe import Layer
 from shoal.contracts.sample import tensors_in
 from shoal.profiling.identity import ROOT
+from shoal.profiling.weight_use import WeightUse, like_of
 
 _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: F.linear,
@@ -122,16 +123,24 @@ def outside_use(
     layers: Sequence[Layer],
     borrowed: Mapping[str, str],
     rowwise: Mapping[str, bool],
+    uses: Mapping[str, WeightUse],
 ) -> dict[str, str]:
     """For each layer why its weight cannot be served through its own forward, or ''.
 
     `borrowed` is from `Readers`; where a layer is `rowwise`, its own forward may be any.
     """
     tied = _tied(model)
+
+    def unlike(layer: Layer) -> str:
+        is_exact = type(layer.module) in _OWN_FUNCTION
+        if rowwise[layer.name] or (uses[layer.name].served and not is_exact):
+            return ""
+        return _unlike_torch(layer.module, uses[layer.name].reason)
+
     return {
         layer.name: tied.get(layer.name)
         or borrowed.get(layer.name)
-        or ("" if rowwise[layer.name] else _unlike_torch(layer.module))
+        or unlike(layer)
         or _hooked(layer)
         for layer in layers
     }
@@ -142,6 +151,11 @@ def kind_of(module: nn.Module) -> str:
     kind = type(module)
     imitates = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in _NAMES
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
+
+
+def kinds_of(layers: Iterable[Layer]) -> dict[str, tuple[str, str]]:
+    """Return each layer's class, and the one in torch.nn that it may work like or '', by name."""
+    return {layer.name: (kind_of(layer.module), like_of(layer.module)) for layer in layers}
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -172,14 +186,15 @@ def _hooked(layer: Layer) -> str:
     return ""
 
 
-def _unlike_torch(module: nn.Module) -> str:
+def _unlike_torch(module: nn.Module, reason: str) -> str:
     """How a linear layer or table differs from torch's own; '' for modules of other kinds."""
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         kinds = "torch.nn.Linear, torch.nn.Embedding or torch.nn.EmbeddingBag"
-        return f"it is a {kind}, not exactly a {kinds}"
+        found = f", and {reason}" if reason else ""
+        return f"it is a {kind}, not exactly a {kinds}{found}"
     if "forward" in vars(module):
         return "its forward has been replaced"
     weight = module._parameters.get("weight")

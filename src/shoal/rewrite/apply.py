@@ -36,7 +36,7 @@ from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import model_digest, trainable_layers
-from shoal.profiling.usage import kind_of
+from shoal.profiling.usage import kinds_of
 from shoal.strategies.carried import check_carried, check_holder, row_codec
 
 
@@ -240,10 +240,11 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             do=_REPLAN,
         )
     _check_holders(plan)
-    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+    kinds = kinds_of(trainable_layers(model))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
-        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
+        kind, like = kinds[choice.layer]
+        _check_serves(choice, strategy.unable(kind, servers, tail_hosts=1, like=like))
         check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 
