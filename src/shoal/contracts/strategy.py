@@ -19,7 +19,7 @@ from shoal.contracts.ways import Ways
 from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.facts import Cluster, LayerProfile, first
 from shoal.core.placement import Owner
 from shoal.core.registry import Contract
 from shoal.core.role import Role
@@ -87,7 +87,8 @@ class Strategy(Contract, ABC):
         sparse gradients and at owners.
         """
         servers, tail_hosts = len(cluster.servers), len(cluster.tail)
-        if reason := self.unable(layer.kind, servers, tail_hosts, layer.like):
+        like = first(facts.works_like() for facts in layer.facts)
+        if reason := self.unable(layer.kind, servers, tail_hosts, like):
             return reason
         for parameter in layer.parameters:
             if parameter.sparse and not self.takes_sparse:

@@ -223,8 +223,7 @@ class ParameterProfile:
 class Facts:
     """What a probe has found of one layer (contracts/probe.py).
 
-    A subclass is a frozen dataclass. Each field has a default, which holds where nothing was
-    measured.
+    A subclass is a frozen dataclass. A field's default holds where nothing was measured.
     """
 
     @classmethod
@@ -258,10 +257,8 @@ def _of_ranks(values: Sequence[Any], kind: type[Facts], name: str) -> Any:
         return first(values)
     if all(isinstance(value, int | float) for value in values):
         return max(values)
-    raise TypeError(
-        f"{kind.__name__}.{name} is no number, flag or text: write {kind.__name__}.of_ranks, "
-        "which makes one of the ranks' facts"
-    )
+    form = f"{kind.__name__}.{name} is no number, flag or text"
+    raise TypeError(f"{form}: write {kind.__name__}.of_ranks, which makes one of the ranks' facts")
 
 
 def first(texts: Iterable[str]) -> str:
@@ -317,11 +314,6 @@ class LayerProfile:
     def measured(self, kind: type[F]) -> F:
         """The facts of one kind; that kind's defaults where they were not measured."""
         return next((facts for facts in self.facts if isinstance(facts, kind)), kind())
-
-    @property
-    def like(self) -> str:
-        """The class in torch.nn that it may work like, or ''."""
-        return first(facts.works_like() for facts in self.facts)
 
     @property
     def nbytes(self) -> int:

@@ -29,7 +29,7 @@ _OTHERS = (nn.Embedding, nn.EmbeddingBag, _ConvNd)  # strategies of their own se
 
 @dataclass(frozen=True)
 class WeightUse(Facts):
-    """How a layer's own forward uses its weight.
+    """The use that a layer's own forward makes of its weight.
 
     Args:
         served: whether it does nothing with it but multiply its input with it.
