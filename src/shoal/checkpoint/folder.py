@@ -49,6 +49,12 @@ def as_path(path: Any, call: str) -> Path:
             expected="a text or a pathlib.Path, which is not empty",
             do='give for instance "run"',
         )
+    if "://" in text:  # else a folder of that name would be made here
+        raise UsageError(
+            f"{call} takes the path of a folder on this host",
+            got=text[:80],
+            do="mount that file system, or bring the files here",
+        )
     return Path(text)
 
 
@@ -167,7 +173,7 @@ def found(path: Path) -> Path | None:
     return None
 
 
-def unreadable(path: Path, error: OSError) -> UsageError:
+def unreadable(path: Path | str, error: OSError) -> UsageError:
     """The error about a file that the file system does not give."""
     return UsageError(
         "the checkpoint cannot be read",
