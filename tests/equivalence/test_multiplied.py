@@ -156,7 +156,10 @@ REASONS = {
     "without its bias": (lambda: Twice(WIDTH, INPUTS), "its bias is not added right behind"),
     "late": (lambda: Late(WIDTH, INPUTS, "matmul"), "its shift is not added right behind"),
     "both ways": (BothWays, "it multiplies with its weight in several ways"),
-    "own scale": (lambda: WithScale(INPUTS, WIDTH), "it has other parameters"),
+    "own scale": (
+        lambda: WithScale(INPUTS, WIDTH),
+        "it has not just a matrix and a vector, but weight, bias, scale",
+    ),
     "table": (Table, "its rows is read by __getitem__"),
     "bias unused": (lambda: Quiet(WIDTH, INPUTS, "matmul"), "its shift is not added"),
     "parametrised": (
@@ -275,3 +278,13 @@ def test_a_bias_that_is_added_late_after_all_is_an_error():
             model(numbers(2, INPUTS))
 
     on_two_ranks(built(lambda: nn.Sequential(Late(CLASSES, INPUTS, "matmul"))), "factor", work)
+
+
+def test_explain_says_once_why_a_layer_is_not_served():
+    def work(model: nn.Module, loss_fn: Any, optimizer: Any) -> list[str]:
+        return str(shoal.explain(model)).splitlines()
+
+    made = built(lambda: nn.Sequential(Masked(INPUTS, WIDTH), nn.Tanh(), Conv1D(CLASSES, WIDTH)))
+    told, _ = on_two_ranks(made, "replicate", work)
+    assert "  factor, row, row_pair: its weight is read by mul (0)" in told
+    assert not any("factor" in line and "Conv1D" in line for line in told)

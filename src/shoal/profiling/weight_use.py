@@ -122,7 +122,7 @@ def _unfit(module: nn.Module) -> str:
         return "its weight is computed from other parameters"
     if not like_of(module):
         others = [name for name, p in module._parameters.items() if p is not None]
-        return "" if not others else f"it has other parameters: {', '.join(others)}"
+        return f"it has not just a matrix and a vector, but {', '.join(others)}" if others else ""
     if "forward" in vars(module):
         return "its forward has been replaced"
     weight, _ = _matrix_and_vector(module)
