@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 import shoal
-from shoal.checkpoint.folder import LATEST, STATE, as_path
+from shoal.checkpoint.folder import LATEST, STATE, as_path, passing
 from shoal.checkpoint.store import Store
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
@@ -30,9 +30,9 @@ HOSTS = Cluster(Topology(("host",) * 2), Link(1e-4, 1e8))
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The address of a run that is not there yet; nothing stays in this host's own folders."""
     name = "run" if request.param == "memory" else f"{tmp_path}/run"
-    before = set(Path(tempfile.gettempdir()).glob("shoal-*"))
+    before = set(Path(tempfile.gettempdir()).glob("shoal-checkpoint*"))
     yield f"{request.param}://{name}"
-    assert set(Path(tempfile.gettempdir()).glob("shoal-*")) <= before
+    assert set(Path(tempfile.gettempdir()).glob("shoal-checkpoint*")) <= before
     system = fsspec.filesystem("memory")
     for path in system.ls("/", detail=False):
         system.rm(path, recursive=True)
@@ -139,6 +139,16 @@ def test_the_marker_comes_last_and_goes_first(
         store.put(written(tmp_path / "two", STATE, "a", "z"), "step-00000001")
     assert files(url) == ["step-00000001/a"]
     assert store.complete() == [] and not store.has("step-00000001")
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_what_a_killed_job_left_on_this_host_is_removed(url: str) -> None:
+    left = passing()
+    host_and_name, _, number = str(left).rpartition("-")
+    dead = Path(f"{host_and_name.rpartition('-')[0]}-{1 << 30}-{number}")
+    dead.mkdir()
+    shoal.save(url, model=filled(1.0))
+    assert not dead.exists()
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)

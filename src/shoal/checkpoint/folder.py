@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,6 +190,16 @@ def clean(path: Path) -> None:
         host, _, rest = left.name.partition(_TMP)[2].rpartition("-")[0].rpartition("-")
         if host == _host() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
             remove(left)
+
+
+def passing() -> Path:
+    """Return a new name in this host's temporary folder, for a checkpoint on its way elsewhere.
+
+    Leftovers of processes that have ended are removed.
+    """
+    name = Path(tempfile.gettempdir()) / "shoal-checkpoint"
+    clean(name)
+    return _marked(name, _TMP)
 
 
 def clean_run(folder: Path, name: str) -> None:

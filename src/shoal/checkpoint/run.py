@@ -24,11 +24,12 @@ from shoal.checkpoint.folder import (
     STATE,
     clean_run,
     gone,
+    passing,
     remove,
     unreadable,
     write_text,
 )
-from shoal.checkpoint.store import Store, new_folder
+from shoal.checkpoint.store import Store
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import open_regular
 
@@ -171,7 +172,7 @@ class StoredRun(RunFolder):
     """
 
     def __init__(self, store: Store) -> None:
-        super().__init__(new_folder())
+        super().__init__(passing())
         self._store = store
 
     def where(self, name: str) -> str:
@@ -181,6 +182,8 @@ class StoredRun(RunFolder):
         try:
             name = newest_of(self._stored(), self._store.read_text(LATEST).strip())
             if name is not None:
+                self._make()
+                (self.folder / name).mkdir()
                 self._store.get(name, self.folder / name)
         except OSError as error:
             raise unreadable(self._store.url, error) from error
@@ -214,7 +217,11 @@ class StoredRun(RunFolder):
             ) from error
 
     def lock_again(self) -> None:
-        return
+        self._make()
+
+    def _make(self) -> None:
+        """Make the folder on this host, for this user alone."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def unlock(self) -> None:
         self.sweep()

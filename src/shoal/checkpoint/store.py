@@ -11,9 +11,7 @@ have names of their own. Nobody locks a store. Guarded by tests/checkpoint/test_
 
 from __future__ import annotations
 
-import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
-from shoal.checkpoint.folder import STATE, as_path, unreadable
+from shoal.checkpoint.folder import STATE, as_path, passing, unreadable
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
@@ -94,9 +92,8 @@ class Store:
                 system.put_file(str(file), f"{target}/{file.name}")
 
     def get(self, name: str, folder: Path) -> None:
-        """Read a checkpoint into a new folder of this host."""
+        """Read a checkpoint into a folder of this host."""
         system, _ = self._opened
-        folder.mkdir(parents=True)
         with _as_os_errors():
             system.invalidate_cache()
             for path in system.ls(self._path(name), detail=False):
@@ -151,9 +148,9 @@ def writable(place: Path | Store) -> Iterator[Path]:
     if isinstance(place, Path):
         yield place
         return
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        yield Path(folder) / "checkpoint"
-        place.put(Path(folder) / "checkpoint", "")
+    with own_folder(passing()) as folder:
+        yield folder / "checkpoint"
+        place.put(folder / "checkpoint", "")
 
 
 @contextmanager
@@ -163,12 +160,13 @@ def readable(comm: Comm, place: Any) -> Iterator[Any]:
     if isinstance(store, Path):
         yield store
         return
-    folder = new_folder()
+    folder = passing()
 
     def bring() -> None:
         try:
             is_there = store.has("")
             if is_there:
+                folder.mkdir(mode=0o700)
                 store.get("", folder)
         except OSError as error:
             raise unreadable(store.url, error) from error
@@ -187,9 +185,14 @@ def readable(comm: Comm, place: Any) -> Iterator[Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def new_folder() -> Path:
-    """Return the path of a folder of this host that is not there yet."""
-    return Path(tempfile.gettempdir()) / f"shoal-{secrets.token_hex(8)}"
+@contextmanager
+def own_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder that this user alone may read, and remove it in the end."""
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
