@@ -232,7 +232,7 @@ def test_the_layers_are_of_their_own_classes_again(way):
     on_two_ranks(made, way, work)
 
 
-@pytest.mark.parametrize("way", ["column", "row"])
+@pytest.mark.parametrize("way", ["column", pytest.param("row", marks=pytest.mark.slow)])
 def test_a_rank_evaluates_alone(way):
     def work(model: nn.Module, loss_fn: Any, optimizer: Any) -> Tensor:
         alone = current().comm.rank == 0
@@ -246,7 +246,8 @@ def test_a_rank_evaluates_alone(way):
     on_two_ranks(two_layers(LAYERS["Conv1D"]), way, work)
 
 
-def test_another_form_than_in_the_sample_is_right_too():
+@pytest.mark.parametrize("way", ["factor", "row", pytest.param("column", marks=pytest.mark.slow)])
+def test_another_form_than_in_the_sample_is_right_too(way):
     """What the sample did not show is read whole: all ranks do so alike."""
 
     class Turns(nn.Module):
@@ -262,8 +263,7 @@ def test_another_form_than_in_the_sample_is_right_too():
     model = built(lambda: nn.Sequential(Turns(), nn.Tanh(), nn.Linear(INPUTS, CLASSES)))
     batches = features(INPUTS, CLASSES)
     signed = [(x.abs() if number < 2 else -x.abs(), y) for number, (x, y) in enumerate(batches)]
-    for way in ("column", "row", "factor"):
-        assert_same(Training(model=model, batches=signed), 2, way)
+    assert_same(Training(model=model, batches=signed), 2, way)
 
 
 def test_a_bias_that_is_added_late_after_all_is_an_error():
