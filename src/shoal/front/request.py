@@ -44,7 +44,7 @@ from shoal.optim.checks import check_optimizer
 from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
 from shoal.profiling.identity import content, model_digest, other_names, trainable_layers
 from shoal.profiling.moving import check_ways
-from shoal.profiling.usage import kind_of
+from shoal.profiling.usage import kinds_of
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
@@ -139,7 +139,7 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         draft = planned(given, features, facts)
     usable = _usable(options, features, draft, facts)
     if given is None:
-        kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+        kinds = kinds_of(trainable_layers(model))
         pinned = {choice.layer: choice.strategy for choice in draft.choices}
         check_able(kinds, pinned, usable, facts.servers, facts.tail_hosts)
     return Request(options, features, draft, facts, usable)

@@ -91,7 +91,7 @@ def micro_batches_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 
 def check_able(
-    kinds: Mapping[str, str],
+    kinds: Mapping[str, tuple[str, str]],
     pinned: Mapping[str, str],
     allowed: Sequence[str],
     servers: int,
@@ -100,7 +100,8 @@ def check_able(
     """Refuse, before anything is measured, strategies that cannot serve any layer, or a pinned one.
 
     Args:
-        kinds: the class of each layer's module, by the layer's name.
+        kinds: the class of each layer's module, and the one in torch.nn that it may work like, by
+            the layer's name.
         pinned: the strategies of layers that have one already.
         allowed: names of the strategies that may serve the other layers.
         servers: number of hosts that own parameters and do not train.
@@ -110,9 +111,11 @@ def check_able(
         PlanError: no strategy that may serve layers can serve one. The error says why.
     """
     free: dict[str, Mapping[str, str]] = {}  # why not, of layers that are not pinned
-    for layer, kind in kinds.items():
+    for layer, (kind, like) in kinds.items():
         names = [pinned[layer]] if layer in pinned else allowed
-        reasons = {name: named(Strategy, name).unable(kind, servers, tail_hosts) for name in names}
+        reasons = {
+            name: named(Strategy, name).unable(kind, servers, tail_hosts, like) for name in names
+        }
         if layer not in pinned:
             free[layer] = reasons
         elif all(reasons.values()):

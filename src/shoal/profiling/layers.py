@@ -53,6 +53,7 @@ from shoal.profiling.steps import Watching, measured_step
 from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
 from shoal.profiling.untraced import untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
+from shoal.profiling.weight_use import UNUSED, WeightUse, weight_uses
 
 _CHECKING = "parallelize: trying the sample"
 _UNLIKE = 1.5  # times the fastest rank's seconds: a slower rank is of another kind
@@ -181,7 +182,8 @@ def _profile_here(
         agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probes
     ]
     by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
-    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs)
+    uses = agreed(comm, lambda: weight_uses(trial), _CHECKING, SampleError)
+    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs, uses)
     update = trial.known.figure(
         "optimizer",
         OptimizerCost,
@@ -190,7 +192,7 @@ def _profile_here(
     return ModelProfile(
         layers=tuple(
             replace(
-                layer_profile(layer, step, outside[layer.name]),
+                layer_profile(layer, step, outside[layer.name], uses[layer.name]),
                 may_vary=first(readers.decided.get(name, "") for name in _names(layer, trial)),
                 facts=tuple(found[layer.name] for found in facts),
             )
@@ -226,19 +228,22 @@ def _names(layer: Layer, trial: Trial) -> list[str]:
     return [layer.name, *using]
 
 
-def layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
+def layer_profile(
+    layer: Layer, step: MeasuredStep, outside: str, use: WeightUse = UNUSED
+) -> LayerProfile:
     """Return what a step measures of every layer alike.
 
     Args:
         layer: the layer.
         step: the measured step.
         outside: why its weight cannot be served through its own forward; '' if it can.
+        use: the use that its forward makes of its weight.
     """
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
         outside = "its gradient comes without a call of the layer"
-    inputs, outputs = shape_of(layer.module)
+    inputs, outputs = shape_of(layer.module, use)
     return LayerProfile(
         name=layer.name,
         kind=kind_of(layer.module),
@@ -256,7 +261,7 @@ def layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfil
             )
             for name, parameter in layer.parameters.items()
         ),
-        rows=rows_of(layer.module, watched),
+        rows=rows_of(watched, outputs),
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,

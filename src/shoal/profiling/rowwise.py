@@ -51,7 +51,7 @@ def rowwise(trial: Trial) -> dict[str, bool]:
 
 def row_dims(module: nn.Module) -> int:
     """How many dimensions a row of its input has: features, or channels, height and width."""
-    return 1 if isinstance(module, nn.Linear) else 3
+    return 3 if isinstance(module, nn.Conv2d) else 1
 
 
 def _made_of_weight(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ runs. A view of a weight that was taken before forward escapes this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.contracts.probe import Layer
 from shoal.contracts.sample import tensors_in
 from shoal.profiling.identity import ROOT
+from shoal.profiling.weight_use import UNUSED, WeightUse, like_of
 
 _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: F.linear,
@@ -122,6 +123,7 @@ def outside_use(
     layers: Sequence[Layer],
     borrowed: Mapping[str, str],
     rowwise: Mapping[str, bool],
+    uses: Mapping[str, WeightUse],
 ) -> dict[str, str]:
     """For each layer why its weight cannot be served through its own forward, or ''.
 
@@ -131,17 +133,19 @@ def outside_use(
     return {
         layer.name: tied.get(layer.name)
         or borrowed.get(layer.name)
-        or unlike(layer, rowwise=rowwise[layer.name])
+        or unlike(layer, rowwise=rowwise[layer.name], use=uses[layer.name])
         for layer in layers
     }
 
 
-def unlike(layer: Layer, *, rowwise: bool) -> str:
+def unlike(layer: Layer, *, rowwise: bool, use: WeightUse = UNUSED) -> str:
     """Return why a layer's own forward and backward are not as torch has them, or ''.
 
     Where a layer is `rowwise`, its own forward may be any.
     """
-    return ("" if rowwise else _unlike_torch(layer.module)) or _hooked(layer)
+    is_product = use.served and type(layer.module) not in _OWN_FUNCTION
+    own = "" if rowwise or is_product else _unlike_torch(layer.module, use.reason)
+    return own or _hooked(layer)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -149,6 +153,11 @@ def kind_of(module: nn.Module) -> str:
     kind = type(module)
     imitates = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in _NAMES
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
+
+
+def kinds_of(layers: Iterable[Layer]) -> dict[str, tuple[str, str]]:
+    """Return each layer's class, and the one in torch.nn that it may work like or '', by name."""
+    return {layer.name: (kind_of(layer.module), like_of(layer.module)) for layer in layers}
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -179,14 +188,15 @@ def _hooked(layer: Layer) -> str:
     return ""
 
 
-def _unlike_torch(module: nn.Module) -> str:
+def _unlike_torch(module: nn.Module, reason: str) -> str:
     """How a linear layer or table differs from torch's own; '' for modules of other kinds."""
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         kinds = "torch.nn.Linear, torch.nn.Embedding or torch.nn.EmbeddingBag"
-        return f"it is a {kind}, not exactly a {kinds}"
+        found = f", and {reason}" if reason else ""
+        return f"it is a {kind}, not exactly a {kinds}{found}"
     if "forward" in vars(module):
         return "its forward has been replaced"
     weight = module._parameters.get("weight")

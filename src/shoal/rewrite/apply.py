@@ -37,7 +37,7 @@ from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import ROOT, model_digest, trainable_layers
-from shoal.profiling.usage import kind_of
+from shoal.profiling.usage import kinds_of
 from shoal.strategies.carried import check_carried, check_holder, row_codec
 
 
@@ -105,11 +105,10 @@ def placed(
             in_model,
             layers={name: layers[name].module for name in site.layers},
             parameters={name: parameters[name] for name in spans or parameters},
-            sharing=_sharing(holding, site.layers, parameters),
             spans=spans,
             rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
-            ways=ways,
+            ways=replace(ways, sharing=_sharing(holding, site.layers, parameters)),
         )
 
     return [
@@ -151,9 +150,9 @@ def release(model: nn.Module, rewritten: Rewritten) -> None:
     for placed, transfers in reversed(rewritten.sites):
         names = placed.site.layers
         layers = {name: module for name in names if (module := rewritten.layers[name]())}
-        ways = replace(placed.place.ways, model=model)
         sharing = _sharing(holding, names, placed.place.parameters)
-        place = replace(placed.place, layers=layers, sharing=sharing, ways=ways)
+        ways = replace(placed.place.ways, model=model, sharing=sharing)
+        place = replace(placed.place, layers=layers, ways=ways)
         placed.strategy.release(place, transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
@@ -183,8 +182,8 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
     place = placed_site.place
-    ways = replace(place.ways, tail=None, model=None)
-    return replace(placed_site, place=replace(place, layers={}, sharing={}, ways=ways))
+    ways = replace(place.ways, tail=None, model=None, sharing={})
+    return replace(placed_site, place=replace(place, layers={}, ways=ways))
 
 
 def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
@@ -270,10 +269,11 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             do=_REPLAN,
         )
     _check_holders(plan)
-    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+    kinds = kinds_of(trainable_layers(model))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
-        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
+        kind, like = kinds[choice.layer]
+        _check_serves(choice, strategy.unable(kind, servers, tail_hosts=1, like=like))
         check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 

@@ -143,7 +143,7 @@ def _modules(place: Place) -> dict[str, nn.Module]:
     (module,) = place.layers.values()
     if all(parameter is not module.weight for parameter in place.parameters.values()):
         return {}
-    return {**place.layers, **place.sharing}
+    return {**place.layers, **place.ways.sharing}
 
 
 def _frozen(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
