@@ -32,6 +32,7 @@ from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
+from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
 from shoal.front.stages import Stages
@@ -161,6 +162,8 @@ def _spread(
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
+    if unused := unused_micro_batches(options, plan):
+        stages.say(unused)
     return loss
 
 

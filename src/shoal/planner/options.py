@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from shoal.codecs.coded import codec_named, exchange_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
@@ -15,6 +17,7 @@ from shoal.core.registry import named, of
 from shoal.core.way import rows_and_rest, strategy_and_exchange
 from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
+from shoal.profiling.usage import kind_of
 from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.replicate import Replicate
 
@@ -91,7 +94,7 @@ def micro_batches_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 
 def check_able(
-    kinds: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
     pinned: Mapping[str, str],
     allowed: Sequence[str],
     servers: int,
@@ -100,7 +103,7 @@ def check_able(
     """Refuse, before anything is measured, strategies that cannot serve any layer, or a pinned one.
 
     Args:
-        kinds: the class of each layer's module, by the layer's name.
+        modules: the module of each layer, by the layer's name.
         pinned: the strategies of layers that have one already.
         allowed: names of the strategies that may serve the other layers.
         servers: number of hosts that own parameters and do not train.
@@ -110,9 +113,15 @@ def check_able(
         PlanError: no strategy that may serve layers can serve one. The error says why.
     """
     free: dict[str, Mapping[str, str]] = {}  # why not, of layers that are not pinned
-    for layer, kind in kinds.items():
-        names = [pinned[layer]] if layer in pinned else allowed
-        reasons = {name: named(Strategy, name).unable(kind, servers, tail_hosts) for name in names}
+    for layer, module in modules.items():
+        kinds = {
+            name: named(Strategy, name)
+            for name in ([pinned[layer]] if layer in pinned else allowed)
+        }
+        reasons = {
+            name: kind.unable(kind_of(module), servers, tail_hosts) or kind.unfit(module)
+            for name, kind in kinds.items()
+        }
         if layer not in pinned:
             free[layer] = reasons
         elif all(reasons.values()):

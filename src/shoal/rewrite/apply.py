@@ -240,10 +240,11 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             do=_REPLAN,
         )
     _check_holders(plan)
-    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+    modules = {layer.name: layer.module for layer in trainable_layers(model)}
     for choice in plan.choices:
-        strategy = named(Strategy, choice.strategy)
-        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
+        strategy, module = named(Strategy, choice.strategy), modules[choice.layer]
+        unable = strategy.unable(kind_of(module), servers, tail_hosts=1)
+        _check_serves(choice, unable or strategy.unfit(module))
         check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 

@@ -40,7 +40,7 @@ from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
 from shoal.profiling.products import ProductFacts, ProductProbe
-from shoal.profiling.rowwise import row_dims, rowwise
+from shoal.profiling.rowwise import made_of_weight, row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.tensors.boundary import CallRows, Move, call_of, linear
@@ -225,11 +225,12 @@ class ByOutputs(CutStrategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = uncut(layer, layer.outputs, "outputs", cluster)
         if reason is None and not layer.measured(CutFacts).rowwise:
-            return (
-                "it serves layers each of whose outputs is made of one row of the weight, "
-                f"and this {layer.kind} was not found to be one"
-            )
+            return _not_by_rows(layer.kind)
         return reason
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        return "" if made_of_weight(module) else _not_by_rows(type(module).__name__)
 
     def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
         return rows.gathered(scale=len(widths))
@@ -240,6 +241,13 @@ class ByOutputs(CutStrategy):
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         # what is asked of the output crosses as it is: sums of a loss, or all of it
         return CutOutput.of(product, replace(rows, crossing=EXACT), widths, numbers)
+
+
+def _not_by_rows(kind: str) -> str:
+    return (
+        "it serves layers each of whose outputs is made of one row of the weight, "
+        f"and this {kind} was not found to be one"
+    )
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
