@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -197,6 +198,7 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    torch.clear_autocast_cache()  # within autocast it has casts of the weights as they were
     if cuts(plan):
         give_back_freed()
     for optimizer in job.optimizers:

@@ -21,7 +21,7 @@ from shoal.contracts.batch_loss import BatchLoss
 from shoal.contracts.sample import ComputeLoss, check_computed
 from shoal.core.errors import UsageError
 from shoal.session.additions import check_bare
-from shoal.session.calls import Calls, Counting
+from shoal.session.calls import Calls, Count, Counting, number_of
 from shoal.session.compiled import uncompiled
 
 
@@ -35,6 +35,7 @@ class Computed:
         counting: counts batches.
         calls: the model's, among which are those of the function.
         summed: whether the loss is a sum over rows.
+        count: counts the terms of the loss, if what modules keep for it is a mean over rows.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Computed:
         calls: Calls,
         *,
         summed: bool,
+        count: Count | None = None,
     ) -> None:
         self._model = ref(model)
         known = compute_loss if isinstance(compute_loss, BatchLoss) else BatchLoss(compute_loss)
         self._compute_loss, self._known = known.function, known
         self._counting: Counting | None = counting
-        self._calls, self._summed = calls, summed
+        self._calls, self._summed, self._count = calls, summed, count
 
     @property
     def weighs(self) -> bool:
@@ -86,10 +88,13 @@ class Computed:
             if begun is None:
                 return self._compute_loss(model, *batch, **named)
             weight, computed_with = begun
+            terms = None if self._count is None else number_of(self._count, counted)
             arguments = computed_with if self._known.packed else (computed_with, *batch[1:])
             loss = self._compute_loss(model, *arguments, **named)  # 2
             check_computed(loss)
             loss = counting.ended(weight, counted, loss)  # 3
+            if terms is not None:
+                return counting.of_terms(terms, weight, counted, loss)
             return counting.summed(weight, loss) if self._summed else loss
         finally:
             calls.leave()
