@@ -551,21 +551,22 @@ class OnRanks:
     loop: Loop
     strategies: set[str] = field(default_factory=set)
     places: list[Place] = field(default_factory=list)
+    taken: list[list[list[Any]]] = field(default_factory=list)  # batches by rank and epoch
 
     @property
     def steps(self) -> int:
         """The most steps that a rank has made."""
         return max((place.steps for place in self.places), default=0)
 
-    def run(self) -> tuple[list[dict[str, Tensor]], list[list[list[Any]]]]:
-        """Return each rank's state, and its batches by epoch."""
+    def run(self) -> list[dict[str, Tensor]]:
+        """Return each rank's state at the end."""
         loop = self.loop
         copies, losses = [loop.model() for _ in range(loop.ranks)], []
         for _ in range(loop.ranks):
             losses.append(loop.loss_fn())
         hosts = tuple(f"host{rank}" for rank in range(loop.ranks))
         cluster = Cluster(Topology(hosts), Link(1e-5, loop.bytes_per_s), 1.0)
-        taken: list[list[list[Any]]] = [[] for _ in hosts]
+        self.taken = [[] for _ in hosts]
 
         def work(comm: ThreadComm) -> Any:
             model, rank = copies[comm.rank], comm.rank
@@ -586,12 +587,12 @@ class OnRanks:
                 )
                 place = Place(model, loss_fn, optimizers)
                 self.places.append(place)
-                ended = loop.train(place, recorded(passes(loader), taken[rank]))
+                ended = loop.train(place, recorded(passes(loader), self.taken[rank]))
                 plan = shoal.plan_of(model)
                 self.strategies.update(choice.strategy for choice in plan.choices)
                 return ended
 
-        return run(loop.ranks, work, timeout_s=60, hosts=hosts), taken
+        return run(loop.ranks, work, timeout_s=60, hosts=hosts)
 
 
 def alone(loop: Loop, taken: list[list[list[Any]]]) -> dict[str, Tensor]:
@@ -627,29 +628,36 @@ def missed(loop: Loop, taken: list[list[list[Any]]]) -> str:
     return ""
 
 
+def ended(ranks: OnRanks, error: Exception) -> str:
+    """Say how a case ended. One process may end so, too."""
+    said = f"{type(error).__name__}: {str(error)[:300]}".replace("\n", " /")
+    if not ranks.steps and isinstance(error, ShoalError):
+        return f"refused {said}"
+    try:
+        alone(ranks.loop, ranks.taken)
+    except Exception as other:
+        if type(other) is type(error):
+            return "unwritten: one process ends so, too"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"ENDED {said} ({where.filename.rpartition('/')[2]}:{where.lineno})"
+
+
 def judged(number: int, chosen: Counter[str]) -> str:
     """Return what came of a case, and count what was chosen for it."""
     loop = Loop.of(number)
     ranks = OnRanks(loop)
     try:
-        states, taken = ranks.run()
+        states = ranks.run()
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error)[:300]}".replace("\n", " /")
-        if not ranks.steps and isinstance(error, ShoalError):
-            return f"refused {said}"
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"ENDED {said} ({where.filename.rpartition('/')[2]}:{where.lineno})"
+        return ended(ranks, error)
     chosen.update(ranks.strategies)
-    if said := missed(loop, taken):
+    if said := missed(loop, ranks.taken):
         return said
-    try:
-        expected = alone(loop, taken)
-    except Exception as error:
-        return f"no script of one process: {type(error).__name__}: {error}"
+    expected = alone(loop, ranks.taken)
     off = max(difference(expected, each) for each in states)
     within = WITHIN
     if loop.autocast:  # as far as rounding to 16 bits goes
-        exact = alone(replace(loop, autocast=False), taken)
+        exact = alone(replace(loop, autocast=False), ranks.taken)
         within = max(WITHIN_AUTOCAST, 2 * difference(expected, exact))
     return "same" if off <= within else f"DIFFERS {off:.1e}: {sorted(ranks.strategies)}"
 

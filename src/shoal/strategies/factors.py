@@ -87,6 +87,7 @@ class FactorTransfer(Transfer):
         ]
         self._training = self._targets  # those that were not frozen since
         self._gradients = FactorGradients()
+        self._kept_for: set[nn.Parameter] = set()  # parameters that trained as pairs were kept
         self._begun = False  # a backward has come here that is to be sent
         self._landed: set[nn.Parameter] = set()  # those that it has brought all of
         self._pairs = FactorPairs(self._targets, label, self._pin)
@@ -150,6 +151,7 @@ class FactorTransfer(Transfer):
         )
         if backward.accumulating:
             self._pairs.mark()
+            self._kept_for.update(target for target in self._targets if target.requires_grad)
         return None, None
 
     def _has_hooks(self) -> bool:
@@ -191,6 +193,7 @@ class FactorTransfer(Transfer):
         """Drop what was kept, where `.grad` was cleared since."""
         if self._pairs.drop_if_cleared():
             self._elsewhere.drop()
+            self._kept_for.clear()
 
     def pack(self, backward: Round) -> None:
         self._forget_if_cleared()  # where this backward did not come here
@@ -207,7 +210,7 @@ class FactorTransfer(Transfer):
         if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
             backward.found_nan(self._name)
         self._pairs.clear()
-        self._training = [target for target in self._targets if target.requires_grad]
+        self._training = self._trained()
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
         self._packed = _PackedFactors(left, mean, backward.share, more, backward.mark(self))
@@ -221,6 +224,19 @@ class FactorTransfer(Transfer):
                     do=f"look at .grad after backward, or give parallelize {self._pin}",
                 )
         self._gradients.begin(self._training)
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters that train, and those frozen since something was kept for them."""
+        kept, landed = self._kept_for, self._landed
+        self._kept_for = set()
+        if landed and any(not target.requires_grad for target in kept):
+            raise UsageError(
+                "a parameter was frozen after a backward within accumulate(), and another one of "
+                "its layer trains on",
+                where=self.label,
+                do="freeze it behind optimizer.step(), or give parallelize " + self._pin,
+            )
+        return [target for target in self._targets if target.requires_grad or target in kept]
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
