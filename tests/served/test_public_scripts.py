@@ -14,7 +14,7 @@ from shoal.comm.threads import ThreadComm
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
 
-SLOW = {name: pytest.mark.slow for name in ("speech", "DCGAN", "nanoGPT")}
+SLOW = dict.fromkeys(("speech", "DCGAN", "nanoGPT"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -57,7 +57,7 @@ def effective(request: Request) -> Request:
 
 
 def unused_micro_batches(options: Options, plan: Plan) -> str:
-    """Return what to say of micro-batches that a plan does not use; '' if there is nothing."""
+    """Return a line about micro-batches that a plan does not use; '' if there is none."""
     if options.micro_batches in (None, 1) or _has_parts(plan):
         return ""
     return (
@@ -66,7 +66,7 @@ def unused_micro_batches(options: Options, plan: Plan) -> str:
 
 
 def untrained(session: Session, job: TrainingJob) -> str:
-    """Return what to say of parameters that train and are in no optimizer; '' if there are none."""
+    """Return a line about parameters that train and are in no optimizer; '' if there are none."""
     known = [*job.optimizers, *(o for held in session.optimizers.values() for o in held)]
     in_optimizers = {id(p) for o in known for group in o.param_groups for p in group["params"]}
     in_optimizers |= set(map(id, job.left_alone))

@@ -269,8 +269,7 @@ def by_options(
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
-    if comm.size > 1 and (told := untrained(session, job)):
-        Stages(speaks=comm.rank == 0).say(told)
+    Stages(speaks=comm.rank == 0 and comm.size > 1).say(untrained(session, job))
     if comm.size == 1 and request.is_nothing_for_one():
         return given, alone(session, job, sample), optimizer
     if sample is None and job.compute_loss is not None:

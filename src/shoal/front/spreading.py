@@ -163,8 +163,7 @@ def _spread(
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
-    if unused := unused_micro_batches(options, plan):
-        stages.say(unused)
+    stages.say(unused_micro_batches(options, plan))
     return loss
 
 

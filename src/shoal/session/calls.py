@@ -135,7 +135,7 @@ class Counting:
         return self.weighed(self._weigher.of_sum(rows), loss)
 
     def of_terms(self, count: float, rows: Weight | None, batch: Any, loss: Any) -> Any:
-        """The same loss, which is a mean over so many terms, beside what else comes of rows."""
+        """Weigh a loss, which is a mean over so many terms, beside values that come of rows."""
         return self.weighed(self._weigher.of_loss(count, rows, batch), loss)
 
     def weighed(self, weight: Weight, loss: Any) -> Any:

@@ -30,12 +30,12 @@ class Computed:
     """Weighs what a function computes.
 
     Args:
-        model: whose loss it is; not kept alive.
+        model: the model, which is not kept alive.
         compute_loss: the function.
         counting: counts batches.
         calls: the model's, among which are those of the function.
         summed: whether the loss is a sum over rows.
-        count: counts the terms of the loss, if what modules keep for it is a mean over rows.
+        count: counts the terms of the loss, if modules keep means over rows for it.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Computed:
         """Do no more than the function, from here on."""
         self._counting = None
 
-    def go_on(self, counting: Counting, calls: Calls) -> None:
+    def go_on(self, counting: Counting, calls: Calls, count: Count | None) -> None:
         """Weigh again, under another plan."""
-        self._counting, self._calls = counting, calls
+        self._counting, self._calls, self._count = counting, calls, count
 
     def function(self) -> Callable[..., Any]:
         """The function to call from now on."""

@@ -95,16 +95,11 @@ def watch(
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
     if job.compute_loss is not None:
         hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
+        # modules keep means over rows, which a loss over other terms may be added to
         apart = count is not None and terms.kept and not (job.alike or terms.summed)
         by_loss, of_rows = terms.summed or apart, None if apart else count
         of_batch = Counting(border, weigher, terms, by_loss=by_loss, count=of_rows)
-        of_loss = count if apart else None
-        computed = Computed(
-            model, job.compute_loss, of_batch, calls, summed=terms.summed, count=of_loss
-        )
-        if isinstance(kept, Computed):
-            kept.go_on(of_batch, calls)
-            computed = kept
+        computed = _computed(job, of_batch, calls, terms, count if apart else None, kept)
         if count is not None or terms.summed:  # else others than it are right, too
             border.awaited_loss = _NOT_COMPUTED
         function = computed.function()
@@ -125,6 +120,22 @@ def watch(
     loss_fn, hook = _counting_loss(model, job.loss_fn, counted)
     hooks += [] if hook is None else [hook]
     return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _computed(
+    job: TrainingJob,
+    of_batch: Counting,
+    calls: Calls,
+    terms: Terms,
+    count: Count | None,
+    before: Any,
+) -> Computed:
+    """Make the record of a compute_loss, or let the one of an earlier plan go on."""
+    if isinstance(before, Computed):
+        before.go_on(of_batch, calls, count)
+        return before
+    assert job.compute_loss is not None
+    return Computed(job.model, job.compute_loss, of_batch, calls, summed=terms.summed, count=count)
 
 
 def _counts(job: TrainingJob, terms: Terms) -> tuple[Count | None, Terms]:

@@ -87,7 +87,6 @@ class FactorTransfer(Transfer):
         ]
         self._training = self._targets  # those that were not frozen since
         self._gradients = FactorGradients()
-        self._kept_for: set[nn.Parameter] = set()  # parameters that trained as pairs were kept
         self._begun = False  # a backward has come here that is to be sent
         self._landed: set[nn.Parameter] = set()  # those that it has brought all of
         self._pairs = FactorPairs(self._targets, label, self._pin)
@@ -151,7 +150,6 @@ class FactorTransfer(Transfer):
         )
         if backward.accumulating:
             self._pairs.mark()
-            self._kept_for.update(target for target in self._targets if target.requires_grad)
         return None, None
 
     def _has_hooks(self) -> bool:
@@ -193,7 +191,6 @@ class FactorTransfer(Transfer):
         """Drop what was kept, where `.grad` was cleared since."""
         if self._pairs.drop_if_cleared():
             self._elsewhere.drop()
-            self._kept_for.clear()
 
     def pack(self, backward: Round) -> None:
         self._forget_if_cleared()  # where this backward did not come here
@@ -209,8 +206,8 @@ class FactorTransfer(Transfer):
             mean.mul_(at_least(backward.share))
         if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
             backward.found_nan(self._name)
-        self._pairs.clear()
         self._training = self._trained()
+        self._pairs.clear()
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
         self._packed = _PackedFactors(left, mean, backward.share, more, backward.mark(self))
@@ -227,9 +224,8 @@ class FactorTransfer(Transfer):
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that train, and those frozen since something was kept for them."""
-        kept, landed = self._kept_for, self._landed
-        self._kept_for = set()
-        if landed and any(not target.requires_grad for target in kept):
+        kept = self._pairs.kept_for
+        if self._landed and any(not target.requires_grad for target in kept):
             raise UsageError(
                 "a parameter was frozen after a backward within accumulate(), and another one of "
                 "its layer trains on",
