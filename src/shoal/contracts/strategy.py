@@ -126,6 +126,15 @@ class Strategy(Contract, ABC):
             return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
         return ""
 
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        """Return why it cannot serve a module, as far as that shows before a measurement.
+
+        Returns:
+            The reason; '' if it may be able.
+        """
+        return ""
+
     def needs(self, layer: LayerProfile) -> dict[str, str]:
         """Other layers, each with the strategy that it must have where this one serves `layer`."""
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Generic, TypeVar, final
 
@@ -322,7 +322,12 @@ def _of_batches(
         ends = OwnEnds(deal.rank, deal.size, next_batch, _ONE_STREAM)
         return ShardedBatches(stream, Streams(stream, 0, deal, seed, passes, ends))
     deal.check_batches()
-    dealt = Dealt(loader, deal, Units(None, drop_last=False, collate=as_it_is))
+    units = Units(None, drop_last=False, collate=as_it_is)
+    if isinstance(loader, Sequence) and loader and not isinstance(deal.shares, Speed):
+        # too few rows at its end are refused here
+        num_last = units.last(len(loader), deal, is_start=True)[-1]
+        units.own(list(loader[-num_last:]), deal, epoch=0, turn=0)
+    dealt = Dealt(loader, deal, units)
     return ShardedBatches(dealt, Stream(dealt, 0, seed, passes))
 
 

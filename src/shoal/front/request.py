@@ -41,10 +41,10 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
 from shoal.optim.checks import check_optimizer
+from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
 from shoal.profiling.identity import content, model_digest, other_names, trainable_layers
 from shoal.profiling.moving import check_ways
-from shoal.profiling.usage import kinds_of
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
@@ -117,7 +117,9 @@ def checked(
         parameters |= held & {id(parameter) for parameter in loss_fn.parameters()}
     _check_optimizers(optimizers, parameters)
     check_ways(options.buffers, model, loss)
-    return request_of(options, model, facts_for(options, model, None))
+    request = request_of(options, model, facts_for(options, model, None))
+    check_updated_everywhere(optimizers, model, request.draft)
+    return request
 
 
 def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
@@ -139,9 +141,9 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         draft = planned(given, features, facts)
     usable = _usable(options, features, draft, facts)
     if given is None:
-        kinds = kinds_of(trainable_layers(model))
+        modules = {layer.name: layer.module for layer in trainable_layers(model)}
         pinned = {choice.layer: choice.strategy for choice in draft.choices}
-        check_able(kinds, pinned, usable, facts.servers, facts.tail_hosts)
+        check_able(modules, pinned, usable, facts.servers, facts.tail_hosts)
     return Request(options, features, draft, facts, usable)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,6 +35,7 @@ from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.known_before import KnownModel, key_of_model, known_plan
+from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
 from shoal.front.stages import Stages
@@ -163,6 +165,7 @@ def _spread(
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
+    stages.say(unused_micro_batches(options, plan))
     return loss
 
 
@@ -196,6 +199,7 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    torch.clear_autocast_cache()  # within autocast it has casts of the weights as they were
     if cuts(plan):
         give_back_freed()
     for optimizer in job.optimizers:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from shoal.codecs.coded import codec_named, exchange_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
@@ -15,6 +17,7 @@ from shoal.core.registry import named, of
 from shoal.core.way import rows_and_rest, strategy_and_exchange
 from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
+from shoal.profiling.usage import unable_before
 from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.replicate import Replicate
 
@@ -46,7 +49,7 @@ def options_of(
         if not names and (refused := _reason(predictor, layer, PLAIN)) is not None:
             pairs_only = "it serves pairs only"
             reasons = {n: _reason(predictor, layer, n) or pairs_only for n in allowed}
-            raise _unserved(layer.name, {**reasons, PLAIN: refused})
+            raise unserved(layer.name, {**reasons, PLAIN: refused})
         options[layer.name] = [(name, "") for name in names or [PLAIN]]
     return options
 
@@ -91,7 +94,7 @@ def micro_batches_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 
 def check_able(
-    kinds: Mapping[str, tuple[str, str]],
+    modules: Mapping[str, nn.Module],
     pinned: Mapping[str, str],
     allowed: Sequence[str],
     servers: int,
@@ -100,8 +103,7 @@ def check_able(
     """Refuse, before anything is measured, strategies that cannot serve any layer, or a pinned one.
 
     Args:
-        kinds: the class of each layer's module, and the one in torch.nn that it may work like, by
-            the layer's name.
+        modules: the module of each layer, by the layer's name.
         pinned: the strategies of layers that have one already.
         allowed: names of the strategies that may serve the other layers.
         servers: number of hosts that own parameters and do not train.
@@ -111,20 +113,22 @@ def check_able(
         PlanError: no strategy that may serve layers can serve one. The error says why.
     """
     free: dict[str, Mapping[str, str]] = {}  # why not, of layers that are not pinned
-    for layer, (kind, like) in kinds.items():
+    for layer, module in modules.items():
         names = [pinned[layer]] if layer in pinned else allowed
         reasons = {
-            name: named(Strategy, name).unable(kind, servers, tail_hosts, like) for name in names
+            name: unable_before(named(Strategy, name), module, servers, tail_hosts)
+            for name in names
         }
         if layer not in pinned:
             free[layer] = reasons
         elif all(reasons.values()):
             raise _unable(layer, *reasons.popitem())
     if free and all(all(reasons.values()) for reasons in free.values()):
-        raise _unserved(*next(iter(free.items())))
+        raise unserved(*next(iter(free.items())))
 
 
-def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
+def unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
+    """Return the error of a layer that no listed strategy serves, with the reason of each."""
     return PlanError(
         f"no allowed strategy serves layer {layer}",
         got="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),

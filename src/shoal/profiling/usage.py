@@ -10,7 +10,7 @@ runs. A view of a weight that was taken before forward escapes this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.contracts.probe import Layer
 from shoal.contracts.sample import tensors_in
+from shoal.contracts.strategy import Strategy
 from shoal.profiling.identity import ROOT
 from shoal.profiling.weight_use import UNUSED, WeightUse, like_of
 
@@ -155,9 +156,17 @@ def kind_of(module: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
 
 
-def kinds_of(layers: Iterable[Layer]) -> dict[str, tuple[str, str]]:
-    """Return each layer's class, and the one in torch.nn that it may work like or '', by name."""
-    return {layer.name: (kind_of(layer.module), like_of(layer.module)) for layer in layers}
+def unable_before(strategy: Strategy, module: nn.Module, servers: int, tail_hosts: int) -> str:
+    """Return why a strategy cannot serve a module, as far as that shows before a measurement.
+
+    Args:
+        strategy: the strategy.
+        module: the layer.
+        servers: number of hosts that own parameters and do not train.
+        tail_hosts: number of hosts that run the end of the model.
+    """
+    like = like_of(module)
+    return strategy.unable(kind_of(module), servers, tail_hosts, like) or strategy.unfit(module)
 
 
 def _is_product(module: nn.Module) -> bool:

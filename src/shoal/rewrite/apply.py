@@ -37,7 +37,7 @@ from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import ROOT, model_digest, trainable_layers
-from shoal.profiling.usage import kinds_of
+from shoal.profiling.usage import unable_before
 from shoal.strategies.carried import check_carried, check_holder, row_codec
 
 
@@ -269,11 +269,10 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             do=_REPLAN,
         )
     _check_holders(plan)
-    kinds = kinds_of(trainable_layers(model))
+    modules = {layer.name: layer.module for layer in trainable_layers(model)}
     for choice in plan.choices:
-        strategy = named(Strategy, choice.strategy)
-        kind, like = kinds[choice.layer]
-        _check_serves(choice, strategy.unable(kind, servers, tail_hosts=1, like=like))
+        strategy, module = named(Strategy, choice.strategy), modules[choice.layer]
+        _check_serves(choice, unable_before(strategy, module, servers, tail_hosts=1))
         check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 

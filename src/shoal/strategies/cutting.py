@@ -38,9 +38,9 @@ from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
 from shoal.profiling.products import ProductFacts, ProductProbe
-from shoal.profiling.rowwise import rowwise
+from shoal.profiling.rowwise import made_of_weight, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.profiling.weight_use import LINEAR, WeightProbe, WeightUse
+from shoal.profiling.weight_use import LINEAR, WeightProbe, WeightUse, like_of
 from shoal.strategies.cut_layer import (
     SLOT,
     CutMoves,
@@ -232,11 +232,14 @@ class ByOutputs(CutStrategy):
         reason = uncut(layer, layer.outputs, "outputs", cluster)
         by_parts = layer.measured(CutFacts).rowwise or layer.measured(WeightUse).served
         if reason is None and not by_parts:
-            return (
-                "it serves layers each of whose outputs is made of one row of the weight, "
-                f"and this {layer.kind} was not found to be one"
-            )
+            return _not_by_rows(layer.kind)
         return reason
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        is_table = isinstance(module, nn.Embedding)  # a head may share its weight
+        may = made_of_weight(module) or like_of(module) == LINEAR or is_table
+        return "" if may else _not_by_rows(type(module).__name__)
 
     def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
         return rows.gathered(scale=len(widths))
@@ -247,6 +250,13 @@ class ByOutputs(CutStrategy):
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         # what is asked of the output crosses as it is: sums of a loss, or all of it
         return CutOutput.of(product, replace(rows, crossing=EXACT), widths, numbers)
+
+
+def _not_by_rows(kind: str) -> str:
+    return (
+        "it serves layers each of whose outputs is made of one row of the weight, "
+        f"and this {kind} was not found to be one"
+    )
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:

@@ -219,8 +219,8 @@ class FactorTransfer(Transfer):
             mean.mul_(at_least(backward.share))
         if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
             backward.found_nan(self._name)
+        self._training = self._trained()
         self._pairs.clear()
-        self._training = [target for target in self._targets if target.requires_grad]
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
         self._packed = _PackedFactors(left, mean, backward.share, more, backward.mark(self))
@@ -234,6 +234,18 @@ class FactorTransfer(Transfer):
                     do=f"look at .grad after backward, or give parallelize {self._pin}",
                 )
         self._gradients.begin(self._training)
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters that train, and those frozen since something was kept for them."""
+        kept = self._pairs.kept_for
+        if self._landed and any(not target.requires_grad for target in kept):
+            raise UsageError(
+                "a parameter was frozen after a backward within accumulate(), and another one of "
+                "its layer trains on",
+                where=self.label,
+                do="freeze it behind optimizer.step(), or give parallelize " + self._pin,
+            )
+        return [target for target in self._targets if target.requires_grad or target in kept]
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
