@@ -187,3 +187,10 @@ def test_what_cannot_be_is_refused(url: str, tmp_path: Path) -> None:
     vars(store)["_opened"] = (Broken(), root)
     with pytest.raises(OSError, match="RuntimeError: access denied"):
         store.has("")
+
+
+def test_messages_leave_out_names_and_passwords() -> None:
+    store = Store("sftp://somebody:secret@host:22/run")
+    assert str(store) == "sftp://…@host:22/run"
+    assert store.where("last") == "sftp://…@host:22/run/last"
+    assert store.url.startswith("sftp://somebody:secret@")  # fsspec takes it whole

@@ -39,6 +39,9 @@ from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.servers.servers import serve
 
+# scripts run without conftest.py: no case takes a figure of another
+os.environ.setdefault("SHOAL_CACHE", "off")
+
 # where models and batches are
 DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 LEARNING_RATE = 0.05

@@ -186,7 +186,7 @@ class StoredRun(RunFolder):
                 (self.folder / name).mkdir()
                 self._store.get(name, self.folder / name)
         except OSError as error:
-            raise unreadable(self._store.url, error) from error
+            raise unreadable(str(self._store), error) from error
 
     def sweep(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -211,7 +211,7 @@ class StoredRun(RunFolder):
         except OSError as error:
             raise UsageError(
                 "checkpoints cannot be written there",
-                where=self._store.url,
+                where=str(self._store),
                 got=str(error),
                 do="give an address at which rank 0 may write",
             ) from error

@@ -11,6 +11,7 @@ have names of their own. Nobody locks a store. Guarded by tests/checkpoint/test_
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,11 +41,15 @@ class Store:
         self.url = url.rstrip("/")
 
     def __str__(self) -> str:
-        return self.url
+        return self.where("")
 
     def where(self, name: str) -> str:
-        """Return the address of something in it; '' is the folder itself."""
-        return f"{self.url}/{name}" if name else self.url
+        """Return the address of something in it, for messages; '' is the folder itself.
+
+        A user's name and password are left out.
+        """
+        url = re.sub(r"://[^/]*@", "://…@", self.url)
+        return f"{url}/{name}" if name else url
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -169,11 +174,11 @@ def readable(comm: Comm, place: Any) -> Iterator[Any]:
                 folder.mkdir(mode=0o700)
                 store.get("", folder)
         except OSError as error:
-            raise unreadable(store.url, error) from error
+            raise unreadable(str(store), error) from error
         if not is_there:
             raise UsageError(
                 "there is no such checkpoint",
-                got=store.url,
+                got=str(store),
                 expected=f"a folder with {STATE} in it",
                 do="give the path that shoal.save was given",
             )
