@@ -20,7 +20,8 @@ from shoal.comm.threads import ThreadComm
 from shoal.contracts.probe import Trial
 from shoal.profiling.rowwise import rowwise
 from shoal.tensors.boundary import CallRows
-from shoal.tensors.cut_output import CutOutput, Use
+from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.functions_of_cut import Use
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from shoal.tensors.boundary import CallRows, Move, call_of, linear
 from shoal.tensors.crossing import EXACT, RowCrossing
 from shoal.tensors.cut import cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.output_call import OutputCall
 from shoal.tensors.over_ranks import OverRanks
 from shoal.tensors.wholes import holding_wholes, told_numbers
 
@@ -239,7 +240,11 @@ class ByOutputs(CutStrategy):
     ) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         # what is asked of the output crosses as it is: sums of a loss, or all of it
-        return CutOutput.of(product, replace(rows, crossing=EXACT), widths, numbers)
+        rows = replace(rows, crossing=EXACT)
+        if rows.comm.attendance is None:
+            return CutOutput.of(product, rows, widths, numbers)
+        call = OutputCall(product, rows, widths, rows.layer)
+        return CutOutput.of(product, rows, widths, numbers, call=call)
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
@@ -339,6 +344,8 @@ class _LayerPart:
             if told is None:
                 with holding_wholes([module], self._comm):
                     return forward(x)
+            if self._comm.attendance is not None and torch._C._current_graph_task_id() == -1:
+                self._comm.attendance.drop(self._name)  # no rank reads it alone any more
             crossing = self.crossing
             rows = CallRows(self._comm, tuple(told), purpose, self._weighs, self._name, crossing)
             inside = None

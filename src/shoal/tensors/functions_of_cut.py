@@ -1,0 +1,99 @@
+"""Functions of outputs that are cut: which leave them cut, and in what way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_After = Callable[[Tensor], Tensor]
+
+
+class Use(NamedTuple):
+    """What takes an output: a loss, a softmax, or a layer. Without any it is gathered."""
+
+    loss_rows: int = 0
+    softmax_rows: int = 0
+    layer: str = ""
+
+
+def view_of(func: Any, args: Any, kwargs: Any, number: int) -> _After:
+    """Return a function for one of the views that a function gives."""
+
+    def view(whole: Tensor) -> Tensor:
+        viewed = func(whole, *args, **kwargs)
+        one: Tensor = viewed[number] if isinstance(viewed, tuple) else viewed
+        return one
+
+    return view
+
+
+def is_view(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function gives a view, which may be changed in place."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return getattr(func, "__name__", "") in VIEWS and not any(
+        isinstance(leaf, Tensor) for leaf in leaves
+    )
+
+
+def shares_memory(made: Any, whole: Tensor) -> bool:
+    """Whether a function's first result is the whole, or a view of it."""
+    made = made[0] if isinstance(made, tuple | list) and made else made
+    return made is whole or (
+        isinstance(made, Tensor)
+        and made._base is not None
+        and made._base is (whole if whole._base is None else whole._base)
+    )
+
+
+def has_a_part(leaf: Any) -> bool:
+    """Whether each rank would use a part of an argument, or get a part of its gradient."""
+    return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+DETACH = (Tensor.detach, torch.detach, _getter("data"))
+# functions that look at values, of which nothing takes a gradient
+SEES = frozenset(
+    (
+        *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__"),
+        *("__repr__", "__str__", "__format__"),
+    )
+)
+TOPK = ("k", "dim", "largest", "sorted")
+OF_THE_SHAPE = frozenset(
+    {
+        *map(_getter, ("shape", "ndim", "dtype")),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.__len__,
+        Tensor.is_floating_point,
+    }
+)
+OF_THE_PART = frozenset(
+    map(_getter, ("device", "requires_grad", "is_cuda", "layout", "is_leaf", "grad_fn"))
+)
+ELEMENTWISE = frozenset(
+    (
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "mul", "div"),
+        *("true_divide", "add", "sub", "neg", "tanh", "clamp", "negative", "subtract", "multiply"),
+        *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid"),
+        *("softplus", "square", "hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
+    )
+)
+IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
+VIEWS = IN_ORDER | frozenset(
+    (
+        *("__getitem__", "transpose", "permute", "narrow", "select", "chunk", "split", "unbind"),
+        "movedim",
+    )
+)
