@@ -47,8 +47,8 @@ from shoal.tensors.functions_of_cut import (
     OF_THE_PART,
     OF_THE_SHAPE,
     SEES,
-    TOPK,
     VIEWS,
+    BestOf,
     Use,
     has_a_part,
     is_view,
@@ -239,14 +239,15 @@ class CutOutput(Tensor):
             return bound
         self._tell(Use())
         purpose = self._purpose(GATHERING)
-        rows = self._noted(purpose)
-        if rows is None:
-            try:
-                self._meet(len(self._numbers), purpose)
-            except ReadsLocally as local:
-                return self._local(local)
-            rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
-            self._note(purpose, (), rows)
+        scale = 1 / self._rows.comm.size
+        try:
+            rows = self._together(
+                purpose,
+                self._numbers.numel(),
+                lambda _: self._rows.to_rows(self._part, self._widths, scale),
+            )
+        except ReadsLocally as local:
+            return self._local(local)
         self._note_use()
         return self._after(self._shaped(rows))
 
@@ -276,14 +277,33 @@ class CutOutput(Tensor):
             return self._rows.comm.numbers([number] * self._rows.comm.size, purpose)
         return self._call.meet(number, purpose, trains=self._trains)
 
-    def _note(self, purpose: str, given: Sequence[Tensor], result: Any) -> None:
-        if self._call is not None and self._trains:
-            self._call.note(purpose, given, result)
+    def _together(
+        self,
+        purpose: str,
+        number: int,
+        compute: Callable[[list[int]], Any],
+        given: Sequence[Tensor] = (),
+    ) -> Any:
+        """Return what all ranks compute of this output, once they have told their numbers.
 
-    def _noted(self, purpose: str) -> Any:
-        """Return the result of an earlier reading of all ranks, which every rank has; or None."""
-        is_same = self._call is not None and self._trains and not self._recipe
-        return self._call.noted(purpose) if is_same and self._call is not None else None
+        Raises:
+            ReadsLocally: this rank computes by itself.
+        """
+        call = self._call if self._trains else None
+        if call is not None and not given and not self._recipe:
+            if (noted := call.noted(purpose)) is not None:  # so on every rank
+                return noted
+        try:
+            numbers = self._meet(number, purpose)
+        except ReadsLocally as local:
+            noted = call.noted(purpose, given) if call is not None and local.is_alone else None
+            if noted is None:
+                raise
+            return noted
+        result = compute(numbers)
+        if call is not None:
+            call.note(purpose, given, result)
+        return result
 
     def _local(self, local: ReadsLocally) -> Tensor:
         """Return the values of this output that this rank computes by itself."""
@@ -301,7 +321,8 @@ class CutOutput(Tensor):
         return self._shaped(rows)
 
     def _shaped(self, rows: Tensor) -> Tensor:
-        return shaped(rows[self._numbers.reshape(-1)], self.shape)
+        shape = (*self._numbers.shape, sum(self._widths))
+        return shaped(rows[self._numbers.reshape(-1)], shape)
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the function gives where that needs no gathering, else None."""
@@ -408,7 +429,8 @@ class CutOutput(Tensor):
             return None
         classes = arguments.checked(sum(self._widths))
         part = self._wide()
-        log_sum, picked, summed = self._terms(classes.wanted, classes.smooth_weights(part))
+        use = "nll_loss" if of_log_probabilities else "cross_entropy"
+        log_sum, picked, summed = self._terms(use, classes.wanted, classes.smooth_weights(part))
         if of_log_probabilities:
             log_sum = torch.zeros_like(picked)
         return self._after(classes.loss(RowValues(log_sum, picked, summed), part, self._part.dtype))
@@ -422,38 +444,37 @@ class CutOutput(Tensor):
         )
 
     def _terms(
-        self, wanted: Tensor, of_class: Tensor | None = None
+        self, use: str, wanted: Tensor, of_class: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
         self._tell(Use(loss_rows=len(wanted)))
-        numbers, purpose = self._numbers.reshape(-1), self._purpose("terms of rows")
+        numbers = self._numbers.reshape(-1)
+        some = "" if self._in_order else " of some rows"
+        purpose = self._purpose(f"{use}{some}{'' if of_class is None else ', smooth'}")
+
+        def compute(counts: list[int]) -> Any:
+            picked = CallRows(self._rows.comm, tuple(counts), purpose)
+            return RowTerms.apply(  # type: ignore[no-untyped-call]
+                self._wide(), self._rows, self._widths, numbers, wanted, of_class, picked
+            )
+
         given = [numbers, wanted, *([] if of_class is None else [of_class])]
-        terms: tuple[Tensor, Tensor, Tensor]
-        try:
-            counts = self._meet(len(numbers), purpose)
-        except ReadsLocally:
-            if not self._trains or self._call is None:
-                raise
-            if (terms := self._call.noted(purpose, given)) is None:
-                raise
-            return terms
-        picked = CallRows(self._rows.comm, tuple(counts), purpose)
-        terms = RowTerms.apply(  # type: ignore[no-untyped-call]
-            self._wide(), self._rows, self._widths, numbers, wanted, of_class, picked
-        )
-        self._note(purpose, given, terms)
+        terms: tuple[Tensor, Tensor, Tensor] = self._together(purpose, len(wanted), compute, given)
         return terms
 
     def _logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor | None:
         if dim not in (-1, self.dim() - 1, (-1,), [-1]):
             return None
-        of_row = self._terms(torch.zeros_like(self._numbers.reshape(-1)))[0].to(self._part.dtype)
+        of_row = self._terms("logsumexp", torch.zeros_like(self._numbers.reshape(-1)))[0].to(
+            self._part.dtype
+        )
         return self._after(of_row.view(*self._numbers.shape, *[1] * keepdim))
 
     def _gather(self, dim: int, index: Tensor) -> Tensor | None:
         if dim not in (-1, self.dim() - 1) or index.shape != (*self._numbers.shape, 1):
             return None
-        return self._after(self._terms(index.reshape(-1))[1].to(self._part.dtype).view(index.shape))
+        picked = self._terms("gather", index.reshape(-1))[1]
+        return self._after(picked.to(self._part.dtype).view(index.shape))
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> CutOutput | None:
         names = (
@@ -466,7 +487,11 @@ class CutOutput(Tensor):
             return None
         self._tell(Use(softmax_rows=self._rows.counts[self._rows.comm.rank]))
         part = self._wide() if options.get("dtype") is None else self._part.to(options["dtype"])
-        log_sum = self._log_sum(part)
+        log_sum = self._together(
+            self._purpose(f"softmax in {part.dtype}"),
+            len(part),
+            lambda _: LogSum.apply(part, self._rows),  # type: ignore[no-untyped-call]
+        )
         logs = part - log_sum.unsqueeze(1)
         if options.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
             logs = logs.to(self._part.dtype)
@@ -475,43 +500,19 @@ class CutOutput(Tensor):
         step = Step(softmax, (), {"dim": -1, "dtype": options.get("dtype")})
         return self._like(part=logs if is_log else logs.exp(), step=step)
 
-    def _log_sum(self, part: Tensor) -> Tensor:
-        """Return log Σ exp of each of all ranks' rows (a collective)."""
-        purpose = self._purpose(f"softmax in {part.dtype}")
-        log_sum: Tensor | None = self._noted(purpose)
-        if log_sum is None:
-            self._meet(len(part), purpose)
-            log_sum = LogSum.apply(part, self._rows)  # type: ignore[no-untyped-call]
-            self._note(purpose, (), log_sum)
-        assert log_sum is not None
-        return log_sum
-
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The best class of each row, or the k best."""
-        arguments = (
-            dict(zip(("dim", "keepdim") if name == "argmax" else TOPK, args, strict=False)) | kwargs
-        )
-        dim, keepdim = (
-            arguments.pop("dim", None if name == "argmax" else -1),
-            arguments.pop("keepdim", False),
-        )
-        k = arguments.pop("k", 1)
-        if (
-            arguments.pop("sorted", True) is not True
-            or arguments.pop("largest", True) is not True
-            or arguments
-        ):
+        asked = BestOf.asked(name, args, kwargs)
+        if asked is None or asked.dim not in (-1, self.dim() - 1):
             return None
-        if dim not in (-1, self.dim() - 1):
-            return None
-        self._meet(k, self._purpose("best"))
-        values, classes = best_of_rows(self._part, self._rows, self._widths, k)
-        flat, shape = self._numbers.reshape(-1), (*self._numbers.shape, k)
+        self._meet(asked.k, self._purpose(f"best {asked.k}"))
+        values, classes = best_of_rows(self._part, self._rows, self._widths, asked.k)
+        flat, shape = self._numbers.reshape(-1), (*self._numbers.shape, asked.k)
         values, classes = values[flat].view(shape), classes[flat].view(shape)
         if name == "topk":
             return torch.return_types.topk((values, classes))
-        return classes if keepdim else classes[..., 0]
+        return classes if asked.keepdim else classes[..., 0]
 
 
 def _whole(values: Any) -> Any:

@@ -20,6 +20,27 @@ class Use(NamedTuple):
     layer: str = ""
 
 
+class BestOf(NamedTuple):
+    """Arguments of argmax or topk."""
+
+    dim: int | None
+    keepdim: bool
+    k: int
+
+    @classmethod
+    def asked(cls, name: str, args: Any, kwargs: Any) -> BestOf | None:
+        """Return the arguments of a call for the best classes, in order; None of another call."""
+        names = ("dim", "keepdim") if name == "argmax" else ("k", "dim", "largest", "sorted")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        best = cls(
+            given.pop("dim", None if name == "argmax" else -1),
+            given.pop("keepdim", False),
+            given.pop("k", 1),
+        )
+        is_ordered = given.pop("sorted", True) is True and given.pop("largest", True) is True
+        return best if is_ordered and not given else None
+
+
 def view_of(func: Any, args: Any, kwargs: Any, number: int) -> _After:
     """Return a function for one of the views that a function gives."""
 
@@ -66,7 +87,6 @@ SEES = frozenset(
         *("__repr__", "__str__", "__format__"),
     )
 )
-TOPK = ("k", "dim", "largest", "sorted")
 OF_THE_SHAPE = frozenset(
     {
         *map(_getter, ("shape", "ndim", "dtype")),
