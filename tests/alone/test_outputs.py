@@ -5,17 +5,14 @@ All ranks have computed the output. The reader sees the values of its own rows.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_alone import STEPS, assert_equal, batch, built, on_ranks, quickly_elsewhere
+from test_alone import STEPS, batch, built, on_ranks, quickly_elsewhere
 from torch import Tensor, nn
 from torch.optim import Adam
-
-import shoal
 
 __all__ = ["quickly_elsewhere"]
 
@@ -87,7 +84,7 @@ def expected(
         optimizer.zero_grad()
         output = model(x)
         rows = slice(4 * who, 4 * who + 4)
-        for moment in moments:
+        for _moment in moments:
             seen += numbers(reader(output[rows].detach().requires_grad_(), own[1], loss_fn))
         loss_fn(output, y).backward()
         optimizer.step()

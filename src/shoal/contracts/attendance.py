@@ -63,6 +63,9 @@ class SharedOutput(ABC):
     def __init__(self, key: OutputKey) -> None:
         self.key = key
 
+    def __str__(self) -> str:
+        return str(self.key)
+
     @abstractmethod
     def given(self, reader: int) -> Sequence[Tensor]:
         """Return all that this rank has of a reader's rows."""

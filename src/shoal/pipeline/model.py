@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
-from shoal.pipeline.calls import CallsTold, ModelCall, Shape, number_of
+from shoal.pipeline.alone import MODEL
+from shoal.pipeline.calls import CallsTold, Meet, ModelCall, Shape, number_of
 from shoal.pipeline.homes import Homes, homes_of
 from shoal.pipeline.moving import MovingBuffer, aside
 from shoal.pipeline.parts import RowParts
@@ -23,6 +24,7 @@ from shoal.pipeline.stations import Stations, stations
 FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
 EVALUATION = "pipeline: call of the model in evaluation (no_grad)"
 READING = "pipeline: reading of the model's output"
+GATHERING = "pipeline: gathering of the model's output"
 
 
 @final
@@ -60,16 +62,29 @@ class PipelinedModel:
         ]
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
+        # readings of the last output by all ranks: functions, arguments and results
+        self.read_together: list[tuple[str, ModelCall, Any]] = []
+        self.gathered: dict[Any, Mapping[int, Tensor]] = {}  # outputs' values, by forward
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
 
-    def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
+    def tell(
+        self, call: ModelCall, purpose: str, meet: Meet | None = None
+    ) -> tuple[list[list[Shape]], list[int]]:
         """Tell the forms of a call's arguments, and return the forms of all ranks (a collective).
 
         Args:
             call: the model's call, or that of functions of its output.
             purpose: `FORWARD`, `LOSS` or `READING`.
+            meet: tells each rank a number, in place of `Comm.numbers`.
         """
-        return self._told[purpose].tell(call, purpose)
+        return self._told[purpose].tell(call, purpose, meet)
+
+    def forget_output(self) -> None:
+        """Forget the output of the call before: all ranks call the model again."""
+        if torch._C._current_graph_task_id() == -1:  # no call is made once more in backward
+            self.read_together, self.gathered = [], {}
+            if self.comm.attendance is not None:
+                self.comm.attendance.drop(MODEL)
 
     def route(self, call: ModelCall, forward: Callable[..., Any], number: int) -> StationRoute:
         """Return the way of a call's micro-batches. The first time it is a collective."""

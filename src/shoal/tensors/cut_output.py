@@ -290,9 +290,9 @@ class CutOutput(Tensor):
             ReadsLocally: this rank computes by itself.
         """
         call = self._call if self._trains else None
-        if call is not None and not given and not self._recipe:
-            if (noted := call.noted(purpose)) is not None:  # so on every rank
-                return noted
+        is_same = call is not None and not given and not self._recipe  # so on every rank
+        if call is not None and is_same and (noted := call.noted(purpose)) is not None:
+            return noted
         try:
             numbers = self._meet(number, purpose)
         except ReadsLocally as local:
