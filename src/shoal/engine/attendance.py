@@ -69,21 +69,32 @@ class _Statement:
     number: int = 0
     digest: int = _MAYBE_LATER  # digest of the purpose
     request: PartsRequest = field(default_factory=PartsRequest)
+    steps: int = 0  # steps that the main thread has made
 
     @property
     def trains(self) -> bool:
         """Whether a gradient may come back through the reading of an output."""
         return self.request.wanted == Wanted.OUTPUT and bool(self.request.tally)
 
+    def is_past(self, steps: int) -> bool:
+        """Return whether the rank certainly comes to no reading of one behind so many steps."""
+        return self.digest == _AWAY or (self.is_here and self.steps > steps)
+
     def words(self) -> Tensor:
         request = self.request
-        values = [self.number, self.digest, request.wanted, request.tally, *request.stamp]
+        asked = [request.wanted, request.tally, *request.stamp]
+        values = [self.number, self.digest, *asked, self.steps]
         return torch.tensor(values, dtype=torch.int64, device="cpu")
 
     @classmethod
     def read(cls, words: Tensor) -> _Statement:
-        number, digest, wanted, tally, steps, changes = words.tolist()
-        return cls(number, digest, PartsRequest(wanted, tally, (steps, changes)))
+        number, digest, wanted, tally, first, second, steps = words.tolist()
+        return cls(number, digest, PartsRequest(wanted, tally, (first, second)), steps)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the rank's main thread is at the meeting."""
+        return self.digest not in (_MAYBE_LATER, _AWAY)
 
 
 @dataclass
@@ -101,11 +112,14 @@ class _RankMeeting:
     def together(self) -> bool:
         """Whether all ranks have come for the same purpose."""
         digests = {statement.digest for statement in self.heard}
-        return len(digests) == 1 and digests.isdisjoint((_MAYBE_LATER, _AWAY))
+        return len(digests) == 1 and self.heard[0].is_here
 
     def serves(self, statement: _Statement) -> bool:
         """Return whether the rank that states this is served as one that is alone."""
-        return not statement.trains or any(each.digest == _AWAY for each in self.heard)
+        if statement.trains:
+            return any(each.is_past(statement.steps) for each in self.heard)
+        # a rank that has come for an output, and is a step behind, comes to that step later
+        return not any(each.is_here and each.steps < statement.steps for each in self.heard)
 
     @property
     def is_unlike(self) -> bool:
@@ -155,16 +169,20 @@ class LaneAttendance(Attendance):
         missing = self.parts.missing(parts)
         request = PartsRequest(Wanted.NOTHING if missing else wanted, len(parts), self.parts.stamp)
         begin_s = time.monotonic()
-        meeting = self._met(numbers or [0] * self._comm.size, purpose, request)
-        if meeting.together:
-            self.parts.free()  # parts may have become more since
-            return [statement.number for statement in meeting.heard]
-        if missing:
-            raise _too_large(self._who, purpose, missing)
-        if wanted is Wanted.CHANGING:
-            raise _changing(self._who, purpose)
-        if meeting.error is not None:
-            raise meeting.error
+        while True:
+            meeting = self._stated(numbers or [0] * self._comm.size, purpose, request)
+            self._met(meeting, purpose)
+            if meeting.together:
+                self.parts.free()  # parts may have become more since
+                return [statement.number for statement in meeting.heard]
+            if missing:
+                raise _too_large(self._who, purpose, missing)
+            if wanted is Wanted.CHANGING:
+                raise _changing(self._who, purpose)
+            if meeting.error is not None:
+                raise meeting.error
+            if meeting.serves(meeting.own[0]):
+                break
         self._tell(purpose, meeting.nbytes, time.monotonic() - begin_s)
         return None
 
@@ -241,8 +259,8 @@ class LaneAttendance(Attendance):
         request = PartsRequest(Wanted.OUTPUT, int(trains), output.key.words)
         begin_s = time.monotonic()
         while True:
-            meet = self._met_here if trains else self._met
-            meeting = meet(numbers, purpose, request, output)
+            meeting = self._stated(numbers, purpose, request, output)
+            (self._met_here if trains else self._met)(meeting, purpose)
             if meeting.together:
                 return Reading(told=[statement.number for statement in meeting.heard])
             if meeting.error is not None:
@@ -256,50 +274,44 @@ class LaneAttendance(Attendance):
             if limit_s is not None and time.monotonic() - begin_s > limit_s:
                 raise _nobody_comes(self._who, purpose, limit_s)
 
-    def _met_here(
-        self, numbers: Sequence[int], purpose: str, request: PartsRequest, output: SharedOutput
-    ) -> _RankMeeting:
-        """Meet the other ranks on this thread, unless the lane is in a meeting."""
-        digest = _digest(purpose)
-        with self._meeting:
-            if self._last is not None and not self._last.ended.is_set():
-                is_busy = True
-            else:
-                is_busy = False
-                self._begun += 1
-                number = self._comm.queued(purpose, self._begun * _STRIDE)
-                self._held.acquire()
-        if is_busy:
-            return self._met(numbers, purpose, request, output)
-        meeting = _RankMeeting(
-            [_Statement(number, digest, request) for number in numbers], output=output
-        )
-        try:
-            self._comm.runs(number, _PURPOSE)
-            self._meet(self._comm, meeting)
-        finally:
-            self._held.release()
-        return meeting
-
-    def _met(
+    def _stated(
         self,
         numbers: Sequence[int],
         purpose: str,
         request: PartsRequest,
         output: SharedOutput | None = None,
     ) -> _RankMeeting:
+        """Return a meeting at which this rank states these."""
+        digest = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=7).digest(), "little")
+        steps = self.parts.stamp[0]
+        own = [_Statement(number, digest, request, steps) for number in numbers]
+        return _RankMeeting(own, output)
+
+    def _met_here(self, meeting: _RankMeeting, purpose: str) -> None:
+        """Meet the other ranks on this thread, unless the lane is in a meeting."""
+        with self._meeting:
+            is_busy = self._last is not None and not self._last.ended.is_set()
+            if not is_busy:
+                self._begun += 1
+                number = self._comm.queued(purpose, self._begun * _STRIDE)
+                self._held.acquire()
+        if is_busy:
+            return self._met(meeting, purpose)
+        try:
+            self._comm.runs(number, _PURPOSE)
+            self._meet(self._comm, meeting)
+        finally:
+            self._held.release()
+        return None
+
+    def _met(self, meeting: _RankMeeting, purpose: str) -> None:
         """Meet the other ranks. They are summoned if they do not come at once."""
-        digest = _digest(purpose)
-        meeting = _RankMeeting(
-            [_Statement(number, digest, request) for number in numbers], output=output
-        )
         with self._meeting:
             errand = self._begin(meeting)
         if not errand.ended.wait(_AT_ONCE_S):
             self._comm.check(purpose, errand.number)
         errand.wait(purpose)
         self._comm.reached(purpose)
-        return meeting
 
     def _begin(self, meeting: _RankMeeting) -> Errand:
         """Have the lane hold a meeting. The caller has the lock."""
@@ -408,10 +420,6 @@ def _torch_call(thread: int) -> str:
     if frame is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
         return ""
     return frame.f_code.co_name
-
-
-def _digest(purpose: str) -> int:
-    return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=7).digest(), "little")
 
 
 def _too_large(who: str, purpose: str, missing: str) -> UsageError:
