@@ -5,6 +5,7 @@ All ranks have computed the output. The reader sees the values of its own rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,15 @@ from test_alone import STEPS, batch, built, on_ranks, quickly_elsewhere
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.engine import attendance
+
 __all__ = ["quickly_elsewhere"]
 
 pytestmark = pytest.mark.timeout(60)
 Reader = Callable[[Any, Tensor, Any], Any]
 APART = ["head", "pipeline"]  # ways in which an output is in parts
 MORE = [*APART, "column", "pair"]
-TOP = {"values": 0, "indices": 1}
 
 
 def numbers(value: Any) -> list[Tensor]:
@@ -113,3 +116,145 @@ def test_a_rank_reads_an_output_alone(way: str, reader: str, moment: str, ranks:
 
     seen = on_ranks(way, work, ranks)[who]
     assert_close(seen, wanted, 1e-6 if reader == "cast and scaled" else 1e-10)
+
+
+def on_all(out: Any, y: Tensor, loss_fn: Any, kind: str) -> Tensor:
+    """A loss of all ranks: of the library, or one that takes the values of the output."""
+    if kind == "own":
+        return out.square().cumsum(1).mean()
+    loss: Tensor = loss_fn(out, y)
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["torch's", "own"])
+@pytest.mark.parametrize("way", APART)
+def test_a_log_of_the_same_comes_first(way: str, kind: str) -> None:
+    """Rank 0 alone computes the loss, the sum and the accuracy, and then all train on."""
+
+    def log(out: Any, y: Tensor, loss_fn: Any) -> list[Tensor]:
+        values = [on_all(out, y, loss_fn, kind), out.sum(), (out.argmax(-1) == y).sum()]
+        return [value for each in values for value in numbers(each.item())]
+
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> list[Tensor]:
+        seen = []
+        for step in range(STEPS):
+            x, y = batch(way, rank, step)
+            optimizer.zero_grad()
+            output = model(x)
+            if rank == 0:
+                seen += log(output, y, loss_fn)
+            loss = on_all(output, y, loss_fn, kind)
+            best = output.argmax(-1)
+            loss.backward()
+            optimizer.step()
+            if rank == 0:
+                seen += numbers(best)
+        return [*seen, *(value.double() for value in model.state_dict().values())]
+
+    model, loss_fn, wanted = built(way), nn.CrossEntropyLoss(), []
+    optimizer = Adam(model.parameters(), 0.01)
+    for step in range(STEPS):
+        batches = [batch(way, rank, step) for rank in range(2)]
+        x, y = map(torch.cat, zip(*batches, strict=True))
+        optimizer.zero_grad()
+        output = model(x)
+        wanted += [*log(output[:4].detach(), y[:4], loss_fn), *numbers(output[:4].argmax(-1))]
+        on_all(output, y, loss_fn, kind).backward()
+        optimizer.step()
+    assert_close(on_ranks(way, work)[0], [*wanted, *model.state_dict().values()])
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "evaluation", "inference"])
+@pytest.mark.parametrize("way", MORE)
+def test_outputs_of_a_forward_without_gradients(way: str, mode: str) -> None:
+    """All ranks have made the forward. One looks, and another one after it."""
+    x, y = batch(way, 7, 7)
+    whole = built(way)(x)
+
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> list[Tensor]:
+        model.train(mode == "no_grad")
+        with torch.inference_mode() if mode == "inference" else torch.no_grad():
+            output = model(x)
+            seen = [numbers(r(output, y, loss_fn))[0] for r in READERS.values()] if rank else []
+            together = output.softmax(-1)[1].tolist()
+            if rank == 0:
+                seen = [numbers(r(output, y, loss_fn))[0] for r in READERS.values()]
+        return [*seen, torch.tensor(together, dtype=torch.float64)]
+
+    wanted = [numbers(r(whole.detach(), y, nn.CrossEntropyLoss()))[0] for r in READERS.values()]
+    for seen in on_ranks(way, work):
+        assert_close(seen, [*wanted, whole.softmax(-1)[1].detach()], 1e-7)
+
+
+@pytest.mark.parametrize("way", APART)
+def test_a_backward_of_one_rank_alone_is_refused_at_once(way: str) -> None:
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(way, rank, 0)
+        output = model(x)
+        loss_fn(output, y).backward()
+        optimizer.step()
+        if rank == 0:
+            with pytest.raises(UsageError, match="this rank alone has read"):
+                output.square().mean().backward()
+
+    on_ranks(way, work)
+
+
+@pytest.mark.parametrize("way", APART)
+def test_a_change_by_one_rank_alone_is_refused(way: str) -> None:
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, y = batch(way, rank, 0)
+        output = model(x)
+        loss_fn(output, y).backward()
+        optimizer.step()
+        if rank == 0:
+            with pytest.raises(UsageError, match="one rank alone"):
+                output.mul_(2)
+
+    on_ranks(way, work)
+
+
+@pytest.mark.parametrize("way", APART)
+def test_an_output_of_an_earlier_call_is_told_of(way: str) -> None:
+    """Ranks have let go of it."""
+
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> None:
+        x, _ = batch(way, rank, 0)
+        with torch.no_grad():
+            output = model(x) if rank == 0 else [model(x)].clear()
+            model(x)
+            if rank == 0:
+                output[0].tolist()
+
+    with pytest.raises(RanksDiffer, match="rank 0 alone reads an output that rank 1 has no more"):
+        on_ranks(way, work)
+
+
+def test_a_slow_rank_is_not_taken_to_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss comes a second late. The others wait, because a gradient comes back through it."""
+    monkeypatch.setattr(attendance, "_PATIENCE_S", 0.1)
+
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> Tensor:
+        x, y = batch("head", rank, 0)
+        output = model(x)
+        if rank:
+            time.sleep(1.0)
+        loss_fn(output, y).backward()
+        optimizer.step()
+        return dict(model.state_dict())["4.weight"]
+
+    first, second = on_ranks("head", work)
+    assert torch.equal(first, second)
+
+
+def test_a_rank_holds_the_last_output_alone() -> None:
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> int:
+        x, y = batch("head", rank, 0)
+        for _ in range(3):
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+        outputs = model[4]._cut_layer._comm.attendance.outputs
+        assert len(outputs._known) == 1
+        return len(outputs._held)
+
+    assert on_ranks("head", work) == [1, 1]

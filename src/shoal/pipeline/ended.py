@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.alone import MODEL, EndPart, LocalResults, ReadsHere, is_number
-from shoal.pipeline.calls import ModelCall, Shape
+from shoal.pipeline.calls import ModelCall, Shape, number_of
 from shoal.pipeline.crossings import EndLoss
 from shoal.pipeline.expressions import (
     EndResult,
@@ -360,7 +360,9 @@ class EndedForward:
         """Compute expressions for each rank's rows, where the end is (a collective)."""
         comm, pipeline, end = self.run.comm, self.run.pipeline, self.run.route.end
         comm.reached(purpose)
-        meeting = f"{purpose}, {call.modes['functions']}: {self._part}"
+        # ranks that call the same functions with other arguments read in unlike ways
+        words = f"{call.modes['functions']} ({number_of(call.common) & 0xFFFFFFFF:08x})"
+        meeting = f"{purpose}, {words}: {self._part}"
         shapes = pipeline.tell(call, purpose, partial(self._meet, meeting))[0]
         comm.begins(purpose)
         if comm.rank == end:
