@@ -194,10 +194,31 @@ def test_a_backward_of_one_rank_alone_is_refused_at_once(way: str) -> None:
         loss_fn(output, y).backward()
         optimizer.step()
         if rank == 0:
-            with pytest.raises(UsageError, match="this rank alone has read"):
+            with pytest.raises(RanksDiffer, match="rank 0 alone goes back through an output"):
                 output.square().mean().backward()
 
     on_ranks(way, work)
+
+
+@pytest.mark.parametrize("way", APART)
+def test_ranks_with_losses_of_their_own_train_each_on_its_own(way: str) -> None:
+    def work(rank: int, model: Any, loss_fn: Any, optimizer: Any) -> list[Tensor]:
+        for step in range(STEPS):
+            output = model(batch(way, rank, step)[0])
+            optimizer.zero_grad()
+            (output.sum() if rank else output.square().mean()).backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    model = built(way)
+    optimizer = Adam(model.parameters(), 0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        outputs = [model(batch(way, rank, step)[0]) for rank in range(2)]
+        ((outputs[1].sum() + outputs[0].square().mean()) / 2).backward()
+        optimizer.step()
+    for seen in on_ranks(way, work):
+        assert_close(seen, list(model.state_dict().values()))
 
 
 @pytest.mark.parametrize("way", APART)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.attendance import OutputKey, SharedOutput
 from shoal.contracts.comm import Comm
 from shoal.pipeline.expressions import EndResult, Expression, with_slices
+from shoal.tensors.output_call import read_alone
 
 MODEL = "the model in a pipeline"
 
@@ -70,6 +71,15 @@ class EndPart(SharedOutput):
 
     def joined(self, coming: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         return list(coming.get(self._end, self.given(self._comm.rank)))
+
+    def named(self, values: Sequence[Tensor], trains: str) -> dict[int, Tensor]:
+        """Return values that this rank alone has read, by their numbers.
+
+        `trains` is the purpose if a gradient may come back, else "".
+        """
+        who = f"rank {self._comm.rank} alone"
+        own = [read_alone(value, who, trains) if trains else value for value in values]
+        return dict(zip(self.numbers, own, strict=True))
 
 
 @final

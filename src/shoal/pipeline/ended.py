@@ -46,7 +46,6 @@ from shoal.pipeline.run import ForwardRun, model_call
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.walk import walking
 from shoal.pipeline.whole import WholeCalls
-from shoal.tensors.output_call import read_alone
 from shoal.tensors.wholes import holding_wholes
 
 
@@ -302,8 +301,7 @@ class EndedForward:
             comm.begins(purpose)
             return reading.told
         if reading.values is not None:
-            values = [read_alone(v) if trains else v for v in reading.values]
-            raise ReadsHere(dict(zip(self._part.numbers, values, strict=True)), is_alone=True)
+            raise ReadsHere(self._part.named(reading.values, purpose * trains), is_alone=True)
         pipeline.gathered[self] = self._gathered(self._part)
         raise ReadsHere(pipeline.gathered[self], is_alone=False)
 
@@ -341,11 +339,12 @@ class EndedForward:
                 )
             attendance = self.run.comm.attendance
             assert attendance is not None
-            reading = attendance.read(other._part, f"{other._part.key}, beside", [0], trains=False)
+            purpose = f"reading of {other._part}, beside another one"
+            numbers = [0] * self.run.comm.size
+            reading = attendance.read(other._part, purpose, numbers, trains=False)
             assert reading.values is not None
             trains = any(value.requires_grad for value in here.values.values())
-            values = [read_alone(v) if trains else v for v in reading.values]
-            return dict(zip(other._part.numbers, values, strict=True))
+            return other._part.named(reading.values, purpose * trains)
 
         ended = self._ended()
         return LocalResults(read, {} if ended is None else {ended: here.values})

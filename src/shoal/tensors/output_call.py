@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.contracts.attendance import OutputKey, Reading, SharedOutput
-from shoal.core.errors import UsageError
+from shoal.core.errors import RanksDiffer
 from shoal.tensors.boundary import CallRows
 
 GATHERING = "gathering"
@@ -127,7 +127,9 @@ class OutputCall:
             return reading.told
         if reading.values is not None:
             (rows,) = reading.values
-            raise ReadsLocally(read_alone(rows) if trains else rows, is_alone=True)
+            if trains:
+                rows = read_alone(rows, f"rank {comm.rank} alone", purpose)
+            raise ReadsLocally(rows, is_alone=True)
         comm.begins(f"gathering of the {self._part.key}")
         with torch.enable_grad():
             self.whole_rows = self._rows.to_rows(self._product, self._widths, 1 / comm.size)
@@ -162,13 +164,13 @@ def _forget(call: ref[OutputCall], purpose: str) -> None:
         there._noted.pop(purpose, None)
 
 
-def read_alone(values: Tensor) -> Tensor:
+def read_alone(values: Tensor, who: str, purpose: str) -> Tensor:
     """Return values that this rank alone has read; a gradient that comes back is an error."""
     if not values.is_floating_point():
         return values
     anchor = torch.zeros((), requires_grad=True, device="cpu")
     with torch.enable_grad():
-        alone: Tensor = _ReadAlone.apply(values, anchor)  # type: ignore[no-untyped-call]
+        alone: Tensor = _ReadAlone.apply(values, anchor, who, purpose)  # type: ignore[no-untyped-call]
     return alone
 
 
@@ -176,14 +178,14 @@ class _ReadAlone(torch.autograd.Function):
     """Values of an output that one rank has read alone."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, anchor: Tensor, who: str, purpose: str) -> Tensor:
+        ctx.who, ctx.purpose = who, purpose
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        raise UsageError(
-            "backward through an output that this rank alone has read: the other ranks have parts "
-            "of the layers, and no gradient came to them",
-            do="compute the loss that is trained on every rank alike; what one rank computes for "
-            "its log, compute under torch.no_grad()",
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        raise RanksDiffer(
+            f"{ctx.who} goes back through an output that it has read alone: {ctx.purpose}",
+            do="compute the loss that is trained on every rank, and leave it out on all ranks or "
+            "on none. What one rank computes for its log, compute under torch.no_grad()",
         )
