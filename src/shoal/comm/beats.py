@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import final
 
-from shoal.comm.places import ALIKE, Journal, RankPlace, Summons
+from shoal.comm.places import ALIKE, Journal, RankPlace, SentSummons
 from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
@@ -235,7 +235,7 @@ class BeatBoard:
         if own is not None:
             self._values.write(f"summons/{own.channel}", own)
         for channel in self.journal.attended():
-            summons = self._values.read(f"summons/{channel}", Summons)
+            summons = self._values.read(f"summons/{channel}", SentSummons)
             if summons is not None:
                 self.journal.heed(summons)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from shoal.contracts.attendance import Elsewhere
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
@@ -51,12 +51,12 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class Summons:
+class SentSummons:
     """A rank's summons of the others to where it waits."""
 
     channel: str
-    number: int  # of it, on that channel
-    begun: dict[str, int]  # by channel: the last that the rank has begun
+    number: int  # number of the wait on that channel
+    begun: dict[str, int]  # last number that the rank has begun, by channel
 
 
 @final
@@ -74,7 +74,7 @@ class ChannelRecord:
     answer: Callable[[], None] | None = None
     answers_to: int = 0  # the greatest number at which it may say so
     # takes part in this rank's stead, on any thread
-    attend: Callable[[int, Elsewhere], None] | None = None
+    attend: Callable[[int, MainWait], None] | None = None
     # seconds that what all members have begun may take; None: as long as the channel's own limit
     limit_s: float | None = None
 
@@ -136,34 +136,34 @@ class Journal:
                 record.answer()
         self.asked.clear()
 
-    def summons(self) -> Summons | None:
+    def summons(self) -> SentSummons | None:
         """Return the summons to where the main thread waits, if others may attend on any thread."""
         wait = self.wait
         if wait is None or wait.channel not in self.attended():
             return None
         begun = {record.name: record.begun for record in list(self._records.values())}
-        return Summons(wait.channel, wait.number, begun)
+        return SentSummons(wait.channel, wait.number, begun)
 
     def attended(self) -> list[str]:
         """Return the channels on which this rank may take part on any thread."""
         return [record.name for record in list(self._records.values()) if record.attend]
 
-    def heed(self, summons: Summons) -> None:
+    def heed(self, summons: SentSummons) -> None:
         """Have this rank take part where another one waits, if it has not begun that."""
         record = self._records.get(summons.channel)
         if record is None or record.attend is None or record.begun >= summons.number:
             return
         record.attend(summons.number, self._elsewhere(summons))
 
-    def _elsewhere(self, summons: Summons) -> Elsewhere:
+    def _elsewhere(self, summons: SentSummons) -> MainWait:
         """Return whether the main thread waits elsewhere, and whether for the rank that summons."""
         wait = self.wait
         if wait is None or wait.channel == summons.channel:
-            return Elsewhere.NO
+            return MainWait.NONE
         begun = summons.begun.get(wait.channel)
         if begun is not None and begun < wait.number:
-            return Elsewhere.FOR_READERS
-        return Elsewhere.WAITS
+            return MainWait.FOR_READERS
+        return MainWait.ELSEWHERE
 
     def place(self) -> RankPlace:
         """What this rank is at."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.places import Apart, Journal, RankPlace, apart, missed, unlike
-from shoal.contracts.attendance import Elsewhere
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import staged
@@ -293,7 +293,7 @@ class ThreadComm(Comm):
         """Have it called on the main thread where others wait for this rank."""
         self._record.answer, self._record.answers_to = answer, up_to
 
-    def may_attend(self, attend: Callable[[int, Elsewhere], None] | None) -> None:
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
         """Have it called where others wait for this rank, on their threads."""
         self._record.attend = attend
 

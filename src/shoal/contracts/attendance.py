@@ -28,12 +28,12 @@ class Wanted(IntEnum):
     OUTPUT = 5  # an output that all ranks have computed
 
 
-class Elsewhere(IntEnum):
-    """Whether a rank's main thread waits somewhere else than at a meeting."""
+class MainWait(IntEnum):
+    """A wait of a rank's main thread, somewhere else than at a meeting."""
 
-    NO = 0
-    WAITS = 1
-    FOR_READERS = 2  # for a rank at the meeting, so that it cannot come before that one goes on
+    NONE = 0
+    ELSEWHERE = 1
+    FOR_READERS = 2  # waits for a rank at the meeting, so that it cannot come before
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class SharedOutput(ABC):
     @abstractmethod
     def joined(self, coming: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         """Return the values of this rank's rows, given all that has come."""
+
+    def dropped(self) -> None:
+        """Forget its readings: the layer is called again."""
+        return
 
 
 class Reading(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.contracts.attendance import Attendance, Elsewhere
+from shoal.contracts.attendance import Attendance, MainWait
 from shoal.core.errors import RanksDiffer, ShoalError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
@@ -255,7 +255,7 @@ class Comm(ABC):
         """
         return
 
-    def may_attend(self, attend: Callable[[int, Elsewhere], None] | None) -> None:
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
         """Have `attend` called on any thread, again and again, while others wait at a number of
         this channel that this rank has not begun.
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from shoal.contracts.attendance import (
     Attendance,
-    Elsewhere,
+    MainWait,
     OutputKey,
     Reading,
     SharedOutput,
@@ -324,7 +324,7 @@ class LaneAttendance(Attendance):
         self._last = self._lane.run(meet, _PURPOSE, self._begun * _STRIDE)
         return self._last
 
-    def _attend(self, number: int, elsewhere: Elsewhere) -> None:
+    def _attend(self, number: int, elsewhere: MainWait) -> None:
         """Hear that others wait at a meeting to which this rank has not come, on any thread.
 
         Args:
@@ -335,8 +335,8 @@ class LaneAttendance(Attendance):
         with self._meeting:
             if self.parts.closed or number <= self._begun:
                 return
-            is_blocked, call = elsewhere is Elsewhere.FOR_READERS, _torch_call(self._main)
-            waits = elsewhere is not Elsewhere.NO or bool(call)
+            is_blocked, call = elsewhere is MainWait.FOR_READERS, _torch_call(self._main)
+            waits = elsewhere is not MainWait.NONE or bool(call)
             if self._summons.is_over(number, waits) or is_blocked:
                 is_away = is_blocked or call in _BARRIERS
                 statement = _Statement(digest=_AWAY if is_away else _MAYBE_LATER)

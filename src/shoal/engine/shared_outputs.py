@@ -1,7 +1,8 @@
-"""The outputs that this rank has parts of, for a rank that reads one alone.
+"""Outputs in parts, for a rank that reads one alone.
 
-A rank gives an output as long as its own script has it, and holds those that the model has returned
-until the next call of their layer. So a rank that has gone on, or is at its end, still gives them.
+A rank gives an output as long as its own script has it. It holds each output that the model has
+returned until the next call of the layer. So a rank that has gone on, or is at its end, still gives
+it.
 
 Memory: a rank's part of an output that the model has returned stays until the next forward. In a
 loop where `out` is a variable of the script it stays as long anyway.
@@ -27,7 +28,7 @@ class SharedOutputs:
 
     def __init__(self) -> None:
         self._known = WeakValueDictionary[tuple[int, int], SharedOutput]()
-        self._held: dict[str, SharedOutput] = {}  # by layer
+        self._held: dict[str, SharedOutput] = {}  # held outputs by layer
         self._made = Counter[str]()  # outputs of each layer, alike on every rank
 
     def key(self, layer: str) -> OutputKey:
@@ -41,18 +42,21 @@ class SharedOutputs:
 
     def hold(self, output: SharedOutput) -> None:
         """Have an output until its layer is called again."""
+        self.drop(output.key.layer)
         self._held[output.key.layer] = output
 
     def drop(self, layer: str) -> None:
         """Hold an output of a layer no more."""
-        self._held.pop(layer, None)
+        if (output := self._held.pop(layer, None)) is not None:
+            output.dropped()
 
     def close(self) -> None:
         """Give nothing more."""
-        self._held.clear()
+        for layer in list(self._held):
+            self.drop(layer)
 
     def give(self, comm: Comm, reader: int, words: tuple[int, int]) -> None:
-        """Send a reader what this rank has of its rows."""
+        """Send a reader the values of its rows that are here."""
         output = self._known.get(words)
         sends = [comm.send(_flag(output is not None), reader)]
         if output is not None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.contracts.attendance import OutputKey, SharedOutput
 from shoal.contracts.comm import Comm
+from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.expressions import EndResult, Expression, with_slices
 from shoal.tensors.output_call import read_alone
 
@@ -52,6 +53,8 @@ class EndPart(SharedOutput):
     ) -> None:
         super().__init__(key)
         self._comm, self._end, self._device = comm, end, device
+        self.readings: list[tuple[ModelCall, Any]] = []  # functions of all ranks, and results
+        self.gathered: Mapping[int, Tensor] | None = None  # values, read in unlike ways
         # numbers are told as soon as there are any
         self.numbers = [n for n, form in enumerate(ended.forms) if not is_number(form)]
         self._forms = [(ended.forms[n].shape, ended.forms[n].dtype) for n in self.numbers]
@@ -71,6 +74,13 @@ class EndPart(SharedOutput):
 
     def joined(self, coming: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         return list(coming.get(self._end, self.given(self._comm.rank)))
+
+    def noted(self, call: ModelCall) -> Any:
+        """Return the results of an earlier reading of all ranks, of the same call; or None."""
+        return next((made for earlier, made in self.readings if earlier.is_same(call)), None)
+
+    def dropped(self) -> None:
+        self.readings, self.gathered = [], None
 
     def named(self, values: Sequence[Tensor], trains: str) -> dict[int, Tensor]:
         """Return values that this rank alone has read, by their numbers.

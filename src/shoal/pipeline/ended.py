@@ -267,32 +267,34 @@ class EndedForward:
         Raises:
             ReadsHere: this rank computes them by itself.
         """
-        self.is_alone, pipeline = False, self.run.pipeline
-        if (values := pipeline.gathered.get(self)) is not None:
-            raise ReadsHere(values, is_alone=False)
+        self.is_alone, part = False, self._part
+        if part is not None and part.gathered is not None:
+            raise ReadsHere(part.gathered, is_alone=False)
         order = in_order([each.expression for each in results])
         arguments, constants = without_constants(
             [each.arguments for each in order], self.run.device
         )
-        functions = described(order, results)
-        modes = {"functions": functions, "with gradients": torch.is_grad_enabled()}
+        modes = {
+            "functions": described(order, results),
+            "with gradients": torch.is_grad_enabled(),
+        }
         call = ModelCall((arguments, constants), {}, modes)
         try:
             self._compute(order, call, purpose, loss)
         except ReadsHere as here:
-            for earlier, its_call, made in pipeline.read_together if here.is_alone else ():
-                if earlier == f"{self._part} {functions}" and its_call.is_same(call):
-                    return made
+            noted = part.noted(call) if part is not None and here.is_alone else None
+            if noted is not None:
+                return noted
             self.is_alone = here.is_alone
             raise
         made = told()
-        if purpose == LOSS and torch.is_grad_enabled():
-            pipeline.read_together.append((f"{self._part} {functions}", call, made))
+        if part is not None and purpose == LOSS and torch.is_grad_enabled():
+            part.readings.append((call, made))
         return made
 
     def _meet(self, purpose: str, numbers: Sequence[int]) -> Sequence[int]:
         """Tell every rank a number before all read the output, and return theirs."""
-        comm, pipeline = self.run.comm, self.run.pipeline
+        comm = self.run.comm
         trains = purpose.startswith(LOSS) and torch.is_grad_enabled()
         if comm.attendance is None or self._part is None:
             return comm.numbers(numbers, purpose)
@@ -302,8 +304,8 @@ class EndedForward:
             return reading.told
         if reading.values is not None:
             raise ReadsHere(self._part.named(reading.values, purpose * trains), is_alone=True)
-        pipeline.gathered[self] = self._gathered(self._part)
-        raise ReadsHere(pipeline.gathered[self], is_alone=False)
+        self._part.gathered = self._gathered(self._part)
+        raise ReadsHere(self._part.gathered, is_alone=False)
 
     def _share(self, ended: Expression, takes_grad: Sequence[bool]) -> None:
         """Give the output to ranks that read it alone, until the model is called again."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
@@ -62,9 +62,6 @@ class PipelinedModel:
         ]
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
-        # readings of the last output by all ranks: functions, arguments and results
-        self.read_together: list[tuple[str, ModelCall, Any]] = []
-        self.gathered: dict[Any, Mapping[int, Tensor]] = {}  # outputs' values, by forward
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
 
     def tell(
@@ -81,10 +78,9 @@ class PipelinedModel:
 
     def forget_output(self) -> None:
         """Forget the output of the call before: all ranks call the model again."""
-        if torch._C._current_graph_task_id() == -1:  # no call is made once more in backward
-            self.read_together, self.gathered = [], {}
-            if self.comm.attendance is not None:
-                self.comm.attendance.drop(MODEL)
+        is_again = torch._C._current_graph_task_id() != -1  # a checkpoint's, in backward
+        if self.comm.attendance is not None and not is_again:
+            self.comm.attendance.drop(MODEL)
 
     def route(self, call: ModelCall, forward: Callable[..., Any], number: int) -> StationRoute:
         """Return the way of a call's micro-batches. The first time it is a collective."""

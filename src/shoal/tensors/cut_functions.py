@@ -56,13 +56,13 @@ class RowTerms(torch.autograd.Function):
     def forward(
         ctx: Any,
         part: Tensor,
-        rows: CallRows,
+        of_call: tuple[CallRows, CallRows],
         widths: Sequence[int],
         numbers: Tensor,
         targets: Tensor,
         weights: Tensor | None,
-        picked: CallRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, picked = of_call  # all rows of the part, and those that are picked
         comm = rows.comm
         own_terms = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
         everyone = own_terms.new_empty(sum(picked.counts), 2)
@@ -92,7 +92,7 @@ class RowTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _slope_again(ctx, grads), None, None, None, None, None, None
+            return _slope_again(ctx, grads), None, None, None, None, None
         part, row, at, here, log_sum, of_class = ctx.saved_tensors
         comm = ctx.picked.comm
         part_of_mean = (ctx.weighs() or 1.0) / comm.size  # at weight 0 there are no rows
@@ -108,7 +108,7 @@ class RowTerms(torch.autograd.Function):
             slope.addr_(by_weight, of_class)
         if not ctx.every_row:
             slope = torch.zeros_like(part).index_add_(0, row, slope)
-        return slope, None, None, None, None, None, None
+        return slope, None, None, None, None, None
 
 
 def _slope_again(ctx: Any, grads: Sequence[Tensor]) -> Tensor:

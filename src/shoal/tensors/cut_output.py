@@ -49,6 +49,7 @@ from shoal.tensors.functions_of_cut import (
     SEES,
     VIEWS,
     BestOf,
+    RowViews,
     Use,
     has_a_part,
     is_view,
@@ -103,15 +104,10 @@ class CutOutput(Tensor):
         grad = part.requires_grad and torch.is_grad_enabled()
         like = ghost((*numbers.shape, sum(widths)), part.dtype, part.device, grad=grad)
         logits: CutOutput = like.as_subclass(cls)
-        logits._part, logits._rows, logits._widths, logits._numbers = (
-            part,
-            rows,
-            tuple(widths),
-            numbers,
-        )
-        logits._after, logits._tell, logits._in_order = _as_it_is, tell, True
+        logits._part, logits._rows, logits._numbers = part, rows, numbers
+        logits._widths, logits._after, logits._tell = tuple(widths), _as_it_is, tell
         logits._bound, logits._viewed_from, logits._viewed = None, None, _as_it_is
-        logits._is_used = logits._is_alone = False
+        logits._in_order, logits._is_used, logits._is_alone = True, False, False
         logits._call, logits._recipe = call, ()
         return logits
 
@@ -202,7 +198,7 @@ class CutOutput(Tensor):
         return None
 
     def _viewed_of(self, base: CutOutput, values: Tensor) -> Tensor:
-        """Return the values of this view, given those of an output of which it is a view."""
+        """Return the values of this view, given the values of its base."""
         if self is base or self._viewed_from is None:
             return values
         return self._viewed(self._viewed_from._viewed_of(base, values))
@@ -217,7 +213,7 @@ class CutOutput(Tensor):
             used._is_used, used = True, used._viewed_from
 
     def over(self, after: _After) -> Tensor:
-        """The same, and what is made of it goes through `after`, too."""
+        """Return the same output, of which all that is made goes through `after`, too."""
         if (bound := self.bound()) is not None:
             return after(bound)
         before = self._after
@@ -272,7 +268,6 @@ class CutOutput(Tensor):
         Raises:
             ReadsLocally: this rank computes by itself.
         """
-        self._is_alone = False
         if self._call is None:
             return self._rows.comm.numbers([number] * self._rows.comm.size, purpose)
         return self._call.meet(number, purpose, trains=self._trains)
@@ -284,12 +279,12 @@ class CutOutput(Tensor):
         compute: Callable[[list[int]], Any],
         given: Sequence[Tensor] = (),
     ) -> Any:
-        """Return what all ranks compute of this output, once they have told their numbers.
+        """Compute something together with all ranks, once they have told their numbers.
 
         Raises:
             ReadsLocally: this rank computes by itself.
         """
-        call = self._call if self._trains else None
+        call, self._is_alone = self._call if self._trains else None, False
         is_same = call is not None and not given and not self._recipe  # so on every rank
         if call is not None and is_same and (noted := call.noted(purpose)) is not None:
             return noted
@@ -315,7 +310,7 @@ class CutOutput(Tensor):
         return self._after(values)
 
     def _made_of(self, rows: Tensor) -> Tensor:
-        """Return the values of this output, given those of the layer."""
+        """Return the values of this output, given the layer's."""
         for step in self._recipe:
             rows = step.function(rows, *step.args, **step.kwargs)
         return self._shaped(rows)
@@ -399,27 +394,16 @@ class CutOutput(Tensor):
     ) -> CutOutput | tuple[CutOutput, ...] | None:
         """The function on row numbers, where it leaves the class dimension where it is."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
-            return (
-                self._like(numbers=self._numbers[args[0]], in_order=False)
-                if args[0].dim() <= self._numbers.dim()
-                else None
-            )
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            if args[0].dim() > self._numbers.dim():
+                return None
+            return self._like(numbers=self._numbers[args[0]], in_order=False)
+        views = RowViews.of(self._numbers, sum(self._widths), func, args, kwargs)
+        if views is None:
             return None
-        classes = sum(self._widths)
-        # takes no memory
-        wide = self._numbers.contiguous().unsqueeze(-1).expand(*self._numbers.shape, classes)
-        viewed = func(wide, *args, **kwargs)
-        views = viewed if isinstance(viewed, tuple) else (viewed,)
-        if any(
-            not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views
-        ):
-            return None
-        cut = tuple(self._like(numbers=v[..., 0], in_order=in_order) for v in views)
-        if views and views[0].untyped_storage().data_ptr() == wide.untyped_storage().data_ptr():
-            for number, part in enumerate(cut):
-                part._seen_as(self, view_of(func, args, kwargs, number))
-        return cut if isinstance(viewed, tuple) else cut[0]
+        cut = tuple(self._like(numbers=each, in_order=in_order) for each in views.numbers)
+        for number, part in enumerate(cut if views.share_memory else ()):
+            part._seen_as(self, view_of(func, args, kwargs, number))
+        return cut if views.are_several else cut[0]
 
     def _loss(
         self, arguments: LossArguments, *, of_log_probabilities: bool = False
@@ -436,17 +420,14 @@ class CutOutput(Tensor):
         return self._after(classes.loss(RowValues(log_sum, picked, summed), part, self._part.dtype))
 
     def _wide(self) -> Tensor:
-        """The part, in what losses are computed in."""
-        return (
-            self._part.float()
-            if self._part.dtype in (torch.float16, torch.bfloat16)
-            else self._part
-        )
+        """Return the part in the type in which losses are computed."""
+        is_narrow = self._part.dtype in (torch.float16, torch.bfloat16)
+        return self._part.float() if is_narrow else self._part
 
     def _terms(
         self, use: str, wanted: Tensor, of_class: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
+        """Return of each row log Σ exp, the wanted output, and the sum of all with weights."""
         self._tell(Use(loss_rows=len(wanted)))
         numbers = self._numbers.reshape(-1)
         some = "" if self._in_order else " of some rows"
@@ -455,7 +436,7 @@ class CutOutput(Tensor):
         def compute(counts: list[int]) -> Any:
             picked = CallRows(self._rows.comm, tuple(counts), purpose)
             return RowTerms.apply(  # type: ignore[no-untyped-call]
-                self._wide(), self._rows, self._widths, numbers, wanted, of_class, picked
+                self._wide(), (self._rows, picked), self._widths, numbers, wanted, of_class
             )
 
         given = [numbers, wanted, *([] if of_class is None else [of_class])]
@@ -477,11 +458,8 @@ class CutOutput(Tensor):
         return self._after(picked.to(self._part.dtype).view(index.shape))
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> CutOutput | None:
-        names = (
-            ("dim", "_stacklevel", "dtype")
-            if func in (F.softmax, F.log_softmax)
-            else ("dim", "dtype")
-        )
+        is_function = func in (F.softmax, F.log_softmax)
+        names = ("dim", "_stacklevel", "dtype") if is_function else ("dim", "dtype")
         options = dict(zip(names, args, strict=False)) | kwargs
         if options.get("dim") not in (-1, self.dim() - 1):
             return None

@@ -1,8 +1,8 @@
-"""Functions of outputs that are cut: which leave them cut, and in what way."""
+"""Functions of outputs that are cut: lists of the ones that leave them cut, and arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ _After = Callable[[Tensor], Tensor]
 
 
 class Use(NamedTuple):
-    """What takes an output: a loss, a softmax, or a layer. Without any it is gathered."""
+    """A use of an output: by a loss, a softmax, or a layer. Without any it is gathered."""
 
     loss_rows: int = 0
     softmax_rows: int = 0
@@ -39,6 +39,33 @@ class BestOf(NamedTuple):
         )
         is_ordered = given.pop("sorted", True) is True and given.pop("largest", True) is True
         return best if is_ordered and not given else None
+
+
+class RowViews(NamedTuple):
+    """Row numbers behind a function that gives views of an output."""
+
+    numbers: Sequence[Tensor]
+    share_memory: bool  # they are views of the output, no copies
+    are_several: bool
+
+    @classmethod
+    def of(
+        cls, numbers: Tensor, classes: int, func: Any, args: Any, kwargs: Any
+    ) -> RowViews | None:
+        """Return the function on row numbers; None unless classes stay the last dimension."""
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return None
+        # takes no memory
+        wide = numbers.contiguous().unsqueeze(-1).expand(*numbers.shape, classes)
+        viewed = func(wide, *args, **kwargs)
+        views = viewed if isinstance(viewed, tuple) else (viewed,)
+        if any(
+            not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views
+        ):
+            return None
+        memory = wide.untyped_storage().data_ptr()
+        share = bool(views) and views[0].untyped_storage().data_ptr() == memory
+        return cls([v[..., 0] for v in views], share, isinstance(viewed, tuple))
 
 
 def view_of(func: Any, args: Any, kwargs: Any, number: int) -> _After:

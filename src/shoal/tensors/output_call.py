@@ -1,4 +1,4 @@
-"""One call of a layer that is cut by outputs: who reads its output, and in which way.
+"""One call of a layer that is cut by outputs, and the ways in which ranks read its output.
 
     all ranks read it      they go on together, as functions of cut outputs do (cut_functions.py)
     one rank reads it      it gets the other ranks' parts of its own rows, and computes by itself.
@@ -6,9 +6,9 @@
     in unlike ways         as rank 0 takes a softmax for its log, and the others the loss: all
                            gather the output once, and each computes its own way on the whole
 
-A rank cannot know whether a reading that another one meets is the same line of the script. So what
-all have read is noted: if rank 0 computes the loss for its log, and then once more to train, the
-others have met the first one, and the second one gives the same again.
+A rank cannot know whether a reading that another one meets is the same line of the script. So each
+reading of all ranks is noted: if rank 0 computes the loss for its log, and then once more to train,
+the others have met the first one, and the second one gives the same again.
 
 Guarded by tests/alone/test_outputs.py.
 """
@@ -58,7 +58,7 @@ class ReadsLocally(Exception):
 
 
 @final
-class CutPart(SharedOutput):
+class SharedCut(SharedOutput):
     """This rank's part of all ranks' rows.
 
     Args:
@@ -101,7 +101,7 @@ class OutputCall:
         assert rows.comm.attendance is not None
         self._product, self._rows, self._widths = product, rows, widths
         key = rows.comm.attendance.output_key(layer)
-        self._part = CutPart(key, product.detach(), rows, widths)
+        self._part = SharedCut(key, product.detach(), rows, widths)
         rows.comm.attendance.share(self._part)
         self.whole_rows: Tensor | None = None  # gathered, as ranks have read it in unlike ways
         self._noted: dict[str, list[tuple[Sequence[Tensor], Any]]] = {}  # readings of all ranks
@@ -143,7 +143,7 @@ class OutputCall:
     def note(self, purpose: str, given: Sequence[Tensor], result: Any) -> None:
         """Note a reading of all ranks through which gradients come back.
 
-        What was gathered is forgotten once they have come.
+        Gathered rows are forgotten once they have come.
         """
         noted = self._noted.setdefault(purpose, [])
         noted.append((given, result))
