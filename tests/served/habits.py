@@ -363,5 +363,29 @@ def rank_0_reads(step: Step) -> None:
         copy.deepcopy(step.model)
 
 
+def rank_0_looks_at_the_output(step: Step) -> None:
+    """Read the output on rank 0 alone: before backward, behind it, and behind the step."""
+    log: list[Any] = []
+
+    def look(output: Any) -> None:
+        if shoal.world().is_main:
+            log.append((f"{output[0]}", output.detach().cpu().numpy(), output.softmax(-1).max()))
+            log.append((output.argmax(-1) == step.y).float().mean().item())
+            log.append((step.loss_fn(output, step.y).item(), output.topk(2)[1], output.sum()))
+
+    step.optimizer.zero_grad()
+    output = step.model(step.x)
+    look(output)
+    loss = step.loss_fn(output, step.y)
+    loss.backward()
+    look(output)
+    step.optimizer.step()
+    look(output)
+
+
 # habits that take a second, in which the other ranks are found to be elsewhere
-ALONE: dict[str, Habit] = {"rank 0 evaluates": rank_0_evaluates, "rank 0 reads": rank_0_reads}
+ALONE: dict[str, Habit] = {
+    "rank 0 evaluates": rank_0_evaluates,
+    "rank 0 reads": rank_0_reads,
+    "rank 0 looks at the output": rank_0_looks_at_the_output,
+}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import final
 
-from shoal.comm.places import ALIKE, Journal, RankPlace
+from shoal.comm.places import ALIKE, Journal, RankPlace, SentSummons
 from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
@@ -231,14 +231,13 @@ class BeatBoard:
 
         Only of channels on which a rank may take part on any thread. One read for each of them.
         """
-        waited = self.journal.waited_at()
-        if waited is not None:
-            channel, number = waited
-            self._values.write(f"summons/{channel}", number)
+        own = self.journal.summons()
+        if own is not None:
+            self._values.write(f"summons/{own.channel}", own)
         for channel in self.journal.attended():
-            number = self._values.read(f"summons/{channel}", int) or 0
-            if number:
-                self.journal.summon(channel, number)
+            summons = self._values.read(f"summons/{channel}", SentSummons)
+            if summons is not None:
+                self.journal.heed(summons)
 
     def _tell_of_silent(self, rank: int, silent_s: float) -> None:
         if rank not in self._silent:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
@@ -49,6 +50,15 @@ class RankPlace:
     answers: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SentSummons:
+    """A rank's summons of the others to where it waits."""
+
+    channel: str
+    number: int  # number of the wait on that channel
+    begun: dict[str, int]  # last number that the rank has begun, by channel
+
+
 @final
 @dataclass
 class ChannelRecord:
@@ -64,7 +74,7 @@ class ChannelRecord:
     answer: Callable[[], None] | None = None
     answers_to: int = 0  # the greatest number at which it may say so
     # takes part in this rank's stead, on any thread
-    attend: Callable[[int, bool], None] | None = None
+    attend: Callable[[int, MainWait], None] | None = None
     # seconds that what all members have begun may take; None: as long as the channel's own limit
     limit_s: float | None = None
 
@@ -126,24 +136,34 @@ class Journal:
                 record.answer()
         self.asked.clear()
 
-    def waited_at(self) -> tuple[str, int] | None:
-        """Return where the main thread waits, if others may take part on any thread."""
+    def summons(self) -> SentSummons | None:
+        """Return the summons to where the main thread waits, if others may attend on any thread."""
         wait = self.wait
         if wait is None or wait.channel not in self.attended():
             return None
-        return wait.channel, wait.number
+        begun = {record.name: record.begun for record in list(self._records.values())}
+        return SentSummons(wait.channel, wait.number, begun)
 
     def attended(self) -> list[str]:
         """Return the channels on which this rank may take part on any thread."""
         return [record.name for record in list(self._records.values()) if record.attend]
 
-    def summon(self, channel: str, number: int) -> None:
-        """Have this rank take part at that number of a channel, if it has not begun it."""
-        record = self._records.get(channel)
-        if record is None or record.attend is None or record.begun >= number:
+    def heed(self, summons: SentSummons) -> None:
+        """Have this rank take part where another one waits, if it has not begun that."""
+        record = self._records.get(summons.channel)
+        if record is None or record.attend is None or record.begun >= summons.number:
             return
+        record.attend(summons.number, self._elsewhere(summons))
+
+    def _elsewhere(self, summons: SentSummons) -> MainWait:
+        """Return whether the main thread waits elsewhere, and whether for the rank that summons."""
         wait = self.wait
-        record.attend(number, wait is not None and wait.channel != channel)
+        if wait is None or wait.channel == summons.channel:
+            return MainWait.NONE
+        begun = summons.begun.get(wait.channel)
+        if begun is not None and begun < wait.number:
+            return MainWait.FOR_READERS
+        return MainWait.ELSEWHERE
 
     def place(self) -> RankPlace:
         """What this rank is at."""

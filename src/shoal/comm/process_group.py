@@ -31,6 +31,7 @@ from shoal.comm.meeting import INTERFACE, Roster, meet
 from shoal.comm.patience import Patience
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm, Pending, label, labelled
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
@@ -310,7 +311,7 @@ class ProcessGroupComm(Comm):
     def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
         self._record.answer, self._record.answers_to = answer, up_to
 
-    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
         self._record.attend = attend
 
     @property

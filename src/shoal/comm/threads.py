@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.places import Apart, Journal, RankPlace, apart, missed, unlike
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import staged
@@ -140,9 +141,9 @@ class Hub:
         places = self._places()
         for rank in places:
             self.journals[rank].asked |= missed(rank, places)
-        for waited in filter(None, {journal.waited_at() for journal in self.journals}):
+        for summons in filter(None, [journal.summons() for journal in self.journals]):
             for journal in self.journals:
-                journal.summon(*waited)
+                journal.heed(summons)
         before, self._apart = self._apart, apart(places)
         if self._apart is not None and before == self._apart:
             self._in_vain = self._apart
@@ -292,7 +293,7 @@ class ThreadComm(Comm):
         """Have it called on the main thread where others wait for this rank."""
         self._record.answer, self._record.answers_to = answer, up_to
 
-    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
         """Have it called where others wait for this rank, on their threads."""
         self._record.attend = attend
 

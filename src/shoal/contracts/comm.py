@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.contracts.attendance import Attendance
+from shoal.contracts.attendance import Attendance, MainWait
 from shoal.core.errors import RanksDiffer, ShoalError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
@@ -255,11 +255,11 @@ class Comm(ABC):
         """
         return
 
-    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
         """Have `attend` called on any thread, again and again, while others wait at a number of
         this channel that this rank has not begun.
 
-        It takes the number, and whether the main thread waits for something on another channel.
+        It takes the number, and whether the main thread waits on another channel.
         No rank is said to wait in vain for a channel that has such a function.
         """
         return

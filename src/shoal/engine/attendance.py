@@ -13,8 +13,14 @@ not, the parts go to each rank that wants them, in the same meeting. A lane stat
 soon as the main thread waits elsewhere: in an exchange of Shoal, in torch.distributed, or at the
 end of the program.
 
-Costs nothing in training. A call of all ranks costs as much as `Comm.numbers`, and a switch of
-threads. A rank that is alone waits about a second for the others' lanes. Guarded by tests/alone/.
+A reading of an output through which a gradient may come back is another matter: a rank that is
+merely slow must not be taken to be elsewhere. So its lane says whether that is certain, because the
+rank waits for one that is at the meeting. If it is not, readers meet again. Such a meeting is held
+on the main thread.
+
+Costs a step of training nothing: a meeting takes the place of `Comm.numbers`. A call without
+gradients costs a switch of threads more. A rank that is alone waits about a second for the others'
+lanes. Guarded by tests/alone/.
 """
 
 from __future__ import annotations
@@ -32,10 +38,18 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from shoal.contracts.attendance import Attendance, Wanted
+from shoal.contracts.attendance import (
+    Attendance,
+    MainWait,
+    OutputKey,
+    Reading,
+    SharedOutput,
+    Wanted,
+)
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, ShoalError, UsageError
 from shoal.engine.lanes import Errand, Lane
+from shoal.engine.shared_outputs import SharedOutputs
 from shoal.engine.shared_parts import PartsRequest, SharedParts
 
 _PURPOSE = "attendance"
@@ -43,6 +57,8 @@ _STRIDE = 1 << 20  # numbers of the channel that belong to one meeting
 _AT_ONCE_S = 0.02  # limit of a meeting to which all ranks come at once
 _ELSEWHERE_S = 0.4  # a main thread that waits elsewhere for so long is taken not to come
 _PATIENCE_S = 10.0  # limit for one that computes, or waits outside of Shoal and torch
+_BARRIERS = ("barrier", "monitored_barrier")  # functions of torch that end together on all ranks
+_MAYBE_LATER, _AWAY = 0, 1  # digests of a rank that waits elsewhere; the second one certainly
 _LOGGER = logging.getLogger("shoal")
 
 
@@ -51,18 +67,34 @@ class _Statement:
     """The statement of a rank in a meeting."""
 
     number: int = 0
-    digest: int = 0  # digest of the purpose; 0: elsewhere
+    digest: int = _MAYBE_LATER  # digest of the purpose
     request: PartsRequest = field(default_factory=PartsRequest)
+    steps: int = 0  # steps that the main thread has made
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient may come back through the reading of an output."""
+        return self.request.wanted == Wanted.OUTPUT and bool(self.request.tally)
+
+    def is_past(self, steps: int) -> bool:
+        """Return whether the rank certainly comes to no reading of one behind so many steps."""
+        return self.digest == _AWAY or (self.is_here and self.steps > steps)
 
     def words(self) -> Tensor:
         request = self.request
-        values = [self.number, self.digest, request.wanted, request.tally, *request.stamp]
+        asked = [request.wanted, request.tally, *request.stamp]
+        values = [self.number, self.digest, *asked, self.steps]
         return torch.tensor(values, dtype=torch.int64, device="cpu")
 
     @classmethod
     def read(cls, words: Tensor) -> _Statement:
-        number, digest, wanted, tally, steps, changes = words.tolist()
-        return cls(number, digest, PartsRequest(wanted, tally, (steps, changes)))
+        number, digest, wanted, tally, first, second, steps = words.tolist()
+        return cls(number, digest, PartsRequest(wanted, tally, (first, second)), steps)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the rank's main thread is at the meeting."""
+        return self.digest not in (_MAYBE_LATER, _AWAY)
 
 
 @dataclass
@@ -70,6 +102,8 @@ class _RankMeeting:
     """One meeting, as this rank sees it."""
 
     own: Sequence[_Statement]  # one for each rank
+    output: SharedOutput | None = None  # the output that this rank reads
+    values: list[Tensor] = field(default_factory=list)  # its values, if this rank is alone
     heard: list[_Statement] = field(default_factory=list)
     error: ShoalError | None = None
     nbytes: int = 0  # bytes of parts that have come
@@ -78,7 +112,20 @@ class _RankMeeting:
     def together(self) -> bool:
         """Whether all ranks have come for the same purpose."""
         digests = {statement.digest for statement in self.heard}
-        return len(digests) == 1 and 0 not in digests
+        return len(digests) == 1 and self.heard[0].is_here
+
+    def serves(self, statement: _Statement) -> bool:
+        """Return whether the rank that states this is served as one that is alone."""
+        if statement.trains:
+            return any(each.is_past(statement.steps) for each in self.heard)
+        # a rank that has come for an output, and is a step behind, comes to that step later
+        return not any(each.is_here and each.steps < statement.steps for each in self.heard)
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether all ranks read one output, and train on, but each in its own way."""
+        requests = [each.request for each in self.heard if each.trains]
+        return len(requests) == len(self.heard) and len(set(requests)) == 1
 
 
 @final
@@ -92,11 +139,13 @@ class LaneAttendance(Attendance):
     """
 
     def __init__(self, parts: SharedParts, comm: Comm, device: torch.device | None = None) -> None:
-        self.parts = parts
+        self.parts, self.outputs = parts, SharedOutputs()
         self._comm = comm
         self._lane = Lane(comm, "attendance", device)
         self._meeting = threading.Lock()  # held while a meeting begins
+        self._held = threading.Lock()  # held while a meeting is held
         self._begun = 0
+        self._last: Errand | None = None  # the lane's last meeting
         self._stepping = 0  # parts of an optimizer that are in a step
         self._summons = _Summons()
         self._main = threading.get_ident()
@@ -120,16 +169,20 @@ class LaneAttendance(Attendance):
         missing = self.parts.missing(parts)
         request = PartsRequest(Wanted.NOTHING if missing else wanted, len(parts), self.parts.stamp)
         begin_s = time.monotonic()
-        meeting = self._met(numbers or [0] * self._comm.size, purpose, request)
-        if meeting.together:
-            self.parts.free()  # parts may have become more since
-            return [statement.number for statement in meeting.heard]
-        if missing:
-            raise _too_large(self._who, purpose, missing)
-        if wanted is Wanted.CHANGING:
-            raise _changing(self._who, purpose)
-        if meeting.error is not None:
-            raise meeting.error
+        while True:
+            meeting = self._stated(numbers or [0] * self._comm.size, purpose, request)
+            self._met(meeting, purpose)
+            if meeting.together:
+                self.parts.free()  # parts may have become more since
+                return [statement.number for statement in meeting.heard]
+            if missing:
+                raise _too_large(self._who, purpose, missing)
+            if wanted is Wanted.CHANGING:
+                raise _changing(self._who, purpose)
+            if meeting.error is not None:
+                raise meeting.error
+            if meeting.serves(meeting.own[0]):
+                break
         self._tell(purpose, meeting.nbytes, time.monotonic() - begin_s)
         return None
 
@@ -181,42 +234,113 @@ class LaneAttendance(Attendance):
     def _end(self) -> None:
         self._comm.may_attend(None)
         self.parts.close()
+        self.outputs.close()
 
     @property
     def _who(self) -> str:
         return f"rank {self._comm.rank} of {self._comm.size}"
 
-    def _met(self, numbers: Sequence[int], purpose: str, request: PartsRequest) -> _RankMeeting:
-        """Meet the other ranks. They are summoned if they do not come at once."""
+    def output_key(self, layer: str) -> OutputKey:
+        return self.outputs.key(layer)
+
+    def share(self, output: SharedOutput) -> None:
+        self.outputs.share(output)
+
+    def hold(self, output: SharedOutput) -> None:
+        self.outputs.hold(output)
+
+    def drop(self, layer: str) -> None:
+        self.outputs.drop(layer)
+
+    def read(
+        self, output: SharedOutput, purpose: str, numbers: Sequence[int], *, trains: bool
+    ) -> Reading:
+        self._main = threading.get_ident()
+        request = PartsRequest(Wanted.OUTPUT, int(trains), output.key.words)
+        begin_s = time.monotonic()
+        while True:
+            meeting = self._stated(numbers, purpose, request, output)
+            (self._met_here if trains else self._met)(meeting, purpose)
+            if meeting.together:
+                return Reading(told=[statement.number for statement in meeting.heard])
+            if meeting.error is not None:
+                raise meeting.error
+            if meeting.serves(meeting.own[0]):
+                self._tell(purpose, meeting.nbytes, time.monotonic() - begin_s)
+                return Reading(values=meeting.values)
+            if meeting.is_unlike:
+                return Reading()
+            limit_s = self._comm.timeout_s
+            if limit_s is not None and time.monotonic() - begin_s > limit_s:
+                raise _nobody_comes(self._who, purpose, limit_s)
+
+    def _stated(
+        self,
+        numbers: Sequence[int],
+        purpose: str,
+        request: PartsRequest,
+        output: SharedOutput | None = None,
+    ) -> _RankMeeting:
+        """Return a meeting at which this rank states these."""
         digest = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=7).digest(), "little")
-        meeting = _RankMeeting([_Statement(number, digest, request) for number in numbers])
+        steps = self.parts.stamp[0]
+        own = [_Statement(number, digest, request, steps) for number in numbers]
+        return _RankMeeting(own, output)
+
+    def _met_here(self, meeting: _RankMeeting, purpose: str) -> None:
+        """Meet the other ranks on this thread, unless the lane is in a meeting."""
+        with self._meeting:
+            is_busy = self._last is not None and not self._last.ended.is_set()
+            if not is_busy:
+                self._begun += 1
+                number = self._comm.queued(purpose, self._begun * _STRIDE)
+                self._held.acquire()
+        if is_busy:
+            return self._met(meeting, purpose)
+        try:
+            self._comm.runs(number, _PURPOSE)
+            self._meet(self._comm, meeting)
+        finally:
+            self._held.release()
+        return None
+
+    def _met(self, meeting: _RankMeeting, purpose: str) -> None:
+        """Meet the other ranks. They are summoned if they do not come at once."""
         with self._meeting:
             errand = self._begin(meeting)
         if not errand.ended.wait(_AT_ONCE_S):
             self._comm.check(purpose, errand.number)
         errand.wait(purpose)
         self._comm.reached(purpose)
-        return meeting
 
     def _begin(self, meeting: _RankMeeting) -> Errand:
         """Have the lane hold a meeting. The caller has the lock."""
         self._begun += 1
-        number = self._begun * _STRIDE
-        return self._lane.run(lambda comm: self._meet(comm, meeting), _PURPOSE, number)
 
-    def _attend(self, number: int, waits: bool) -> None:
+        def meet(comm: Comm) -> None:
+            with self._held:
+                self._meet(comm, meeting)
+
+        self._last = self._lane.run(meet, _PURPOSE, self._begun * _STRIDE)
+        return self._last
+
+    def _attend(self, number: int, elsewhere: MainWait) -> None:
         """Hear that others wait at a meeting to which this rank has not come, on any thread.
 
         Args:
             number: of the channel.
-            waits: whether the main thread waits for something else.
+            elsewhere: whether the main thread waits for something else.
         """
         number //= _STRIDE
         with self._meeting:
             if self.parts.closed or number <= self._begun:
                 return
-            if self._summons.is_over(number, waits or _is_in_torch(self._main)):
-                self._begin(_RankMeeting([_Statement()] * self._comm.size))
+            is_blocked, call = elsewhere is MainWait.FOR_READERS, _torch_call(self._main)
+            waits = elsewhere is not MainWait.NONE or bool(call)
+            if self._summons.is_over(number, waits) or is_blocked:
+                is_away = is_blocked or call in _BARRIERS
+                statement = _Statement(digest=_AWAY if is_away else _MAYBE_LATER)
+                self._begin(_RankMeeting([statement] * self._comm.size))
 
     def _meet(self, comm: Comm, meeting: _RankMeeting) -> None:
         """Hold a meeting, on the lane."""
@@ -228,7 +352,8 @@ class LaneAttendance(Attendance):
             return
         for rank, statement in enumerate(meeting.heard):
             try:
-                self._serve(comm, rank, statement.request, meeting)
+                if meeting.serves(statement):
+                    self._serve(comm, rank, statement.request, meeting)
             except RanksDiffer as error:  # ranks that give have come to the end of it as well
                 meeting.error = error if rank == comm.rank else meeting.error
 
@@ -236,12 +361,24 @@ class LaneAttendance(Attendance):
         """Take or give the parts that one rank reads."""
         if request.wanted == Wanted.OWNED:
             meeting.nbytes += self.parts.gather(comm, reader, request)
+        elif request.wanted == Wanted.OUTPUT:
+            self._serve_output(comm, reader, request, meeting)
         elif request.wanted not in (Wanted.PARAMETERS, Wanted.STATES):
             return
         elif reader == comm.rank:
             meeting.nbytes += self.parts.take(comm, request)
         else:
             self.parts.give(comm, reader, request)
+
+    def _serve_output(
+        self, comm: Comm, reader: int, request: PartsRequest, meeting: _RankMeeting
+    ) -> None:
+        """Take or give an output that one rank reads."""
+        if reader != comm.rank:
+            self.outputs.give(comm, reader, request.stamp)
+        elif meeting.output is not None:
+            meeting.values, nbytes = self.outputs.take(comm, meeting.output)
+            meeting.nbytes += nbytes
 
     def _tell(self, purpose: str, nbytes: int, seconds: float) -> None:
         if self._has_told or not nbytes:
@@ -277,10 +414,12 @@ class _Summons:
         return now - self._since > _PATIENCE_S or (since is not None and now - since > _ELSEWHERE_S)
 
 
-def _is_in_torch(thread: int) -> bool:
-    """Return whether a thread is inside a call of torch.distributed, such as a barrier."""
+def _torch_call(thread: int) -> str:
+    """Return the function of torch.distributed, such as a barrier, that a thread is in, or ''."""
     frame = sys._current_frames().get(thread)
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed")
+    if frame is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        return ""
+    return frame.f_code.co_name
 
 
 def _too_large(who: str, purpose: str, missing: str) -> UsageError:
@@ -297,4 +436,13 @@ def _changing(who: str, purpose: str) -> RanksDiffer:
         f"one rank alone came to: {purpose}, between backward and optimizer.step()",
         where=who,
         do="read it behind optimizer.step(), or on every rank",
+    )
+
+
+def _nobody_comes(who: str, purpose: str, limit_s: float) -> RanksDiffer:
+    return RanksDiffer(
+        f"one rank alone came to: {purpose}, through which a gradient may come back, and other "
+        f"ranks were not seen to wait for it within {limit_s:g} s",
+        where=who,
+        do="read values alone under torch.no_grad(), or of output.detach()",
     )

@@ -6,7 +6,7 @@ A call of known forms costs one number to each other rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.pipeline.trees import look_into_dataclasses
 
 _PLAIN = (int, float, str, bool, type(None))
+Meet = Callable[[Sequence[int]], Sequence[int]]
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -39,7 +40,7 @@ class ModelCall:
         look_into_dataclasses((args, kwargs))
         self._leaves, self._form = pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._modes, self.takes_gradients = dict(modes), takes_gradients
+        self.modes, self.takes_gradients = dict(modes), takes_gradients
 
     def with_tensors(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """Return the arguments, with other tensors in the places of these."""
@@ -61,7 +62,13 @@ class ModelCall:
     @cached_property
     def common(self) -> str:
         """Everything that must be the same on every rank, in words, a line each."""
-        return "\n".join(filter(None, [self.form, _in_lines(self._modes)]))
+        return "\n".join(filter(None, [self.form, _in_lines(self.modes)]))
+
+    def is_same(self, other: ModelCall) -> bool:
+        """Return whether another call has the same arguments, also by their values."""
+        if self.common != other.common or self.shapes != other.shapes:
+            return False
+        return all(map(torch.equal, self.tensors, other.tensors))
 
     @property
     def shapes(self) -> list[Shape]:
@@ -81,15 +88,23 @@ class CallsTold:
         self._comm = comm
         self._known: dict[tuple[int, int], list[Shape]] = {}
 
-    def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
+    def tell(
+        self, call: ModelCall, purpose: str, meet: Meet | None = None
+    ) -> tuple[list[list[Shape]], list[int]]:
         """Return the shapes of each rank's tensors, and a number for each (a collective).
+
+        Args:
+            call: the call.
+            purpose: the same words on every rank.
+            meet: tells each rank a number, in place of `Comm.numbers`.
 
         Raises:
             RanksDiffer: ranks call with other arguments than tensors, or in other modes.
         """
         common = call.common
         own = number_of(f"{common} {call.shapes}")
-        numbers = self._comm.numbers([own] * self._comm.size, purpose)
+        own_numbers = [own] * self._comm.size
+        numbers = self._comm.numbers(own_numbers, purpose) if meet is None else meet(own_numbers)
         if any((rank, number) not in self._known for rank, number in enumerate(numbers)):
             told = self._comm.gather_objects(
                 (common, [(list(shape), str(dtype)) for shape, dtype in call.shapes]), purpose
@@ -108,7 +123,7 @@ class CallsTold:
                     (tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
                     for shape, dtype in shapes
                 ]
-        return [self._known[rank, number] for rank, number in enumerate(numbers)], numbers
+        return [self._known[rank, number] for rank, number in enumerate(numbers)], [*numbers]
 
 
 def _in_lines(values: Mapping[str, Any]) -> str:

@@ -6,15 +6,18 @@ and tells each rank its own. In backward each rank tells it the gradient of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import RanksDiffer, UsageError
 from shoal.pipeline.absent import Absent
-from shoal.pipeline.calls import ModelCall, Shape
+from shoal.pipeline.alone import MODEL, EndPart, LocalResults, ReadsHere, is_number
+from shoal.pipeline.calls import ModelCall, Shape, number_of
 from shoal.pipeline.crossings import EndLoss
 from shoal.pipeline.expressions import (
     EndResult,
@@ -27,7 +30,14 @@ from shoal.pipeline.expressions import (
     without_constants,
 )
 from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
-from shoal.pipeline.model import BACKWARD, EVALUATION, LOSS, READING, PipelinedModel
+from shoal.pipeline.model import (
+    BACKWARD,
+    EVALUATION,
+    GATHERING,
+    LOSS,
+    READING,
+    PipelinedModel,
+)
 from shoal.pipeline.moving import Counters, aside
 from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
 from shoal.pipeline.replay import Replay
@@ -108,6 +118,11 @@ class EndedForward:
         self.run = run
         self._call_of = run.pipeline.weighs.call()
         self._num_computed = 0  # expressions that the end has computed
+        self.is_alone = False
+        # its own output, by a reference that makes no circle, and whether tensors take a gradient
+        self._ended: Callable[[], Expression | None] = lambda: None
+        self._takes_grad: Sequence[bool] = ()
+        self._part: EndPart | None = None  # None if ranks cannot read it alone
 
     def output(self) -> WithKept:
         """Return the output of this rank's rows: the end has its values, and numbers are told."""
@@ -123,6 +138,7 @@ class EndedForward:
             rank: tensors_in((output, [kept[place] for place in recorded.kept]))
             for rank, (output, kept) in sorted(self.run.outputs.items())
         }
+        self._share(ended, takes_grad)
         count = 0
 
         def placed(leaf: Any) -> Any:
@@ -132,7 +148,7 @@ class EndedForward:
             index, count = count, count + 1
             grad = takes_grad[index]
             end = EndOutput.of(ended, index, _form(leaf), takes_grad=grad)
-            if not leaf.dim() and leaf.is_floating_point():
+            if is_number(leaf):
                 return self._told_number(end.result, grad)
             return end
 
@@ -195,18 +211,42 @@ class EndedForward:
             args, kwargs = mapped(looked, (tuple(args), kwargs))
             loss: Tensor = loss_fn(*args, **kwargs)
             return loss
-        self._compute([EndResult(expression, 0)], LOSS, loss=expression)
-        told = self._told_number(EndResult(expression, 0), torch.is_grad_enabled())
-        return _crossed(told, given)
+        result, grad = EndResult(expression, 0), torch.is_grad_enabled()
+
+        def told() -> Tensor:
+            return _crossed(self._told_number(result, grad), given)
+
+        try:
+            number: Tensor = self._together([result], LOSS, told, loss=expression)
+            return number
+        except ReadsHere as here:
+            local = self._local(here)
+            args, kwargs = mapped(
+                lambda leaf: local.of(leaf.result) if _is_output(leaf) else leaf, (args, kwargs)
+            )
+            loss = loss_fn(*args, **kwargs)
+            return loss if here.is_alone else _crossed(loss, given)
 
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
         purpose = LOSS if any(each.takes_grad for each in outputs) else READING
-        self._compute([each.result for each in outputs], purpose)
+        results = [each.result for each in outputs]
+        try:
+            values: list[Tensor] = self._together(results, purpose, lambda: self._values(outputs))
+            return values
+        except ReadsHere as here:
+            local = self._local(here)
+            values = [local.of(result) for result in results]
+            if here.is_alone:
+                return values
+            return [_crossed(v, [each]) for v, each in zip(values, outputs, strict=True)]
+
+    def _values(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
+        """Bring each rank the values of its own rows, which the end has computed (a collective)."""
         values = []
         for each in outputs:
             if each.form.dim() or not each.form.is_floating_point():
-                value = self._told_values(each)
+                value = self._told_values(each.result, each.form)
                 if each.takes_grad:
                     value = _crossed(self._with_gradient(each.result, value), [each])
                 values.append(value)
@@ -214,11 +254,22 @@ class EndedForward:
                 values.append(_crossed(self._told_number(each.result, each.takes_grad), [each]))
         return values
 
-    def _compute(
-        self, results: Sequence[EndResult], purpose: str, *, loss: Expression | None = None
-    ) -> None:
-        """Compute results for each rank's rows, where the end is (a collective)."""
-        comm, pipeline, end = self.run.comm, self.run.pipeline, self.run.route.end
+    def _together(
+        self,
+        results: Sequence[EndResult],
+        purpose: str,
+        told: Callable[[], Any],
+        *,
+        loss: Expression | None = None,
+    ) -> Any:
+        """Compute results for each rank's rows, where the end is, and tell them (a collective).
+
+        Raises:
+            ReadsHere: this rank computes them by itself.
+        """
+        self.is_alone, part = False, self._part
+        if part is not None and part.gathered is not None:
+            raise ReadsHere(part.gathered, is_alone=False)
         order = in_order([each.expression for each in results])
         arguments, constants = without_constants(
             [each.arguments for each in order], self.run.device
@@ -228,8 +279,92 @@ class EndedForward:
             "with gradients": torch.is_grad_enabled(),
         }
         call = ModelCall((arguments, constants), {}, modes)
+        try:
+            self._compute(order, call, purpose, loss)
+        except ReadsHere as here:
+            noted = part.noted(call) if part is not None and here.is_alone else None
+            if noted is not None:
+                return noted
+            self.is_alone = here.is_alone
+            raise
+        made = told()
+        if part is not None and purpose == LOSS and torch.is_grad_enabled():
+            part.readings.append((call, made))
+        return made
+
+    def _meet(self, purpose: str, numbers: Sequence[int]) -> Sequence[int]:
+        """Tell every rank a number before all read the output, and return theirs."""
+        comm = self.run.comm
+        trains = purpose.startswith(LOSS) and torch.is_grad_enabled()
+        if comm.attendance is None or self._part is None:
+            return comm.numbers(numbers, purpose)
+        reading = comm.attendance.read(self._part, purpose, numbers, trains=trains)
+        if reading.told is not None:
+            comm.begins(purpose)
+            return reading.told
+        if reading.values is not None:
+            raise ReadsHere(self._part.named(reading.values, purpose * trains), is_alone=True)
+        self._part.gathered = self._gathered(self._part)
+        raise ReadsHere(self._part.gathered, is_alone=False)
+
+    def _share(self, ended: Expression, takes_grad: Sequence[bool]) -> None:
+        """Give the output to ranks that read it alone, until the model is called again."""
+        comm = self.run.comm
+        self._ended, self._takes_grad = ref(ended), takes_grad
+        if comm.attendance is not None:
+            key, end = comm.attendance.output_key(MODEL), self.run.route.end
+            self._part = EndPart(key, comm, end, ended, self.run.device)
+            comm.attendance.share(self._part)
+            comm.attendance.hold(self._part)
+
+    def _gathered(self, part: EndPart) -> Mapping[int, Tensor]:
+        """Bring each rank the values of its own rows, with their gradients (a collective)."""
+        self.run.comm.begins(GATHERING)
+        gathered, ended = {}, self._ended()
+        assert ended is not None
+        with torch.enable_grad():
+            for number in part.numbers:
+                result, grad = EndResult(ended, number), self._takes_grad[number]
+                value = self._told_values(result, ended.forms[number])
+                gathered[number] = self._with_gradient(result, value) if grad else value
+        return gathered
+
+    def _local(self, here: ReadsHere) -> LocalResults:
+        """Return results that this rank computes by itself."""
+
+        def read(other: EndedForward) -> Mapping[int, Tensor]:
+            """Read the output of another forward, which the same function takes."""
+            if other._part is None or not here.is_alone:
+                raise RanksDiffer(
+                    "ranks read the outputs of several calls of the model in unlike ways",
+                    do="make the same calls with these outputs on every rank",
+                )
+            attendance = self.run.comm.attendance
+            assert attendance is not None
+            purpose = f"reading of {other._part}, beside another one"
+            numbers = [0] * self.run.comm.size
+            reading = attendance.read(other._part, purpose, numbers, trains=False)
+            assert reading.values is not None
+            trains = any(value.requires_grad for value in here.values.values())
+            return other._part.named(reading.values, purpose * trains)
+
+        ended = self._ended()
+        return LocalResults(read, {} if ended is None else {ended: here.values})
+
+    def _compute(
+        self,
+        order: Sequence[Expression],
+        call: ModelCall,
+        purpose: str,
+        loss: Expression | None,
+    ) -> None:
+        """Compute expressions for each rank's rows, where the end is (a collective)."""
+        comm, pipeline, end = self.run.comm, self.run.pipeline, self.run.route.end
         comm.reached(purpose)
-        shapes = pipeline.tell(call, purpose)[0]
+        # ranks that call the same functions with other arguments read in unlike ways
+        words = f"{call.modes['functions']} ({number_of(call.common) & 0xFFFFFFFF:08x})"
+        meeting = f"{purpose}, {words}: {self._part}"
+        shapes = pipeline.tell(call, purpose, partial(self._meet, meeting))[0]
         comm.begins(purpose)
         if comm.rank == end:
             self._compute_all(order, call, shapes, loss=loss)
@@ -280,6 +415,7 @@ class EndedForward:
         else:
             comm.finish([comm.receive(kind, end)])
             value = kind[0].to(_DTYPES[int(kind[1])])
+        result.expression.told[result.number] = value.clone()
         return self._with_gradient(result, value) if grad else value.clone()
 
     def _with_gradient(self, result: EndResult, value: Tensor) -> Tensor:
@@ -304,11 +440,11 @@ class EndedForward:
             )
         return number
 
-    def _told_values(self, output: EndOutput) -> Tensor:
+    def _told_values(self, result: EndResult, form: Tensor) -> Tensor:
         """Bring each rank the values of its own rows (a collective)."""
-        comm, end, result = self.run.comm, self.run.route.end, output.result
+        comm, end = self.run.comm, self.run.route.end
         if comm.rank != end:
-            shape = tuple(output.form.shape), output.form.dtype
+            shape = tuple(form.shape), form.dtype
             return Coming(comm, end, [shape], self.run.device).wait()[0]
         of_ranks = result.expression.of_ranks
         for rank in comm.others:

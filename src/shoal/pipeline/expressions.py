@@ -52,6 +52,7 @@ class Expression:
         self.number: int | None = None  # number of the computed expression
         self.of_ranks: dict[int, Sequence[Tensor]] = {}  # results at the end, for each rank's rows
         self.seen: dict[int, Tensor] = {}  # results that this rank has looked at
+        self.told: dict[int, Tensor] = {}  # numbers of this rank's rows that it was told
 
     @property
     def name(self) -> str:
@@ -61,11 +62,16 @@ class Expression:
     @property
     def is_computed(self) -> bool:
         """Whether the end has computed it."""
-        return self.function is None
+        return self.function is None or self.number is not None
 
     def computed(self, number: int) -> None:
-        """Note that the end has computed it, and forget its arguments."""
-        self.number, self.function, self.arguments = number, None, ((), {})
+        """Note that the end has computed it. If its results are numbers, forget its arguments.
+
+        A rank that reads other results alone computes them once more.
+        """
+        self.number = number
+        if not any(form.dim() for form in self.forms):
+            self.function, self.arguments = None, ((), {})
 
     def compute(self, rank: int, args: Any, kwargs: Any) -> Any:
         """Compute it for a rank's rows, and return the function's results."""
@@ -74,9 +80,9 @@ class Expression:
         def value(leaf: Any) -> Any:
             if isinstance(leaf, EndResult):
                 return leaf.expression.of_ranks[rank][leaf.number]
-            return slice(*leaf.bounds) if isinstance(leaf, _SliceBounds) else leaf
+            return leaf
 
-        args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=_is_ours)
+        args, kwargs = with_slices(pytree.tree_map(value, (args, kwargs), is_leaf=_is_ours))
         with self.modes.again():
             output = self.function(*args, **kwargs)
         self.of_ranks[rank] = [
@@ -119,6 +125,15 @@ def sliced(values: Any) -> Any:
             _SliceBounds((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else leaf
         ),
         values,
+    )
+
+
+def with_slices(values: Any) -> Any:
+    """Return values with slices in the places of their bounds."""
+    return pytree.tree_map(
+        lambda leaf: slice(*leaf.bounds) if isinstance(leaf, _SliceBounds) else leaf,
+        values,
+        is_leaf=_is_ours,
     )
 
 

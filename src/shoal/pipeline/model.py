@@ -11,7 +11,8 @@ from torch import nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
-from shoal.pipeline.calls import CallsTold, ModelCall, Shape, number_of
+from shoal.pipeline.alone import MODEL
+from shoal.pipeline.calls import CallsTold, Meet, ModelCall, Shape, number_of
 from shoal.pipeline.homes import Homes, homes_of
 from shoal.pipeline.moving import MovingBuffer, aside
 from shoal.pipeline.parts import RowParts
@@ -23,6 +24,7 @@ from shoal.pipeline.stations import Stations, stations
 FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
 EVALUATION = "pipeline: call of the model in evaluation (no_grad)"
 READING = "pipeline: reading of the model's output"
+GATHERING = "pipeline: gathering of the model's output"
 
 
 @final
@@ -62,14 +64,23 @@ class PipelinedModel:
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
 
-    def tell(self, call: ModelCall, purpose: str) -> tuple[list[list[Shape]], list[int]]:
+    def tell(
+        self, call: ModelCall, purpose: str, meet: Meet | None = None
+    ) -> tuple[list[list[Shape]], list[int]]:
         """Tell the forms of a call's arguments, and return the forms of all ranks (a collective).
 
         Args:
             call: the model's call, or that of functions of its output.
             purpose: `FORWARD`, `LOSS` or `READING`.
+            meet: tells each rank a number, in place of `Comm.numbers`.
         """
-        return self._told[purpose].tell(call, purpose)
+        return self._told[purpose].tell(call, purpose, meet)
+
+    def forget_output(self) -> None:
+        """Forget the output of the call before: all ranks call the model again."""
+        is_again = torch._C._current_graph_task_id() != -1  # a checkpoint's, in backward
+        if self.comm.attendance is not None and not is_again:
+            self.comm.attendance.drop(MODEL)
 
     def route(self, call: ModelCall, forward: Callable[..., Any], number: int) -> StationRoute:
         """Return the way of a call's micro-batches. The first time it is a collective."""

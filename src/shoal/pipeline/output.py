@@ -32,6 +32,8 @@ class Ended(Protocol):
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
 
+    is_alone: bool  # whether this rank alone has read the output last
+
     def result(self, tensor: Tensor) -> EndResult | None:
         """Return the result that a number is, if it was told of this forward."""
 
@@ -165,7 +167,13 @@ class EndOutput(Tensor):
         base = self
         while base._viewed_from is not None:
             base, _ = base._viewed_from
-        base._bound = base.looked()
+        values = base.looked()
+        if base.forward.is_alone:
+            raise UsageError(
+                "one rank alone changes the output of a pipeline in place, or hooks into it",
+                do="do it on every rank",
+            )
+        base._bound = values
         bound = self.bound()
         assert bound is not None
         return bound
@@ -176,7 +184,10 @@ class EndOutput(Tensor):
             if any(each.is_seen for each in self._bases()):
                 return self.in_memory()
             with torch.no_grad():
-                self.expression.seen[self.number] = self.forward.told([self])[0]
+                values: Tensor = self.forward.told([self])[0]
+            if self.forward.is_alone:  # what all ranks read later, this one reads with them
+                return values
+            self.expression.seen[self.number] = values
         return self.expression.seen[self.number]
 
     @property
@@ -194,7 +205,8 @@ class EndOutput(Tensor):
             with torch.no_grad():
                 made = tensors_in(func(*args, **kwargs))[self.number]
             self._view_of, self.expression.seen[self.number] = None, made
-        return self.seen()
+        values = self.expression.seen[self.number] = self.seen()
+        return values
 
     def _bases(self) -> list[EndOutput]:
         given = tensors_in(self._view_of[1]) if self._view_of is not None else []

@@ -55,6 +55,7 @@ class ForwardRun:
         self.pipeline, self.forward, self.call = pipeline, forward, call
         self.grad = torch.is_grad_enabled()
         self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
+        pipeline.forget_output()
         self.parts = pipeline.parts.of_ranks(self.call, self._shapes)
         self.route = pipeline.route(self.call, forward, self.numbers[self.comm.rank])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))

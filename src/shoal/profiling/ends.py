@@ -24,7 +24,8 @@ from shoal.contracts.probe import Trial
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.weight_use import WeightUse, own_forward, weight_uses
 from shoal.tensors.boundary import CallRows
-from shoal.tensors.cut_output import CutOutput, Use
+from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.functions_of_cut import Use
 from shoal.tensors.weight_products import Product, Products
 
 

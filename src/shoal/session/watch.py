@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.contracts.batch import tensors_of
 from shoal.core.eager import eager
 from shoal.core.terms import OF_ROWS, TARGET, Targets, Terms
 from shoal.engine.border import Border
@@ -39,6 +40,7 @@ from shoal.session.computed import Computed
 from shoal.session.job import TrainingJob
 from shoal.session.running import Running
 from shoal.strategies.copies import StaysBehind, leaves_behind
+from shoal.tensors.cut_output import CutOutput
 from shoal.tensors.guarded import ComingParameter
 
 COUNTED = "_shoal_counted"  # where a function has what weighs it
@@ -279,6 +281,9 @@ class _After(StaysBehind):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        for tensor in tensors_of(output):
+            if isinstance(tensor, CutOutput):
+                tensor.hold()
         weight = self._calls.leave()
         return None if weight is None else self._counting.ended(weight, (args, kwargs), output)
 

@@ -150,6 +150,8 @@ class LayerPart:
             if told is None:
                 with holding_wholes([module], self._comm):
                     return forward(x)
+            if self._comm.attendance is not None and torch._C._current_graph_task_id() == -1:
+                self._comm.attendance.drop(self._name)  # no rank reads it alone any more
             crossing = self.crossing
             rows = CallRows(self._comm, tuple(told), purpose, self._weighs, self._name, crossing)
             inside = None

@@ -53,6 +53,7 @@ from shoal.tensors.boundary import CallRows, Move
 from shoal.tensors.crossing import EXACT
 from shoal.tensors.cut import cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.output_call import OutputCall
 from shoal.tensors.over_ranks import OverRanks
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
@@ -249,7 +250,11 @@ class ByOutputs(CutStrategy):
     ) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         # what is asked of the output crosses as it is: sums of a loss, or all of it
-        return CutOutput.of(product, replace(rows, crossing=EXACT), widths, numbers)
+        rows = replace(rows, crossing=EXACT)
+        if rows.comm.attendance is None:
+            return CutOutput.of(product, rows, widths, numbers)
+        call = OutputCall(product, rows, widths, rows.layer)
+        return CutOutput.of(product, rows, widths, numbers, call=call)
 
 
 def _not_by_rows(kind: str) -> str:

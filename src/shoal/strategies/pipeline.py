@@ -116,6 +116,7 @@ class Pipeline(Strategy):
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
         assert place.ways.model is not None
         pipeline_of(place.ways.model).outbox.finish()
+        pipeline_of(place.ways.model).forget_output()
         for module in place.ways.model.modules():
             run_no_more(module)
         for parameter in filter(is_cut, place.ways.model.parameters()):

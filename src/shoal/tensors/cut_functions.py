@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.contracts.comm import Comm
-from shoal.tensors.boundary import CallRows, rows_of_all
+from shoal.tensors.boundary import CallRows
 
 
 def dropout(
@@ -56,14 +56,14 @@ class RowTerms(torch.autograd.Function):
     def forward(
         ctx: Any,
         part: Tensor,
-        rows: CallRows,
+        of_call: tuple[CallRows, CallRows],
         widths: Sequence[int],
         numbers: Tensor,
         targets: Tensor,
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, picked = of_call  # all rows of the part, and those that are picked
         comm = rows.comm
-        picked = rows_of_all(comm, len(numbers), "terms of rows of an output that is cut")
         own_terms = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
         everyone = own_terms.new_empty(sum(picked.counts), 2)
         comm.all_gather(everyone.split(picked.counts), own_terms)
@@ -133,7 +133,6 @@ class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, rows: CallRows) -> Tensor:
         comm = rows.comm
-        rows_of_all(comm, len(part), "softmax of an output that is cut")
         most = part.amax(1)
         parts = part.new_empty(comm.size, len(part), 2)
         comm.all_gather(
@@ -183,7 +182,6 @@ def best_of_rows(
     comm = rows.comm
     values, classes = part.topk(min(k, part.shape[1]), 1)
     offered = [min(k, width) for width in widths]
-    comm.numbers([k] * comm.size, "best of an output that is cut")
     found = []
     for own in (values, classes + _starts(widths, comm.rank)):
         parts = [own.new_empty(rows.counts[comm.rank], number) for number in offered]

@@ -28,7 +28,7 @@ Guarded by tests/equivalence/test_head.py and test_pair.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -37,32 +37,30 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.tensors.boundary import CallRows, rows_of_all, shaped
+from shoal.tensors.boundary import CallRows, shaped
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
+from shoal.tensors.cut_losses import LossArguments, RowValues
+from shoal.tensors.functions_of_cut import (
+    DETACH,
+    ELEMENTWISE,
+    IN_ORDER,
+    OF_THE_PART,
+    OF_THE_SHAPE,
+    SEES,
+    VIEWS,
+    BestOf,
+    RowViews,
+    Use,
+    has_a_part,
+    is_view,
+    shares_memory,
+    view_of,
+)
 from shoal.tensors.ghost import check_native, ghost
 from shoal.tensors.in_place import HOOKS, is_change
+from shoal.tensors.output_call import GATHERING, OutputCall, ReadsLocally, Recipe, Step
 
 _After = Callable[[Tensor], Tensor]
-
-
-class Use(NamedTuple):
-    """What takes an output: a loss, a softmax, or a layer. Without any it is gathered."""
-
-    loss_rows: int = 0
-    softmax_rows: int = 0
-    layer: str = ""
-
-
-class LossArguments(NamedTuple):
-    """Arguments of torch's cross_entropy, and of its nll_loss, behind the output they are of."""
-
-    target: Tensor
-    weight: Tensor | None = None
-    size_average: Any = None
-    ignore_index: int = -100
-    reduce: Any = None
-    reduction: str = "mean"
-    label_smoothing: float = 0.0  # nll_loss has none
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -88,6 +86,9 @@ class CutOutput(Tensor):
     _viewed_from: CutOutput | None  # the output of which this is a view,
     _viewed: _After  # and how it is made of that one's whole
     _is_used: bool  # something was made of it
+    _call: OutputCall | None  # the call of the layer; None if ranks cannot read alone
+    _recipe: Recipe  # how rows are made of the layer's
+    _is_alone: bool  # whether this rank alone has read it last
 
     @classmethod
     def of(
@@ -97,20 +98,17 @@ class CutOutput(Tensor):
         widths: Sequence[int],
         numbers: Tensor,
         tell: Callable[[Use], None] = lambda use: None,
+        call: OutputCall | None = None,
     ) -> CutOutput:
         """An output whose row `i` of this rank stands wherever `numbers` is i."""
         grad = part.requires_grad and torch.is_grad_enabled()
         like = ghost((*numbers.shape, sum(widths)), part.dtype, part.device, grad=grad)
         logits: CutOutput = like.as_subclass(cls)
-        logits._part, logits._rows, logits._widths, logits._numbers = (
-            part,
-            rows,
-            tuple(widths),
-            numbers,
-        )
-        logits._after, logits._tell, logits._in_order = _as_it_is, tell, True
+        logits._part, logits._rows, logits._numbers = part, rows, numbers
+        logits._widths, logits._after, logits._tell = tuple(widths), _as_it_is, tell
         logits._bound, logits._viewed_from, logits._viewed = None, None, _as_it_is
-        logits._is_used = False
+        logits._in_order, logits._is_used, logits._is_alone = True, False, False
+        logits._call, logits._recipe = call, ()
         return logits
 
     @classmethod
@@ -119,23 +117,35 @@ class CutOutput(Tensor):
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, CutOutput) and first.bound() is None:
             check_native(first)
-            if func in _OF_THE_SHAPE:
+            if func in OF_THE_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _OF_THE_PART:
+            if func in OF_THE_PART:
                 return func(first._part, *args[1:], **kwargs)
             rest = kwargs if args else {k: v for k, v in kwargs.items() if k != "input"}
-            done = None if is_change(func) else first._cut(func, args[1:], rest)
+            try:
+                done = None if is_change(func) else first._cut(func, args[1:], rest)
+            except ReadsLocally as local:
+                given, named = _whole((tuple(args[1:]), rest))
+                return func(first._local(local), *given, **named)
             if done is not None:
                 first._note_use(done)
                 return done
-            if is_change(func) or kwargs.get("inplace") or _is_view(func, args[1:], kwargs):
+            if is_change(func):
                 first.bind(func)
+            elif (kwargs.get("inplace") or is_view(func, args[1:], kwargs)) and (
+                values := first._bind_or_read()
+            ) is not None:
+                given, named = _whole((tuple(args[1:]), rest))
+                return func(values, *given, **named)
         if isinstance(out := kwargs.get("out"), CutOutput):
             out.bind(func)
-        given, named = _whole((tuple(args), kwargs))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and func.__name__ not in SEES):
+            given, named = _whole((tuple(args), kwargs))
         done = func(*given, **named)
-        if isinstance(first, CutOutput) and given and _shares_memory(done, given[0]):
+        if isinstance(first, CutOutput) and given and shares_memory(done, given[0]):
+            if first._bound is None and first._is_alone:
+                return done
             if first._bound is not given[0]:  # a view of it may be changed in place
                 first.bind(func)
                 done = func(first._bound, *given[1:], **named)
@@ -147,6 +157,9 @@ class CutOutput(Tensor):
         if self._bound is None and self._viewed_from is not None:
             base = self._viewed_from.bound()
             self._bound = None if base is None else self._viewed(base)
+        if self._bound is None and self._call is not None and self._call.whole_rows is not None:
+            with torch.set_grad_enabled(self._part.requires_grad):
+                self._bound = self._after(self._made_of(self._call.whole_rows))
         return self._bound
 
     def bind(self, func: Any) -> None:
@@ -161,12 +174,34 @@ class CutOutput(Tensor):
                 do="call it before the output is used, or give parallelize "
                 f"{pins([self._rows.layer], 'column')}: its output is whole",
             )
+        values = self._bind_or_read()
+        if values is not None and values.requires_grad:
+            raise UsageError(
+                f"one rank alone calls {func.__name__} on an output that is cut over the ranks",
+                do="call it on every rank",
+            )
+
+    def _bind_or_read(self) -> Tensor | None:
+        """Be the whole from here on. If this rank alone reads it, return the values, if it trains.
+
+        Without a gradient it is the whole from here on also if this rank is alone.
+        """
         base = self
         while base._viewed_from is not None:
             base = base._viewed_from
         with torch.set_grad_enabled(torch.is_grad_enabled() or self._part.requires_grad):
-            base._bound = base.whole()
+            values = base.whole()
+            if base._is_alone and values.requires_grad:
+                return self._viewed_of(base, values)
+        base._bound = values
         self.bound()
+        return None
+
+    def _viewed_of(self, base: CutOutput, values: Tensor) -> Tensor:
+        """Return the values of this view, given the values of its base."""
+        if self is base or self._viewed_from is None:
+            return values
+        return self._viewed(self._viewed_from._viewed_of(base, values))
 
     def _note_use(self, made: Any = None) -> None:
         """Note that something was made of it, if that is no view of it."""
@@ -178,7 +213,7 @@ class CutOutput(Tensor):
             used._is_used, used = True, used._viewed_from
 
     def over(self, after: _After) -> Tensor:
-        """The same, and what is made of it goes through `after`, too."""
+        """Return the same output, of which all that is made goes through `after`, too."""
         if (bound := self.bound()) is not None:
             return after(bound)
         before = self._after
@@ -198,11 +233,91 @@ class CutOutput(Tensor):
         """This rank's rows with all outputs: gathered."""
         if (bound := self.bound()) is not None:
             return bound
-        self._note_use()
         self._tell(Use())
-        rows_of_all(self._rows.comm, len(self._numbers), "gathering of an output that is cut")
-        rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
-        return self._after(shaped(rows[self._numbers.reshape(-1)], self.shape))
+        purpose = self._purpose(GATHERING)
+        scale = 1 / self._rows.comm.size
+        try:
+            rows = self._together(
+                purpose,
+                self._numbers.numel(),
+                lambda _: self._rows.to_rows(self._part, self._widths, scale),
+            )
+        except ReadsLocally as local:
+            return self._local(local)
+        self._note_use()
+        return self._after(self._shaped(rows))
+
+    def hold(self) -> None:
+        """Have this rank's part until the layer is called again, for ranks that read it alone."""
+        if self._call is not None:
+            self._call.hold()
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a gradient may come back through a reading."""
+        return torch.is_grad_enabled() and self._part.requires_grad
+
+    def _purpose(self, use: str) -> str:
+        if self._call is None:
+            return f"{use} of an output that is cut"
+        return self._call.purpose(use, self._recipe)
+
+    def _meet(self, number: int, purpose: str) -> list[int]:
+        """Tell every rank a number before all read this output, and return theirs.
+
+        Raises:
+            ReadsLocally: this rank computes by itself.
+        """
+        if self._call is None:
+            return self._rows.comm.numbers([number] * self._rows.comm.size, purpose)
+        return self._call.meet(number, purpose, trains=self._trains)
+
+    def _together(
+        self,
+        purpose: str,
+        number: int,
+        compute: Callable[[list[int]], Any],
+        given: Sequence[Tensor] = (),
+    ) -> Any:
+        """Compute something together with all ranks, once they have told their numbers.
+
+        Raises:
+            ReadsLocally: this rank computes by itself.
+        """
+        call, self._is_alone = self._call if self._trains else None, False
+        is_same = call is not None and not given and not self._recipe  # so on every rank
+        if call is not None and is_same and (noted := call.noted(purpose)) is not None:
+            return noted
+        try:
+            numbers = self._meet(number, purpose)
+        except ReadsLocally as local:
+            noted = call.noted(purpose, given) if call is not None and local.is_alone else None
+            if noted is None:
+                raise
+            return noted
+        result = compute(numbers)
+        if call is not None:
+            call.note(purpose, given, result)
+        return result
+
+    def _local(self, local: ReadsLocally) -> Tensor:
+        """Return the values of this output that this rank computes by itself."""
+        self._is_alone = local.is_alone
+        values = self._made_of(local.rows)
+        if local.is_alone:
+            return values
+        self._note_use()
+        return self._after(values)
+
+    def _made_of(self, rows: Tensor) -> Tensor:
+        """Return the values of this output, given the layer's."""
+        for step in self._recipe:
+            rows = step.function(rows, *step.args, **step.kwargs)
+        return self._shaped(rows)
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        shape = (*self._numbers.shape, sum(self._widths))
+        return shaped(rows[self._numbers.reshape(-1)], shape)
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the function gives where that needs no gathering, else None."""
@@ -218,24 +333,35 @@ class CutOutput(Tensor):
         if name in ("softmax", "log_softmax"):
             return self._softmax(func, args, kwargs)
         if func is F.dropout:
-            return self._with(dropout(self._part, self._rows.comm.rank, *args, **kwargs))
-        if func in _DETACH:
+            return self._dropped_out(*args, **kwargs)
+        if func in DETACH:
             return self._like(part=self._part.detach())._seen_as(self, Tensor.detach)
-        if name in _ELEMENTWISE and not any(map(_has_a_part, pytree.tree_leaves((args, kwargs)))):
-            return self._with(func(self._part, *args, **kwargs))
+        if name in ELEMENTWISE and not any(map(has_a_part, pytree.tree_leaves((args, kwargs)))):
+            return self._with(func(self._part, *args, **kwargs), Step(func, args, kwargs))
         if name == "contiguous":
             return self
-        if name in _VIEWS:
-            return self._view(func, name in _IN_ORDER, args, kwargs)
+        if name in VIEWS:
+            return self._view(func, name in IN_ORDER, args, kwargs)
         if name in ("argmax", "topk") and not (
             name == "topk" and torch.is_grad_enabled() and self._part.requires_grad
         ):
             return self._best(name, *args, **kwargs)
         return None
 
-    def _with(self, part: Tensor) -> CutOutput:
+    def _with(self, part: Tensor, step: Step) -> CutOutput:
         """Return the output with another part; the same object where a function gives its own."""
-        return self if part is self._part else self._like(part=part)
+        return self if part is self._part else self._like(part=part, step=step)
+
+    def _dropped_out(self, *args: Any, **kwargs: Any) -> CutOutput:
+        """Return the output behind a dropout: another one, as no rank can compute it alone."""
+        part = dropout(self._part, self._rows.comm.rank, *args, **kwargs)
+        if part is self._part:
+            return self
+        like = self._like(part=part)
+        if self._call is not None and self._rows.comm.attendance is not None:
+            layer = f"{self._rows.layer}, dropout"
+            like._call, like._recipe = OutputCall(part, self._rows, self._widths, layer), ()
+        return like
 
     def _seen_as(self, base: CutOutput, viewed: _After) -> CutOutput:
         """Return this output, as a view of another one."""
@@ -248,6 +374,7 @@ class CutOutput(Tensor):
         numbers: Tensor | None = None,
         after: _After | None = None,
         in_order: bool = True,
+        step: Step | None = None,
     ) -> CutOutput:
         """Return the same output, but for these; in order where this one is, too."""
         like = CutOutput.of(
@@ -256,7 +383,9 @@ class CutOutput(Tensor):
             self._widths,
             self._numbers if numbers is None else numbers,
             self._tell,
+            self._call,
         )
+        like._recipe = self._recipe if step is None else (*self._recipe, step)
         like._after, like._in_order = after or self._after, in_order and self._in_order
         return like
 
@@ -265,216 +394,106 @@ class CutOutput(Tensor):
     ) -> CutOutput | tuple[CutOutput, ...] | None:
         """The function on row numbers, where it leaves the class dimension where it is."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
-            return (
-                self._like(numbers=self._numbers[args[0]], in_order=False)
-                if args[0].dim() <= self._numbers.dim()
-                else None
-            )
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            if args[0].dim() > self._numbers.dim():
+                return None
+            return self._like(numbers=self._numbers[args[0]], in_order=False)
+        views = RowViews.of(self._numbers, sum(self._widths), func, args, kwargs)
+        if views is None:
             return None
-        classes = sum(self._widths)
-        # takes no memory
-        wide = self._numbers.contiguous().unsqueeze(-1).expand(*self._numbers.shape, classes)
-        viewed = func(wide, *args, **kwargs)
-        views = viewed if isinstance(viewed, tuple) else (viewed,)
-        if any(
-            not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views
-        ):
-            return None
-        cut = tuple(self._like(numbers=v[..., 0], in_order=in_order) for v in views)
-        if views and views[0].untyped_storage().data_ptr() == wide.untyped_storage().data_ptr():
-            for number, part in enumerate(cut):
-                part._seen_as(self, _view(func, args, kwargs, number))
-        return cut if isinstance(viewed, tuple) else cut[0]
+        cut = tuple(self._like(numbers=each, in_order=in_order) for each in views.numbers)
+        for number, part in enumerate(cut if views.share_memory else ()):
+            part._seen_as(self, view_of(func, args, kwargs, number))
+        return cut if views.are_several else cut[0]
 
     def _loss(
         self, arguments: LossArguments, *, of_log_probabilities: bool = False
     ) -> Tensor | None:
-        """Return torch's cross_entropy, or nll_loss where this output has log probabilities.
-
-        It is made from a row's log Σ exp, target logit and, with smooth labels, Σ w·logit.
-        """
-        target, weight = arguments.target, arguments.weight
-        label_smoothing = arguments.label_smoothing
-        if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
-            return None  # class probabilities, or classes that are not the last dimension
-        if (
-            arguments.size_average is not None
-            or arguments.reduce is not None
-            or (weight is not None and weight.requires_grad)
-        ):
+        """Return torch's cross_entropy, or nll_loss where this output has log probabilities."""
+        if not arguments.are_of_classes(self._numbers.shape):
             return None
-        classes = sum(self._widths)
-        flat = target.reshape(-1)
-        kept = flat != arguments.ignore_index
-        wanted = torch.where(kept, flat, 0)
-        if bool(((wanted < 0) | (wanted >= classes)).any()):
-            raise IndexError(f"a target is not one of {classes} classes")
+        classes = arguments.checked(sum(self._widths))
         part = self._wide()
-        of_class = part.new_ones(classes) if weight is None else weight.to(part.dtype)
-        log_sum, picked, summed = self._terms(wanted, of_class if label_smoothing else None)
+        use = "nll_loss" if of_log_probabilities else "cross_entropy"
+        log_sum, picked, summed = self._terms(use, classes.wanted, classes.smooth_weights(part))
         if of_log_probabilities:
             log_sum = torch.zeros_like(picked)
-        class_weights = torch.where(kept, of_class[wanted], 0.0)
-        # where none is kept, 0 ÷ 0 stays out of gradients
-        losses = torch.where(kept, class_weights * (log_sum - picked), 0.0)
-        if label_smoothing:
-            spread = torch.where(kept, of_class.sum() * log_sum - summed, 0.0)
-            losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread
-        if not torch.is_autocast_enabled(part.device.type):
-            losses, class_weights = losses.to(self._part.dtype), class_weights.to(self._part.dtype)
-        if arguments.reduction == "none":
-            return self._after(losses.view(target.shape))
-        total = losses.sum()
-        return self._after(total / class_weights.sum() if arguments.reduction == "mean" else total)
+        return self._after(classes.loss(RowValues(log_sum, picked, summed), part, self._part.dtype))
 
     def _wide(self) -> Tensor:
-        """The part, in what losses are computed in."""
-        return (
-            self._part.float()
-            if self._part.dtype in (torch.float16, torch.bfloat16)
-            else self._part
-        )
+        """Return the part in the type in which losses are computed."""
+        is_narrow = self._part.dtype in (torch.float16, torch.bfloat16)
+        return self._part.float() if is_narrow else self._part
 
     def _terms(
-        self, wanted: Tensor, of_class: Tensor | None = None
+        self, use: str, wanted: Tensor, of_class: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
+        """Return of each row log Σ exp, the wanted output, and the sum of all with weights."""
         self._tell(Use(loss_rows=len(wanted)))
         numbers = self._numbers.reshape(-1)
-        terms: tuple[Tensor, Tensor, Tensor] = RowTerms.apply(  # type: ignore[no-untyped-call]
-            self._wide(), self._rows, self._widths, numbers, wanted, of_class
-        )
+        some = "" if self._in_order else " of some rows"
+        purpose = self._purpose(f"{use}{some}{'' if of_class is None else ', smooth'}")
+
+        def compute(counts: list[int]) -> Any:
+            picked = CallRows(self._rows.comm, tuple(counts), purpose)
+            return RowTerms.apply(  # type: ignore[no-untyped-call]
+                self._wide(), (self._rows, picked), self._widths, numbers, wanted, of_class
+            )
+
+        given = [numbers, wanted, *([] if of_class is None else [of_class])]
+        terms: tuple[Tensor, Tensor, Tensor] = self._together(purpose, len(wanted), compute, given)
         return terms
 
     def _logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor | None:
         if dim not in (-1, self.dim() - 1, (-1,), [-1]):
             return None
-        of_row = self._terms(torch.zeros_like(self._numbers.reshape(-1)))[0].to(self._part.dtype)
+        of_row = self._terms("logsumexp", torch.zeros_like(self._numbers.reshape(-1)))[0].to(
+            self._part.dtype
+        )
         return self._after(of_row.view(*self._numbers.shape, *[1] * keepdim))
 
     def _gather(self, dim: int, index: Tensor) -> Tensor | None:
         if dim not in (-1, self.dim() - 1) or index.shape != (*self._numbers.shape, 1):
             return None
-        return self._after(self._terms(index.reshape(-1))[1].to(self._part.dtype).view(index.shape))
+        picked = self._terms("gather", index.reshape(-1))[1]
+        return self._after(picked.to(self._part.dtype).view(index.shape))
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> CutOutput | None:
-        names = (
-            ("dim", "_stacklevel", "dtype")
-            if func in (F.softmax, F.log_softmax)
-            else ("dim", "dtype")
-        )
+        is_function = func in (F.softmax, F.log_softmax)
+        names = ("dim", "_stacklevel", "dtype") if is_function else ("dim", "dtype")
         options = dict(zip(names, args, strict=False)) | kwargs
         if options.get("dim") not in (-1, self.dim() - 1):
             return None
         self._tell(Use(softmax_rows=self._rows.counts[self._rows.comm.rank]))
         part = self._wide() if options.get("dtype") is None else self._part.to(options["dtype"])
-        logs = part - LogSum.apply(part, self._rows).unsqueeze(1)  # type: ignore[no-untyped-call]
+        log_sum = self._together(
+            self._purpose(f"softmax in {part.dtype}"),
+            len(part),
+            lambda _: LogSum.apply(part, self._rows),  # type: ignore[no-untyped-call]
+        )
+        logs = part - log_sum.unsqueeze(1)
         if options.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
             logs = logs.to(self._part.dtype)
-        return self._like(part=logs if func.__name__ == "log_softmax" else logs.exp())
+        is_log = func.__name__ == "log_softmax"
+        softmax = F.log_softmax if is_log else F.softmax
+        step = Step(softmax, (), {"dim": -1, "dtype": options.get("dtype")})
+        return self._like(part=logs if is_log else logs.exp(), step=step)
 
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The best class of each row, or the k best."""
-        arguments = (
-            dict(zip(("dim", "keepdim") if name == "argmax" else _TOPK, args, strict=False))
-            | kwargs
-        )
-        dim, keepdim = (
-            arguments.pop("dim", None if name == "argmax" else -1),
-            arguments.pop("keepdim", False),
-        )
-        k = arguments.pop("k", 1)
-        if (
-            arguments.pop("sorted", True) is not True
-            or arguments.pop("largest", True) is not True
-            or arguments
-        ):
+        asked = BestOf.asked(name, args, kwargs)
+        if asked is None or asked.dim not in (-1, self.dim() - 1):
             return None
-        if dim not in (-1, self.dim() - 1):
-            return None
-        values, classes = best_of_rows(self._part, self._rows, self._widths, k)
-        flat, shape = self._numbers.reshape(-1), (*self._numbers.shape, k)
+        self._meet(asked.k, self._purpose(f"best {asked.k}"))
+        values, classes = best_of_rows(self._part, self._rows, self._widths, asked.k)
+        flat, shape = self._numbers.reshape(-1), (*self._numbers.shape, asked.k)
         values, classes = values[flat].view(shape), classes[flat].view(shape)
         if name == "topk":
             return torch.return_types.topk((values, classes))
-        return classes if keepdim else classes[..., 0]
-
-
-def _view(func: Any, args: Any, kwargs: Any, number: int) -> _After:
-    """Return a function for one of the views that a function gives."""
-
-    def view(whole: Tensor) -> Tensor:
-        viewed = func(whole, *args, **kwargs)
-        one: Tensor = viewed[number] if isinstance(viewed, tuple) else viewed
-        return one
-
-    return view
-
-
-def _is_view(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function gives a view, which may be changed in place."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return getattr(func, "__name__", "") in _VIEWS and not any(
-        isinstance(leaf, Tensor) for leaf in leaves
-    )
-
-
-def _shares_memory(made: Any, whole: Tensor) -> bool:
-    """Whether a function's first result is the whole, or a view of it."""
-    made = made[0] if isinstance(made, tuple | list) and made else made
-    return made is whole or (
-        isinstance(made, Tensor)
-        and made._base is not None
-        and made._base is (whole if whole._base is None else whole._base)
-    )
-
-
-def _has_a_part(leaf: Any) -> bool:
-    """Whether each rank would use a part of an argument, or get a part of its gradient."""
-    return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
+        return classes if asked.keepdim else classes[..., 0]
 
 
 def _whole(values: Any) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.whole() if isinstance(leaf, CutOutput) else leaf, values
     )
-
-
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
-
-_DETACH = (Tensor.detach, torch.detach, _getter("data"))
-_TOPK = ("k", "dim", "largest", "sorted")
-_OF_THE_SHAPE = frozenset(
-    {
-        *map(_getter, ("shape", "ndim", "dtype")),
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.__len__,
-        Tensor.is_floating_point,
-    }
-)
-_OF_THE_PART = frozenset(
-    map(_getter, ("device", "requires_grad", "is_cuda", "layout", "is_leaf", "grad_fn"))
-)
-_ELEMENTWISE = frozenset(
-    (
-        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "mul", "div"),
-        *("true_divide", "add", "sub", "neg", "tanh", "clamp", "negative", "subtract", "multiply"),
-        *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
-        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid"),
-        *("softplus", "square", "hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
-    )
-)
-_IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
-_VIEWS = _IN_ORDER | frozenset(
-    (
-        *("__getitem__", "transpose", "permute", "narrow", "select", "chunk", "split", "unbind"),
-        "movedim",
-    )
-)

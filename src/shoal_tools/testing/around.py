@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm
 from shoal.core.errors import ShoalError
 
@@ -47,7 +48,7 @@ class Around(Comm):
     def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
         self.inner.may_answer(answer, up_to)
 
-    def may_attend(self, attend: Callable[[int, bool], None] | None) -> None:
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
         self.inner.may_attend(attend)
 
     @property
