@@ -1,7 +1,8 @@
 """The output of a model in a pipeline: the rank that holds the end has it.
 
 Functions of it are expressions, which the end computes. `loss_fn` takes it as it is. Shapes cost
-nothing. Whoever looks at its values gets them, without a gradient: all ranks look together.
+nothing. Whoever looks at its values gets them, without a gradient: all ranks look together, or one
+alone (alone.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ layers, stays cut:
 
 Anything else gathers the outputs of this rank's rows first. A change in place and a hook bind the
 object to that whole: from there on it, and views of it, are ordinary tensors (`bound`). All of it
-are collectives: every rank does the same. Why not torch's loss_parallel: that needs DTensors on a
+are collectives, but a rank may read values alone (output_call.py). Why not torch's loss_parallel: that needs DTensors on a
 device mesh of processes, and parameters that are DTensors, where here parameters stay the user's
 own objects and ranks may be threads.
 
