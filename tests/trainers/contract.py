@@ -28,7 +28,11 @@ from torch.utils.data import Dataset
 import shoal
 
 # file in hosts/, and the package that it needs
-HOSTS = {"lightning": "pytorch_lightning", "accelerate": "accelerate"}
+HOSTS = {
+    "lightning": "pytorch_lightning",
+    "accelerate": "accelerate",
+    "transformers": "transformers",
+}
 
 ROWS, GLOBAL_BATCH, WIDTH, CLASSES = 27, 4, 6, 10  # the last batch is uneven: 3 rows
 
