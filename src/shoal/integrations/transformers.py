@@ -4,7 +4,7 @@
     2  first     the first training step parallelises the model, by the trainer's own compute_loss
     3  weigh     a loss that is divided by the items of all ranks counts every rank alike. Any other
                  one is a mean over this rank's rows
-    4  save      every rank takes part in the optimizer's state, and the first one writes
+    4  save      every rank takes part in reading weights and state, and the first one writes
 
 Guarded by tests/trainers/.
 """
@@ -61,6 +61,13 @@ class ShoalMixin:
             vars(self).pop("compute_loss", None)  # that of an earlier plan
             own.compute_loss = own.accelerator.begin_with(model, own.compute_loss, **options)
         return super().training_step(model, inputs, *args, **named)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the weights, of which every rank may have a part."""
+        own: Any = self
+        if state_dict is None and own.accelerator.functions:
+            state_dict = own.model.state_dict()
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer's state, of which every rank may have a part."""
