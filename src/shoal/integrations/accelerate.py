@@ -30,7 +30,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import RandomSampler
 
 from shoal.contracts.sample import Sample, called, own_loss
 from shoal.core.errors import UsageError
@@ -95,10 +95,10 @@ class ShoalAccelerator(Accelerator):
     def take_options(self, options: Mapping[str, Any]) -> None:
         """Take options of `parallelize`. A trainer that has made its accelerator calls it."""
         if self.distributed_type in _ITSELF or self.parallelism_config is not None:
-            got = self.distributed_type.value if self.parallelism_config is None else "tensor "
+            config = self.parallelism_config
             raise UsageError(
                 "Accelerate is to shard the model itself, and so is Shoal",
-                got=got if self.parallelism_config is None else "a parallelism_config",
+                got=self.distributed_type.value if config is None else type(config).__name__,
                 do="leave the plugin, the parallelism_config and `accelerate launch --use_…` out. "
                 "Shoal cuts layers by its plan: pins={'*': 'sliced'}",
             )
@@ -145,6 +145,7 @@ class ShoalAccelerator(Accelerator):
         if prepared_before or self.dispatch_batches:
             return super().prepare_data_loader(data_loader, device_placement, **options)
         if not is_own:
+            _seed_order(data_loader, self.dataloader_config.data_seed)
             data_loader = shard(data_loader, batch="global" if self.split_batches else "rank")
         places = self.device_placement if device_placement is None else device_placement
         prepared = _prepared(data_loader, self.device if places else None, self.non_blocking)
@@ -205,6 +206,13 @@ class ShoalAccelerator(Accelerator):
             is_loss = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
             del loss
         loss_fn = None if is_loss else mean_of_output
+        if loss_fn is not None and options.get("count") is not None:
+            raise UsageError(
+                "there is a count, and the model's output has no loss that it could count for",
+                got=type(own).__name__,
+                do="give the loss, too: ShoalAccelerator(compute_loss=f, count=g), and call "
+                "loss = accelerator.compute_loss(model, batch)",
+            )
         given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
         parallelize(model, loss_fn, given, sample=(x, None), **options)
         self.step_anew(optimizers)
@@ -382,6 +390,13 @@ def _prepared(loader: Any, device: torch.device | None, non_blocking: bool) -> A
         use_stateful_dataloader=False,
     )
     return prepared
+
+
+def _seed_order(loader: Any, seed: int | None) -> None:
+    """Give a loader that shuffles the seed that Accelerate was given for it."""
+    sampler = getattr(loader, "sampler", None)
+    if seed is not None and isinstance(sampler, RandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def _skipping(loader: Any, num_batches: int) -> Any:
