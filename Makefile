@@ -7,6 +7,8 @@
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
+# make test-trainers adapters inside Accelerate and Hugging Face's Trainer, which it installs into
+#                 build/trainers (TRAINERS='-m "not slow"' runs the contract of adapters alone)
 # make test-browser pages in Chromium, taken from PATH (on Debian: apt-get install chromium)
 # make test-proof twelve faults in the lab (root, Linux), 200 random models by the day's seed
 #                 (SHOAL_FUZZ_SEED=N repeats one), the documentation, pages in Chromium: minutes
@@ -28,7 +30,7 @@ ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --
 # Tests start a hundred programs: each compiles the library anew where none may keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest test-gpu test-spark test-browser test-proof java lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark test-trainers test-browser test-proof java lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -48,6 +50,19 @@ test-gpu: .venv/ready
 test-spark: java .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
 	$(BIN)/python -m pytest -m spark tests/tools/spark || $(ALONE)
+
+test-trainers: build/trainers/ready
+	HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers $(TRAINERS)
+
+# It sees the packages of .venv, so that no trainer can bring another torch.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+build/trainers/ready: .venv/ready constraints-trainers.txt
+	$(BIN)/python -m venv --clear build/trainers
+	($(BIN)/python -c '$(SITE)'; echo '$(CURDIR)/src') > \
+		"$$(build/trainers/bin/python -c '$(SITE)')/beside.pth"
+	build/trainers/bin/python -m pip install --quiet --no-deps --requirement constraints-trainers.txt
+	touch $@
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'

@@ -34,7 +34,9 @@ class Words(Dataset[dict[str, Tensor]]):
         made = torch.Generator().manual_seed(7)
         self.words = torch.randint(10, (ROWS, 5), generator=made)
         chance = torch.rand(ROWS, 5, generator=made)
-        self.labels = self.words.masked_fill(chance < torch.linspace(0, 0.8, ROWS)[:, None], IGNORED)
+        self.labels = self.words.masked_fill(
+            chance < torch.linspace(0, 0.8, ROWS)[:, None], IGNORED
+        )
 
     def __len__(self) -> int:
         return ROWS
@@ -124,7 +126,9 @@ def evaluated(accelerator: Any, model: Any, valid: Any) -> tuple[Tensor, Tensor,
         for batch in valid:
             output = model(**batch)
             found.append(accelerator.gather_for_metrics(output["logits"].argmax(-1)))
-            losses.append(accelerator.gather_for_metrics(output["loss"].repeat(len(batch["words"]))))
+            losses.append(
+                accelerator.gather_for_metrics(output["loss"].repeat(len(batch["words"])))
+            )
             names += accelerator.gather_for_metrics([str(row) for row in batch["words"].tolist()])
     model.train()
     return torch.cat(found), torch.cat(losses), len(names)

@@ -57,7 +57,7 @@ def without_optimizer(accelerator: Any) -> None:
 
 
 def without_function(accelerator: Any) -> None:
-    model, optimizer = accelerator.prepare(*pair())
+    model, _ = accelerator.prepare(*pair())
     accelerator.compute_loss(model, torch.ones(1, 4))
 
 
@@ -100,7 +100,7 @@ def test_errors_say_what_to_do(
 
 
 def test_the_first_call_with_gradients_parallelises(accelerator: Any) -> None:
-    model, optimizer = accelerator.prepare(*pair())
+    model, _ = accelerator.prepare(*pair())
     with torch.no_grad():
         model(torch.ones(1, 4))
     assert not shoal.is_parallelized(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-HERE = Path(__file__).parent
+CASES = Path(__file__).parent / "trainer_cases.py"
 TEXTS, EXACT = 21, ["tokens", "best", "head", "resumed", "adapter"]
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -29,8 +31,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for size, chosen in ((1, cases), (2, cases), (3, ["resumed"])):
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         done = subprocess.run(
-            [sys.executable, *(start if size > 1 else []), HERE / "trainer_cases.py"]
-            + [str(folder), *chosen],
+            [sys.executable, *(start if size > 1 else []), CASES, str(folder), *chosen],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -42,11 +43,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _has_peft() -> bool:
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("peft") is not None
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -83,7 +80,9 @@ def test_pins_are_kept(records: Any) -> None:
 def test_a_run_goes_on_in_mid_epoch_on_three_ranks(records: Any) -> None:
     """It reads only the rows that were left, and each of them once."""
     whole = [row for batch in records[1, 0]["resumed"]["rows"] for row in batch]
-    left = [row for rank in range(3) for batch in records[3, rank]["resumed"]["rows"] for row in batch]
+    left = [
+        row for rank in range(3) for batch in records[3, rank]["resumed"]["rows"] for row in batch
+    ]
     assert sorted(left) == sorted(whole[3 * 6 :])
 
 
@@ -96,8 +95,6 @@ def test_rows_of_like_length_come_once(records: Any) -> None:
 
 def test_weights_are_saved_whole(records: Any) -> None:
     """Rank 0 writes them, as Hugging Face reads them."""
-    from safetensors.torch import load_file
-
     saved = load_file(records["at"] / "head-2" / "saved" / "model.safetensors")
     for name, value in records[1, 0]["head"]["weights"].items():
         torch.testing.assert_close(saved[name], value, atol=1e-6, rtol=0)

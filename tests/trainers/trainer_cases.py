@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,7 @@ def model_of(case: str) -> Any:
     )
     model: Any = LlamaForCausalLM(config)
     if case == "adapter":
-        import peft
-
+        peft = import_module("peft")
         lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, lora)
     return model if case == "grouped" else model.double()

@@ -48,6 +48,7 @@ from shoal.optim.extend import extend
 from shoal.profiling.untraced import untraced
 from shoal.session.additions import add
 from shoal.session.compiled import uncompiled
+from shoal.session.session import world
 
 check_version("accelerate", accelerate.__version__, (1, 15), (2,))
 
@@ -101,6 +102,13 @@ class ShoalAccelerator(Accelerator):
                 got=self.distributed_type.value if config is None else type(config).__name__,
                 do="leave the plugin, the parallelism_config and `accelerate launch --use_…` out. "
                 "Shoal cuts layers by its plan: pins={'*': 'sliced'}",
+            )
+        place = world()
+        if place.size != self.num_processes:
+            raise UsageError(
+                "Accelerate takes every process for one that trains",
+                got=f"{self.num_processes} processes, and {place.size} of them train",
+                do="start without servers and tail hosts: unset SHOAL_SERVERS and SHOAL_TAIL",
             )
         self.shoal_options = dict(options)
         self.first_calls = list[_FirstCall]()
@@ -249,7 +257,7 @@ class ShoalAccelerator(Accelerator):
         yield
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next pass leaves out its first batches."""
+        """Return a loader that leaves out its first batches in its next pass."""
         if not isinstance(dataloader, _LoaderState):
             return super().skip_first_batches(dataloader, num_batches)
         return _skipping(dataloader, num_batches)
@@ -271,7 +279,7 @@ class ShoalAccelerator(Accelerator):
             return recursively_apply(gather, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather values of each row once, also those of a last batch that is short."""
+        """Gather values of each row once, also in a last batch that is short."""
         active = self.gradient_state.active_dataloader
         if isinstance(active, _LoaderState) and not use_gather_object:
             with contextlib.suppress(TypeError):  # objects, which are gathered as they are
@@ -340,10 +348,10 @@ class _FirstCall:
             model.__dict__[_CALL] = self._before
 
 
-_CALL = "_compiled_call_impl"  # where torch looks for what a call of a module does
+_CALL = "_compiled_call_impl"  # torch looks there for the code of a module's call
 
 
-class _LoaderState(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate is not read
+class _LoaderState(DataLoaderStateMixin):
     """A sharded loader that moves batches to a device, and tells Accelerate where it is."""
 
     def begin(self) -> None:
@@ -353,7 +361,7 @@ class _LoaderState(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate is
         self.gradient_state._add_dataloader(self)
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Any = super().__iter__()  # type: ignore[misc]  # that of the class beside
+        batches: Any = super().__iter__()  # that of the class beside
         self.begin()
         try:
             for number, batch in enumerate(batches):
@@ -379,7 +387,7 @@ def _class_of(kind: type[Positioned[Any]]) -> type[Any]:
 
 def _prepared(loader: Any, device: torch.device | None, non_blocking: bool) -> Any:
     """Return a sharded loader, the same pass for pass, that tells Accelerate where it is."""
-    prepared = object.__new__(_class_of(type(loader)))
+    prepared = object.__new__(_class_of(type(loader)))  # type: ignore[arg-type]  # it has a hash
     vars(prepared).update(
         vars(loader),
         device=device,

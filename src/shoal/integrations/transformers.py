@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 from shoal.front.joining import init
+from shoal.front.together import mean
 from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator
 from shoal.integrations.versions import check_version
 from shoal.session.compiled import uncompiled
@@ -27,7 +28,7 @@ check_version("transformers", transformers.__version__, (4, 57), (6,))
 
 
 class ShoalMixin:
-    """What a trainer gets that trains by Shoal's plan. It stands before the trainer's class.
+    """A part of a trainer that trains by Shoal's plan. It stands before the trainer's class.
 
     It takes all arguments of the trainer, and the options of `shoal.parallelize`, such as `pins`.
     Start the script by torchrun.
@@ -40,6 +41,7 @@ class ShoalMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         names = (OPTIONS - {"compute_loss", "count"}) & options.keys()
         self.shoal_options = {name: options.pop(name) for name in names}
+        self.shoal_items: Any = None  # that the last batch's loss is divided by, on all ranks
         init()
         super().__init__(*args, **options)
 
@@ -62,6 +64,20 @@ class ShoalMixin:
             own.compute_loss = own.accelerator.begin_with(model, own.compute_loss, **options)
         return super().training_step(model, inputs, *args, **named)  # type: ignore[misc]
 
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
+        """Evaluate a batch. A loss that is divided by the items of all ranks is added up."""
+        self.shoal_items = None
+        loss, *rest = super().prediction_step(model, inputs, *args, **named)  # type: ignore[misc]
+        if loss is not None and self.shoal_items is not None:
+            loss = mean(loss)  # ranks may have unlike numbers of rows, and each counts alike
+        return loss, *rest
+
+    def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args, **named)  # type: ignore[misc]
+        own: Any = self
+        self.shoal_items = items if own.args.average_tokens_across_devices else None
+        return items
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the weights, of which every rank may have a part."""
         own: Any = self
@@ -77,7 +93,7 @@ class ShoalMixin:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 
-class ShoalTrainer(ShoalMixin, Trainer):  # type: ignore[misc]  # transformers is not read
+class ShoalTrainer(ShoalMixin, Trainer):
     """Hugging Face's `Trainer` on all ranks, by Shoal's plan.
 
     It takes all arguments of `Trainer`, and the options of `shoal.parallelize`, such as `pins`.

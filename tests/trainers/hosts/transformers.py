@@ -27,9 +27,7 @@ class Own(Trainer):
         self.watch, self.task = watch, task
         super().__init__(**options)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         return compute_loss(model, inputs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
@@ -64,7 +62,9 @@ class AtEnd(TrainerCallback):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         self.watch.end(model, model)
 
 
@@ -130,9 +130,11 @@ def trainer_of(task: Task, watch: Watch, folder: Path, **limits: Any) -> Any:
 def noted(watch: Watch, folder: Path) -> Iterator[None]:
     """Note which files this rank has written."""
     writes = torch.save
+
     def save(value: Any, path: Any, *args: Any, **named: Any) -> None:
         watch.files.append(str(path))
         writes(value, path, *args, **named)
+
     torch.save = save
     try:
         yield
