@@ -7,8 +7,8 @@
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
-# make test-trainers adapters inside Accelerate and Hugging Face's Trainer, which it installs into
-#                 build/trainers (TRAINERS='-m "not slow"' runs the contract of adapters alone)
+# make test-trainers Lightning, Accelerate and other trainers, on two ranks, in an environment of
+#                 their own (TRAINERS='-m "not minutes"' leaves the longest out)
 # make test-browser pages in Chromium, taken from PATH (on Debian: apt-get install chromium)
 # make test-proof twelve faults in the lab (root, Linux), 200 random models by the day's seed
 #                 (SHOAL_FUZZ_SEED=N repeats one), the documentation, pages in Chromium: minutes
@@ -54,16 +54,6 @@ test-spark: java .venv/ready
 test-trainers: build/trainers/ready
 	HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers $(TRAINERS)
 
-# It sees the packages of .venv, so that no trainer can bring another torch.
-SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-
-build/trainers/ready: .venv/ready constraints-trainers.txt
-	$(BIN)/python -m venv --clear build/trainers
-	($(BIN)/python -c '$(SITE)'; echo '$(CURDIR)/src') > \
-		"$$(build/trainers/bin/python -c '$(SITE)')/beside.pth"
-	build/trainers/bin/python -m pip install --quiet --no-deps --requirement constraints-trainers.txt
-	touch $@
-
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
 	$(BIN)/python -m pytest tests/tools/report/test_browser.py
@@ -92,6 +82,14 @@ lab: .venv/ready
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer: make PYTHON=python3.11"'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# It sees all of .venv, and has the trainers beside it: none of them brings another torch.
+build/trainers/ready: constraints-trainers.txt .venv/ready
+	$(BIN)/python -m venv build/trainers
+	build/trainers/bin/pip install --quiet --no-deps --requirement constraints-trainers.txt
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > "$$(build/trainers/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	touch $@
 
 clean:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from starting import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +17,6 @@ import shoal  # noqa: E402
 from shoal.integrations.accelerate import ShoalAccelerator  # noqa: E402
 from shoal.integrations.versions import check_version  # noqa: E402
 
-HERE = Path(__file__).parent
 ROWS = 22
 
 
@@ -142,27 +138,17 @@ def test_the_loader_tells_its_end(accelerator: Any) -> None:
 def records(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run accelerate_cases.py alone and on two ranks."""
     folder = tmp_path_factory.mktemp("accelerate")
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for options in ([], start):
-        done = subprocess.run(
-            [sys.executable, *options, HERE / "accelerate_cases.py", folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return {place: torch.load(folder / "{}-{}.pt".format(*place)) for place in PLACES}
+    return on_ranks("accelerate_cases.py", folder=folder)
 
 
 PLACES = [(1, 0), (2, 0), (2, 1)]
-on_ranks = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
+RANKS = [pytest.mark.processes, pytest.mark.slow, pytest.mark.minutes, pytest.mark.timeout(300)]
 
 
 class TestOnRanks:
     """A model that returns its loss, streams, schedules, evaluation, several models."""
 
-    pytestmark = on_ranks
+    pytestmark = RANKS
 
     @pytest.mark.parametrize("case", ["words", "stream", "two"])
     def test_weights_are_those_of_one_process(self, records: Any, case: str) -> None:

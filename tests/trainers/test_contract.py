@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract import GLOBAL_BATCH, HOSTS, ROWS, TASKS
+from starting import on_ranks
 
-HERE = Path(__file__).parent
 STEPS = -(-ROWS // GLOBAL_BATCH)  # in an epoch
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", params=HOSTS)
 def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run a host in one process and on two ranks; return the records of (1, 0), (2, 0), (2, 1)."""
+    """Run a host in one process and on two ranks."""
     if importlib.util.find_spec(HOSTS[request.param]) is None:
         pytest.skip(f"{HOSTS[request.param]} is not installed")
     folder = tmp_path_factory.mktemp(request.param)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command in ([sys.executable], start):
-        done = subprocess.run(
-            [*command, HERE / "ranks.py", request.param, folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return {
-        (size, rank): torch.load(folder / f"{size}-{rank}.pt")
-        for size, rank in ((1, 0), (2, 0), (2, 1))
-    }
+    return on_ranks("ranks.py", request.param, folder=folder)
 
 
 @pytest.mark.parametrize("task", TASKS)

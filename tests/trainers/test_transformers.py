@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from starting import on_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-CASES = Path(__file__).parent / "trainer_cases.py"
 TEXTS, EXACT = 21, ["tokens", "best", "head", "resumed", "adapter"]
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.minutes,
+    pytest.mark.timeout(400),
+]
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run the cases alone, on two ranks, and on three the one that goes on."""
     folder = tmp_path_factory.mktemp("trainer")
-    cases = ["tokens", "best", "head", "resumed", "grouped"]
-    if _has_peft():
-        cases.append("adapter")
-    for size, chosen in ((1, cases), (2, cases), (3, ["resumed"])):
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        done = subprocess.run(
-            [sys.executable, *(start if size > 1 else []), CASES, str(folder), *chosen],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=380,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    files = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
-    return {(n, rank): torch.load(folder / f"{n}-{rank}.pt") for n, rank in files} | {"at": folder}
+    return {"at": folder, **on_ranks("trainer_cases.py", folder=folder, sizes=(1, 2, 3))}
 
 
 def _has_peft() -> bool:

@@ -198,7 +198,7 @@ class ShoalAccelerator(Accelerator):
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Parallelise a model by a call of it."""
         own, options = uncompiled(model), dict(self.shoal_options)
-        if is_parallelized(own):  # by the program itself
+        if is_parallelized(own):  # the program itself has done it
             return
         if options.pop("compute_loss", None) is not None:
             raise UsageError(
@@ -361,7 +361,7 @@ class _LoaderState(DataLoaderStateMixin):
         self.gradient_state._add_dataloader(self)
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Any = super().__iter__()  # that of the class beside
+        batches: Any = super().__iter__()  # the class beside has it
         self.begin()
         try:
             for number, batch in enumerate(batches):

@@ -24,7 +24,7 @@ from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator
 from shoal.integrations.versions import check_version
 from shoal.session.compiled import uncompiled
 
-check_version("transformers", transformers.__version__, (4, 57), (6,))
+check_version("transformers", transformers.__version__, (5,), (6,))
 
 
 class ShoalMixin:
@@ -41,7 +41,7 @@ class ShoalMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         names = (OPTIONS - {"compute_loss", "count"}) & options.keys()
         self.shoal_options = {name: options.pop(name) for name in names}
-        self.shoal_items: Any = None  # that the last batch's loss is divided by, on all ranks
+        self.shoal_items: Any = None  # number on all ranks that divides the last loss
         init()
         super().__init__(*args, **options)
 
@@ -60,7 +60,7 @@ class ShoalMixin:
         if uncompiled(model) not in own.accelerator.functions:
             items = args[0] if args else named.get("num_items_in_batch")
             options = {"weigh": "rows" if items is None else "ranks", **self.shoal_options}
-            vars(self).pop("compute_loss", None)  # that of an earlier plan
+            vars(self).pop("compute_loss", None)  # drop the function of an earlier plan
             own.compute_loss = own.accelerator.begin_with(model, own.compute_loss, **options)
         return super().training_step(model, inputs, *args, **named)  # type: ignore[misc]
 
