@@ -73,8 +73,9 @@ class Model(nn.Module):
 
 def accelerator_of(**options: Any) -> Any:
     split = DataLoaderConfiguration(split_batches=True)
-    defaults = {"cpu": True, "dataloader_config": split}
+    defaults: dict[str, Any] = {"dataloader_config": split}
     if SIZE == 1:
+        defaults["cpu"] = True
         options.pop("pins", None)
         return Accelerator(**defaults, **options)
     return ShoalAccelerator(**defaults, **options)

@@ -89,7 +89,8 @@ class ShoalAccelerator(Accelerator):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         own = {name: options.pop(name) for name in OPTIONS & options.keys()}
-        init()
+        if init().size > 1 and not args and not torch.accelerator.is_available():
+            options.setdefault("cpu", True)  # else Accelerate takes each process for one alone
         super().__init__(*args, **options)
         self.take_options(own)
 
@@ -106,9 +107,11 @@ class ShoalAccelerator(Accelerator):
         place = world()
         if place.size != self.num_processes:
             raise UsageError(
-                "Accelerate takes every process for one that trains",
-                got=f"{self.num_processes} processes, and {place.size} of them train",
-                do="start without servers and tail hosts: unset SHOAL_SERVERS and SHOAL_TAIL",
+                "Accelerate counts other processes than those that train",
+                got=f"num_processes={self.num_processes}",
+                expected=f"{place.size}, as torchrun has started and as train",
+                do="unset SHOAL_SERVERS and SHOAL_TAIL, as every rank trains here; without a GPU "
+                "say cpu=True, or use_cpu=True in TrainingArguments",
             )
         self.shoal_options = dict(options)
         self.first_calls = list[_FirstCall]()
