@@ -25,8 +25,7 @@ def _is_raised(public: object) -> bool:
 
 # errors and the end of a server's script are raised, not called
 CALLED = [name for name in shoal.__all__ if not _is_raised(getattr(shoal, name))]
-# modules that need a package which is not in every environment
-NEED = {
+NEEDS = {
     "shoal_tools.spark.estimator": "pyspark",
     "shoal.integrations.accelerate": "accelerate",
     "shoal.integrations.lightning": "pytorch_lightning",
@@ -40,7 +39,7 @@ def examples() -> Iterator[doctest.DocTest]:
     """Every docstring with an example. `Example (root):` says that it needs a lab."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in pkgutil.walk_packages(shoal.__path__, "shoal."):
-        needed = NEED.get(module.name)
+        needed = NEEDS.get(module.name)
         missing = needed is not None and importlib.util.find_spec(needed) is None
         if not (module.name.endswith("__main__") or missing):
             yield from finder.find(importlib.import_module(module.name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ HERE = Path(__file__).parent
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def on_ranks(script: str, *before: str, folder: Path) -> dict[tuple[int, int], Any]:
+def on_ranks(
+    script: str, *before: str, folder: Path, sizes: Sequence[int] = (1, 2), also: Sequence[str] = ()
+) -> dict[tuple[int, int], Any]:
     """Return each rank's findings, by the number of ranks and the rank.
 
     Args:
         script: a file here. It writes `SIZE-RANK.pt` into the folder.
         before: its arguments before the folder.
         folder: an empty folder.
+        sizes: numbers of ranks, one start for each.
+        also: its arguments behind the folder.
     """
-    for start in ((), (*_TORCHRUN, "2")):
+    for size in sizes:
+        start = (*_TORCHRUN, str(size)) if size > 1 else ()
         done = subprocess.run(
-            [sys.executable, *start, HERE / script, *before, folder],
+            [sys.executable, *start, HERE / script, *before, folder, *also],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
@@ -33,5 +39,6 @@ def on_ranks(script: str, *before: str, folder: Path) -> dict[tuple[int, int], A
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return {
         (size, rank): torch.load(folder / f"{size}-{rank}.pt")
-        for size, rank in ((1, 0), (2, 0), (2, 1))
+        for size in sizes
+        for rank in range(size)
     }

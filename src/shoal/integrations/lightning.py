@@ -32,6 +32,7 @@ from shoal.contracts.sample import computed_loss
 from shoal.contracts.strategy import Strategy
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
+from shoal.core.nothing import nothing
 from shoal.core.registry import of
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.features import Older
@@ -47,7 +48,7 @@ _OLDEST, _NEWEST = (2, 6), (3, 0)
 _NOT_OURS = {"compute_loss", "sample"}
 
 
-def _lightning() -> ModuleType:
+def installed() -> ModuleType:
     """Return the package that the program uses, or the one that is installed (UsageError)."""
     names = [name for name in _PACKAGES if name in sys.modules]
     names = names or [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
@@ -68,7 +69,7 @@ def _lightning() -> ModuleType:
     return package
 
 
-pl = _lightning()
+pl = installed()
 _DDP = import_module(f"{pl.__name__}.strategies.ddp").DDPStrategy
 _Parallel: Any = pl.strategies.ParallelStrategy
 _OVERRIDES = import_module(f"{pl.__name__}.overrides.distributed")
@@ -163,7 +164,16 @@ class ShoalStrategy(_Parallel):
         dealt = isinstance(dataloader, ShardedLoader | ShardedBatches)
         if not dealt and not self._deals:
             return dataloader
-        return EpochLoader(dataloader if dealt else _dealt(dataloader, self._batch))
+        if isinstance(dataloader, ShardedLoader) and "source" not in vars(dataloader):
+            raise UsageError(
+                "Lightning has made another loader of one that went through shoal.shard",
+                where="predict, or overfit_batches",
+                do="give Lightning the DataLoader itself. ShoalStrategy deals its rows",
+            )
+        batch, size = self._batch, getattr(dataloader, "batch_size", None)
+        if not self.lightning_module.trainer.training and size is not None:
+            batch = "rank" if size < self.world_size else batch  # as batches of one row, to test
+        return EpochLoader(dataloader if dealt else _dealt(dataloader, batch))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of a batch, weighed by its rows. The first one makes the plan."""
@@ -351,7 +361,7 @@ class _ManualLoss:
             optimizers = strategy._own_optimizers()
             with unseen(module, pl.LightningModule), still(optimizers, [*schedulers, *wrappers]):
                 for wrapper in wrappers:  # they count steps
-                    wrapper._on_before_step = wrapper._on_after_step = _do_nothing
+                    wrapper._on_before_step = wrapper._on_after_step = nothing
                 module.training_step(*args, **kwargs)
             losses = self._losses
         finally:
@@ -413,17 +423,10 @@ class _CalledOnce:
         return self._results.pop() if self._results else self._closure()
 
 
-def _do_nothing() -> None:
-    return
-
-
 def _clip(optimizer: Any, clip_val: float) -> None:
     """Clip gradients by their norm: the whole one, of which cut layers send one number."""
-    clip = getattr(optimizer, "clip_grad_norm_", None)
-    if clip is None:  # Lightning's stand-in for no optimizer
-        nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip_val)
-    else:
-        clip(clip_val)
+    if hasattr(optimizer, "clip_grad_norm_"):  # else a step is measured, without gradients
+        optimizer.clip_grad_norm_(clip_val)
 
 
 def _dealt(loader: Any, batch: Any) -> Any:
@@ -455,7 +458,7 @@ def _check_options(batch: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: Any) -> None:
     """Refuse a model that has no values yet, or that is parallelised already."""
     if name := _on_meta(module):
         raise UsageError(
@@ -463,6 +466,12 @@ def _check_module(module: nn.Module) -> None:
             where=f"parameter {name}",
             do="make the model on the CPU, or give it values in configure_model: "
             "module.to_empty(device=…), and reset_parameters() of its layers",
+        )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        raise UsageError(
+            "training_step takes dataloader_iter, which has no rows to measure and to weigh",
+            where=f"{type(module).__name__}.training_step",
+            do="let it take the batch: training_step(self, batch, batch_idx)",
         )
     if is_parallelized(module):
         raise UsageError(
