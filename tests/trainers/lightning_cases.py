@@ -167,6 +167,13 @@ class ReturnsNone(Net):
         return None if batch_idx == 3 else super().training_step(batch, batch_idx)
 
 
+class TakesLoader(Net):
+    """One that draws its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
 class Normed(Net):
     """One with batch norm."""
 
@@ -181,10 +188,12 @@ class Normed(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(module: Any, options: Any = None, **given: Any) -> dict[str, Any]:
+def fitted(
+    module: Any, options: Any = None, ckpt_path: Path | None = None, **given: Any
+) -> dict[str, Any]:
     """Train a module, and return its weights, and facts that one process has alike."""
     fitting = trainer(options, **given)
-    fitting.fit(module, rows())
+    fitting.fit(module, rows(), ckpt_path=ckpt_path)
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "steps": fitting.global_step,
@@ -247,6 +256,20 @@ def gan(folder: Path) -> dict[str, Any]:
 
 
 @case
+def saved(folder: Path) -> dict[str, Any]:
+    """Stop in the middle of an epoch."""
+    half = ModelCheckpoint(folder, "half", every_n_train_steps=3)
+    return fitted(Net(), max_steps=3, enable_checkpointing=True, callbacks=[half])
+
+
+@case
+def gone_on(folder: Path) -> dict[str, Any]:
+    """Go on from the middle of an epoch, where two ranks have stopped."""
+    file = folder.parent / "saved-2" / "half.ckpt"
+    return fitted(Net(), ckpt_path=file) if file.exists() else {}
+
+
+@case
 def evaluated(folder: Path) -> dict[str, Any]:
     """Sanity check, early stop, best and last checkpoints, validate, test and predict."""
     module, best = Net(), ModelCheckpoint(folder, "best-{epoch}", "val", save_last=True)
@@ -299,6 +322,8 @@ def refused(folder: Path) -> dict[str, Any]:
         "option": lambda: ShoalStrategy(pinz={}),
         "loss": lambda: ShoalStrategy(compute_loss=print),
         "batch": lambda: ShoalStrategy(batch="all"),
+        "iter": lambda: fitted(TakesLoader()),
+        "sharded": lambda: trainer().predict(Net(), shoal.shard(rows())),
         "none": lambda: fitted(ReturnsNone()),
     }
     return {"texts": {name: _error_of(attempt) for name, attempt in tries.items() if SIZE > 1}}

@@ -1,4 +1,4 @@
-"""Start a script of this folder in one process, then on ranks, and read what they found."""
+"""Start a script of this folder in one process, then on two ranks, and read what they found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def on_ranks(
-    script: str, *before: str, folder: Path, sizes: Sequence[int] = (1, 2)
+    script: str, *before: str, folder: Path, sizes: Sequence[int] = (1, 2), also: Sequence[str] = ()
 ) -> dict[tuple[int, int], Any]:
     """Return each rank's findings, by the number of ranks and the rank.
 
@@ -24,12 +24,13 @@ def on_ranks(
         script: a file here. It writes `SIZE-RANK.pt` into the folder.
         before: its arguments before the folder.
         folder: an empty folder.
-        sizes: numbers of ranks, one start each.
+        sizes: numbers of ranks, one start for each.
+        also: its arguments behind the folder.
     """
-    for number in sizes:
-        start = (*_TORCHRUN, str(number)) if number > 1 else ()
+    for size in sizes:
+        start = (*_TORCHRUN, str(size)) if size > 1 else ()
         done = subprocess.run(
-            [sys.executable, *start, HERE / script, *before, folder],
+            [sys.executable, *start, HERE / script, *before, folder, *also],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,

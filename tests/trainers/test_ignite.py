@@ -1,4 +1,4 @@
-"""Ignite needs no adapter: its trainer calls the model, the loss and the optimizer as a loop does."""
+"""Ignite needs no adapter: its trainer calls model, loss and optimizer as a loop does."""
 
 from __future__ import annotations
 

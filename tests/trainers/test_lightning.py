@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from starting import on_ranks
 
-pytest.importorskip("pytorch_lightning")
+import shoal
+
+lightning = pytest.importorskip("pytorch_lightning")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 TRAINED = [
@@ -26,9 +30,14 @@ TRAINED = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Any:
     """Run all cases in one process and on two ranks."""
-    return on_ranks("lightning_cases.py", folder=tmp_path_factory.mktemp("lightning"))
+    return on_ranks("lightning_cases.py", folder=folder)
 
 
 @pytest.mark.parametrize("case", [*TRAINED, "evaluated"])
@@ -58,6 +67,14 @@ def test_an_epoch_s_mean_is_over_all_rows(found: Any, case: str) -> None:
     assert found[2, 1][case]["epoch"] == pytest.approx(expected, rel=1e-12)
 
 
+def test_training_goes_on_in_mid_epoch_on_three_ranks(found: Any, folder: Path) -> None:
+    expected = found[1, 0]["plain"]["weights"]
+    three = on_ranks("lightning_cases.py", folder=folder, sizes=[3], also=["gone_on"])
+    for own in (three[3, 0], three[3, 2], found[2, 1]):
+        for name, value in expected.items():
+            torch.testing.assert_close(own["gone_on"]["weights"][name], value, atol=1e-10, rtol=0)
+
+
 def test_evaluation_is_that_of_one_process(found: Any) -> None:
     one = found[1, 0]["evaluated"]
     for rank in (0, 1):
@@ -81,6 +98,8 @@ def test_predictions_are_of_every_row_once(found: Any) -> None:
         ("option", "no option pinz"),
         ("loss", "no option compute_loss"),
         ("batch", "unknown kind of batch"),
+        ("iter", "dataloader_iter"),
+        ("sharded", "shoal.shard"),
         ("none", "returned None"),
     ],
 )
@@ -89,3 +108,20 @@ def test_refusals_say_what_and_what_to_do(found: Any, attempt: str, said: str) -
         first, *rest = found[2, rank]["refused"]["texts"][attempt].splitlines()
         assert said in first
         assert any("do this" in line or "expected" in line for line in rest)
+
+
+@pytest.mark.parametrize("version", ["2.5.9", "3.0.0", "3.1"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    adapter = importlib.import_module("shoal.integrations.lightning")
+    monkeypatch.setattr(lightning, "__version__", version)
+    with pytest.raises(shoal.UsageError, match="version of Lightning") as refused:
+        adapter.installed()
+    assert version in str(refused.value)
+    assert "pip install" in str(refused.value)
+
+
+def test_without_lightning_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = importlib.import_module("shoal.integrations.lightning")
+    monkeypatch.setattr(adapter, "_PACKAGES", ("no_such_package",))
+    with pytest.raises(shoal.UsageError, match="not installed"):
+        adapter.installed()

@@ -8,13 +8,13 @@
     5  teardown       the model is an ordinary one again
 
 Why a ParallelStrategy: Lightning puts a DistributedSampler into the loaders of a DDPStrategy.
-Methods that only ask torch.distributed are those of DDPStrategy. Guarded by tests/trainers/.
+It borrows the
+methods of DDPStrategy that only ask torch.distributed. Guarded by tests/trainers/.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -27,22 +27,28 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-import shoal
 from shoal.comm.rendezvous import is_rank
 from shoal.contracts.sample import computed_loss
 from shoal.contracts.strategy import Strategy
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
+from shoal.core.nothing import nothing
 from shoal.core.registry import of
+from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.features import Older
+from shoal.front.joining import init
+from shoal.front.parallel import parallelize
+from shoal.front.planned import is_parallelized, plan_of
+from shoal.front.release import unparallelize
+from shoal.front.sharding import shard
+from shoal.integrations.traceless import still, unseen
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # Lightning's two names
 _OLDEST, _NEWEST = (2, 6), (3, 0)
-_OWN = frozenset(vars(nn.Module()))  # attributes that torch itself gives a module
 _NOT_OURS = {"compute_loss", "sample"}
 
 
-def _lightning() -> ModuleType:
+def installed() -> ModuleType:
     """Return the package that the program uses, or the one that is installed (UsageError)."""
     names = [name for name in _PACKAGES if name in sys.modules]
     names = names or [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
@@ -63,7 +69,7 @@ def _lightning() -> ModuleType:
     return package
 
 
-pl = _lightning()
+pl = installed()
 _DDP = import_module(f"{pl.__name__}.strategies.ddp").DDPStrategy
 _Parallel: Any = pl.strategies.ParallelStrategy
 _OVERRIDES = import_module(f"{pl.__name__}.overrides.distributed")
@@ -76,8 +82,8 @@ class ShoalStrategy(_Parallel):
     Start the script by torchrun, or let `Trainer(devices=N)` start N processes.
 
     Args:
-        batch: as for `shoal.shard`. "rank": the batches of your loaders are those of one rank, as
-            with DDP. "global": they are those of all ranks together.
+        batch: as for `shoal.shard`. "rank": a batch of your loaders is for one rank, as with DDP.
+            "global": it is for all ranks together.
         options: all other options of `shoal.parallelize`, such as `pins`, `plan`, `count` or
             `weigh`. The loss is that of `training_step`.
 
@@ -121,10 +127,10 @@ class ShoalStrategy(_Parallel):
         """Join the ranks. A process group of Lightning's own launchers is used as it is."""
         super().setup_environment()
         if is_rank() or self.world_size == 1:
-            shoal.init()
+            init()
         if self.world_size > 1:
             self.setup_distributed()
-        size = shoal.init().size
+        size = init().size
         if size != self.world_size:
             raise UsageError(
                 "every rank of a Trainer trains, so there can be no servers and no tail hosts",
@@ -155,10 +161,19 @@ class ShoalStrategy(_Parallel):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal a loader to the ranks, unless the script or its sampler does so itself."""
-        dealt = isinstance(dataloader, shoal.ShardedLoader | shoal.ShardedBatches)
+        dealt = isinstance(dataloader, ShardedLoader | ShardedBatches)
         if not dealt and not self._deals:
             return dataloader
-        return EpochLoader(dataloader if dealt else _dealt(dataloader, self._batch))
+        if isinstance(dataloader, ShardedLoader) and "source" not in vars(dataloader):
+            raise UsageError(
+                "Lightning has made another loader of one that went through shoal.shard",
+                where="predict, or overfit_batches",
+                do="give Lightning the DataLoader itself. ShoalStrategy deals its rows",
+            )
+        batch, size = self._batch, getattr(dataloader, "batch_size", None)
+        if not self.lightning_module.trainer.training and size is not None:
+            batch = "rank" if size < self.world_size else batch  # as batches of one row, to test
+        return EpochLoader(dataloader if dealt else _dealt(dataloader, batch))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of a batch, weighed by its rows. The first one makes the plan."""
@@ -226,7 +241,7 @@ class ShoalStrategy(_Parallel):
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         if module is not None and self._loss is not None and not self._failed:
             self._send_rest(module)
-            shoal.unparallelize(module)
+            unparallelize(module)
         self._loss, self._unsent = None, None
         if module is not None and _on_meta(module):
             self._lightning_module = None  # else moving it to the CPU would hide the error
@@ -239,7 +254,11 @@ class ShoalStrategy(_Parallel):
         args, kwargs = self._unsent
         if not module.automatic_optimization:  # the other arguments are known
             args, kwargs = args[:1], {}
-        with torch.enable_grad(), unseen(module), self.precision_plugin.train_step_context():
+        with (
+            torch.enable_grad(),
+            unseen(module, pl.LightningModule),
+            self.precision_plugin.train_step_context(),
+        ):
             output = self._loss(module, *args, **kwargs)
         (computed_loss(output) * 0.0).backward()
 
@@ -250,7 +269,7 @@ class ShoalStrategy(_Parallel):
     def _parallelized(self, compute_loss: Callable[..., Any], sample: Any = None) -> Any:
         """Parallelise the model, and return the function that weighs."""
         optimizers = self._own_optimizers()
-        _, loss, _ = shoal.parallelize(
+        _, loss, _ = parallelize(
             self.lightning_module,
             None,
             optimizers if len(optimizers) > 1 else optimizers[0],
@@ -262,10 +281,10 @@ class ShoalStrategy(_Parallel):
 
     def _training_step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step`, unseen while there is no plan."""
-        if self._planned or shoal.plan_of(module) is not None or self.world_size == 1:
+        if self._planned or plan_of(module) is not None or self.world_size == 1:
             output = module.training_step(*args, **kwargs)
         else:
-            with unseen(module):
+            with unseen(module, pl.LightningModule):
                 output = module.training_step(*args, **kwargs)
         if output is None and self.world_size > 1:
             raise UsageError(
@@ -287,9 +306,9 @@ class _ManualLoss:
 
     def __init__(self, strategy: ShoalStrategy) -> None:
         self._strategy = strategy
-        self._losses: list[Tensor] | None = None  # of a measured step, while it runs
+        self._losses: list[Tensor] | None = None  # losses of the measured step that runs
         self._batch: Any = None
-        self._loss: Tensor | None = None  # on its way to be weighed
+        self._loss: Tensor | None = None  # loss that is being weighed
 
     @property
     def is_measuring(self) -> bool:
@@ -297,7 +316,7 @@ class _ManualLoss:
         return self._losses is not None
 
     def records(self, loss: Tensor) -> bool:
-        """Note a loss whose backward begins, if it is measured only."""
+        """Note a loss as its backward begins, if the step is measured only."""
         if self._losses is not None:
             self._losses.append(loss)
         return self._losses is not None
@@ -337,7 +356,12 @@ class _ManualLoss:
         strategy = self._strategy
         module, self._losses = strategy.lightning_module, []
         try:
-            with unseen(module), _still(strategy):
+            wrappers = strategy._lightning_optimizers
+            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+            optimizers = strategy._own_optimizers()
+            with unseen(module, pl.LightningModule), still(optimizers, [*schedulers, *wrappers]):
+                for wrapper in wrappers:  # they count steps
+                    wrapper._on_before_step = wrapper._on_after_step = nothing
                 module.training_step(*args, **kwargs)
             losses = self._losses
         finally:
@@ -353,7 +377,7 @@ class _ManualLoss:
 
 @final
 class EpochLoader:
-    """A loader of this rank's rows whose length is that of a whole epoch.
+    """A loader of this rank's rows with the length of a whole epoch.
 
     Lightning counts batches from the start of an epoch, also if training goes on in its middle.
     All else is the sharded loader's.
@@ -399,105 +423,20 @@ class _CalledOnce:
         return self._results.pop() if self._results else self._closure()
 
 
-@contextmanager
-def unseen(module: nn.Module) -> Iterator[None]:
-    """Let a step leave no trace: it logs nothing, and plain attributes are put back behind it.
-
-    Plain attributes are those that are no parameters, buffers or modules: numbers, lists, and the
-    states of metrics.
-    """
-    kept = [(part, _attributes(part)) for part in module.modules()]
-    before = [(part, names, _contents(names.values())) for part, names in kept]
-    for part, _ in kept:
-        if isinstance(part, pl.LightningModule):
-            vars(part)["log"] = _log_nothing
-    try:
-        yield
-    finally:
-        for part, names, contents in before:
-            for name in _attributes(part).keys() - names.keys():
-                del vars(part)[name]
-            vars(part).update(names)
-            for put_back in contents:
-                put_back()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OWN}
-
-
-def _contents(values: Any) -> list[Callable[[], None]]:
-    """Return functions that put back what values have in them now, if it can change in place."""
-    return [put_back for value in values if (put_back := _content(value)) is not None]
-
-
-def _content(value: Any) -> Callable[[], None] | None:
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        tensor, data = value, value.detach().clone()
-
-        def copy_back() -> None:
-            with torch.no_grad():
-                tensor.copy_(data)
-
-        return copy_back
-    if type(value) in (list, dict, set, deque):
-        container, items = value, copy(value)
-
-        def refill() -> None:
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(items)
-
-        return refill
-    return None
-
-
-@contextmanager
-def _still(strategy: Any) -> Iterator[None]:
-    """Let optimizers and schedulers be as they were, behind a step that is only measured."""
-    groups = [
-        (group, {name: value for name, value in group.items() if name != "params"})
-        for optimizer in strategy._own_optimizers()
-        for group in optimizer.param_groups
-    ]
-    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    before = [(scheduler, dict(vars(scheduler))) for scheduler in schedulers]
-    wrappers = [(each, dict(vars(each))) for each in strategy._lightning_optimizers]
-    for each, _ in wrappers:
-        each._on_before_step = each._on_after_step = _do_nothing  # they count steps
-    try:
-        yield
-    finally:
-        for group, options in groups:
-            group.update(options)
-        for thing, attributes in [*before, *wrappers]:
-            vars(thing).update(attributes)
-
-
-def _do_nothing() -> None:
-    return
-
-
-def _log_nothing(*_: object, **__: object) -> None:
-    return
-
-
 def _clip(optimizer: Any, clip_val: float) -> None:
     """Clip gradients by their norm: the whole one, of which cut layers send one number."""
-    clip = getattr(optimizer, "clip_grad_norm_", None)
-    if clip is None:  # Lightning's stand-in for no optimizer
-        nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip_val)
-    else:
-        clip(clip_val)
+    if hasattr(optimizer, "clip_grad_norm_"):  # else a step is measured, without gradients
+        optimizer.clip_grad_norm_(clip_val)
 
 
 def _dealt(loader: Any, batch: Any) -> Any:
     """Deal a loader. That of `predict` notes which rows each rank has taken."""
     wrapper = getattr(loader, "batch_sampler", None)
     if not isinstance(wrapper, _OVERRIDES._IndexBatchSamplerWrapper):
-        return shoal.shard(loader, batch=batch)
+        return shard(loader, batch=batch)
     plain = copy(loader)
     vars(plain)["batch_sampler"] = wrapper._batch_sampler
-    dealt = shoal.shard(plain, batch=batch)
+    dealt = shard(plain, batch=batch)
     vars(dealt)["batch_sampler"] = type(wrapper)(dealt.batch_sampler)
     return dealt
 
@@ -506,7 +445,7 @@ def _check_options(batch: str, options: Mapping[str, Any]) -> None:
     """Refuse options that `parallelize` does not have, or that are Lightning's to give."""
     if batch not in ("rank", "global"):
         raise UsageError("unknown kind of batch", got=repr(batch), expected='"rank" or "global"')
-    known = {*signature(shoal.parallelize).parameters, *Older.__annotations__}
+    known = {*signature(parallelize).parameters, *Older.__annotations__}
     known -= {"model", "loss_fn", "optimizer", "older", *_NOT_OURS}
     for name in options:
         if name not in known:
@@ -519,7 +458,7 @@ def _check_options(batch: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: Any) -> None:
     """Refuse a model that has no values yet, or that is parallelised already."""
     if name := _on_meta(module):
         raise UsageError(
@@ -528,7 +467,13 @@ def _check_module(module: nn.Module) -> None:
             do="make the model on the CPU, or give it values in configure_model: "
             "module.to_empty(device=…), and reset_parameters() of its layers",
         )
-    if shoal.is_parallelized(module):
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        raise UsageError(
+            "training_step takes dataloader_iter, which has no rows to measure and to weigh",
+            where=f"{type(module).__name__}.training_step",
+            do="let it take the batch: training_step(self, batch, batch_idx)",
+        )
+    if is_parallelized(module):
         raise UsageError(
             "the model is parallelised already, and ShoalStrategy does so itself",
             where=type(module).__name__,
