@@ -134,7 +134,7 @@ class ShoalAccelerator(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """Prepare a model: precision, device and compilation at once, the rest with a batch."""
-        _check_model(model)
+        check_model(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         known = [call.model() for call in self.first_calls]
@@ -422,7 +422,8 @@ def _inner(optimizer: Any) -> Any:
     return optimizer
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is wrapped or parallelised already, or has no values (UsageError)."""
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         raise UsageError(
             f"{type(model).__name__} is around the model already",

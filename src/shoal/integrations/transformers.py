@@ -20,7 +20,7 @@ from transformers import Trainer
 
 from shoal.front.joining import init
 from shoal.front.together import mean
-from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator
+from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator, check_model
 from shoal.integrations.versions import check_version
 from shoal.session.compiled import uncompiled
 
@@ -43,6 +43,8 @@ class ShoalMixin:
         self.shoal_options = {name: options.pop(name) for name in names}
         self.shoal_items: Any = None  # number on all ranks that divides the last loss
         init()
+        if isinstance(model := options.get("model", args[0] if args else None), nn.Module):
+            check_model(model)
         super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
