@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,39 @@ def test_the_loader_tells_its_end(accelerator: Any) -> None:
     ):
         assert [accelerator.gradient_state.end_of_dataloader for _ in batches] == expected
         assert not accelerator.gradient_state.in_dataloader
+
+
+def test_a_registered_loader_goes_on_at_the_next_row(tmp_path: Path) -> None:
+    whole = rows_trained(tmp_path)
+    assert sorted(whole) == sorted([*range(20)] * 2)
+    first = rows_trained(tmp_path, stop=3)
+    assert first + rows_trained(tmp_path, going_on=True) == whole
+
+
+def rows_trained(folder: Path, *, stop: int = 0, going_on: bool = False) -> list[float]:
+    """Train on shuffled rows for two epochs, or save the state after some steps."""
+    accelerator = ShoalAccelerator(cpu=True)
+    torch.manual_seed(5)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.arange(20.0)[:, None], batch_size=2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(loader)
+    if going_on:
+        accelerator.load_state(folder)
+    rows: list[float] = []
+    for _ in range(loader.epoch, 2):
+        for batch in loader:
+            rows += batch.flatten().tolist()
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if stop and len(rows) == 2 * stop:
+                accelerator.save_state(folder)
+                accelerator.free_memory()
+                return rows
+    accelerator.free_memory()
+    return rows
 
 
 @pytest.fixture(scope="module")
