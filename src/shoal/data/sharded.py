@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Generic, TypeVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
@@ -33,6 +33,8 @@ class Positioned(Generic[T]):
     """What shoal.shard gives: each rank's own batches, and the position that all ranks are at."""
 
     source: Source[T]
+    # Accelerate deals no rows of a loader with this mark: it would do it a second time
+    _is_accelerate_prepared: ClassVar[bool] = True
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the global order, as plain data.
