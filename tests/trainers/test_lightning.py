@@ -19,6 +19,7 @@ TRAINED = [
     "plain",
     "scheduled",
     "windows_of_three",
+    "ended_early",
     "clipped_by_value",
     "precise",
     "normed",
