@@ -174,6 +174,13 @@ class TakesLoader(Net):
         return self.loss(next(dataloader_iter)[0])
 
 
+class EndsEarly(Net):
+    """One that ends its epochs in the middle of a window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
 class Normed(Net):
     """One with batch norm."""
 
@@ -218,6 +225,11 @@ def scheduled(folder: Path) -> dict[str, Any]:
 def windows_of_three(folder: Path) -> dict[str, Any]:
     pins = {"*": "sliced"}
     return fitted(Net(), {"pins": pins}, accumulate_grad_batches=3, gradient_clip_val=0.2)
+
+
+@case
+def ended_early(folder: Path) -> dict[str, Any]:
+    return fitted(EndsEarly(), accumulate_grad_batches=2)
 
 
 @case

@@ -19,6 +19,7 @@ TRAINED = [
     "plain",
     "scheduled",
     "windows_of_three",
+    "ended_early",
     "clipped_by_value",
     "precise",
     "normed",
@@ -125,3 +126,27 @@ def test_without_lightning_one_line_says_how_to_install_it(monkeypatch: pytest.M
     monkeypatch.setattr(adapter, "_PACKAGES", ("no_such_package",))
     with pytest.raises(shoal.UsageError, match="not installed"):
         adapter.installed()
+
+
+def test_a_silent_module_logs_nothing() -> None:
+    """Without a trainer, or in a measured step, `log` would warn, or wait for other ranks."""
+    traceless = importlib.import_module("shoal.integrations.traceless")
+    module = lightning.LightningModule()
+    with traceless.silent(module, lightning.LightningModule):
+        module.log("loss", 1.0)
+    with pytest.warns(UserWarning, match="not registered"):
+        module.log("loss", 1.0)
+
+
+def test_an_unseen_step_is_put_back() -> None:
+    traceless = importlib.import_module("shoal.integrations.traceless")
+    module = lightning.LightningModule()
+    module.losses, module.total = [1.0], torch.ones(2)
+    losses, total = module.losses, module.total
+    with traceless.unseen(module, lightning.LightningModule):
+        module.losses.append(2.0)
+        module.total += 1
+        module.last = 3
+    assert module.losses is losses and losses == [1.0]
+    assert module.total is total and total.tolist() == [1.0, 1.0]
+    assert not hasattr(module, "last")

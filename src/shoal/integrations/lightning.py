@@ -41,7 +41,7 @@ from shoal.front.parallel import parallelize
 from shoal.front.planned import is_parallelized, plan_of
 from shoal.front.release import unparallelize
 from shoal.front.sharding import shard
-from shoal.integrations.traceless import still, unseen
+from shoal.integrations.traceless import silent, still, unseen
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # Lightning's two names
 _OLDEST, _NEWEST = (2, 6), (3, 0)
@@ -280,11 +280,11 @@ class ShoalStrategy(_Parallel):
         return loss
 
     def _training_step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `training_step`, unseen while there is no plan."""
+        """Call `training_step`, silent while there is no plan."""
         if self._planned or plan_of(module) is not None or self.world_size == 1:
             output = module.training_step(*args, **kwargs)
         else:
-            with unseen(module, pl.LightningModule):
+            with silent(module, pl.LightningModule):
                 output = module.training_step(*args, **kwargs)
         if output is None and self.world_size > 1:
             raise UsageError(
@@ -359,7 +359,7 @@ class _ManualLoss:
             wrappers = strategy._lightning_optimizers
             schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
             optimizers = strategy._own_optimizers()
-            with unseen(module, pl.LightningModule), still(optimizers, [*schedulers, *wrappers]):
+            with silent(module, pl.LightningModule), still(optimizers, [*schedulers, *wrappers]):
                 for wrapper in wrappers:  # they count steps
                     wrapper._on_before_step = wrapper._on_after_step = nothing
                 module.training_step(*args, **kwargs)

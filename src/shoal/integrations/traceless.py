@@ -1,8 +1,8 @@
-"""A step of a trainer that is measured only, and leaves no trace in the modules.
+"""Steps of a trainer that leave no trace, as they are no steps of the training.
 
-Trainers' steps log, append to lists and count. The measurement runs a step several times, on parts
-of the first batch, so all of that is put back behind each run. Costs a copy of these attributes for
-each measured run, and nothing in training. Guarded by tests/trainers/test_lightning.py.
+The measurement of the first batch puts all back that a step changes, but for settings of optimizers
+(profiling/untraced.py). Its steps must not log, because logs may wait for other ranks. Costs
+nothing in training. Guarded by tests/trainers/test_lightning.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,19 @@ _OWN = frozenset(vars(nn.Module()))  # attributes that torch itself gives a modu
 
 
 @contextmanager
+def silent(module: nn.Module, logs: type[nn.Module]) -> Iterator[None]:
+    """Let `log` do nothing in all modules of a class."""
+    parts = [part for part in module.modules() if isinstance(part, logs)]
+    for part in parts:
+        vars(part)["log"] = _log_nothing
+    try:
+        yield
+    finally:
+        for part in parts:
+            vars(part).pop("log", None)
+
+
+@contextmanager
 def unseen(module: nn.Module, logs: type[nn.Module]) -> Iterator[None]:
     """Let a step leave no trace: it logs nothing, and plain attributes are put back behind it.
 
@@ -33,11 +46,9 @@ def unseen(module: nn.Module, logs: type[nn.Module]) -> Iterator[None]:
     """
     kept = [(part, _attributes(part)) for part in module.modules()]
     before = [(part, names, _contents(names.values())) for part, names in kept]
-    for part, _ in kept:
-        if isinstance(part, logs):
-            vars(part)["log"] = _log_nothing
     try:
-        yield
+        with silent(module, logs):
+            yield
     finally:
         for part, names, contents in before:
             for name in _attributes(part).keys() - names.keys():
