@@ -56,9 +56,7 @@ def main() -> None:
     for way in options.ways * options.rounds:
         model = copy.deepcopy(whole)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        model, loss_fn, _ = shoal.parallelize(
-            model, loss_of, optimizer, sample=(x, y), **WAYS[way]
-        )
+        model, loss_fn, _ = shoal.parallelize(model, loss_of, optimizer, sample=(x, y), **WAYS[way])
         plan, seconds = shoal.plan_of(model), []
         for _ in range(options.steps + 2):
             began_s = time.perf_counter()
