@@ -17,9 +17,9 @@ layers, stays cut:
 
 Anything else gathers the outputs of this rank's rows first. A change in place and a hook bind the
 object to that whole: from there on it, and views of it, are ordinary tensors (`bound`). All of it
-are collectives, but a rank may read values alone (output_call.py). Why not torch's loss_parallel: that needs DTensors on a
-device mesh of processes, and parameters that are DTensors, where here parameters stay the user's
-own objects and ranks may be threads.
+are collectives, but a rank may read values alone (output_call.py). Why not torch's loss_parallel:
+that needs DTensors on a device mesh of processes, and parameters that are DTensors, where here
+parameters stay the user's own objects and ranks may be threads.
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 Guarded by tests/equivalence/test_head.py and test_pair.py.
