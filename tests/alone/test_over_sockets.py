@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(120)]
 
 
-@pytest.mark.parametrize("way", ["column", "pair", "sliced", "embedding", "pipeline"])
+@pytest.mark.parametrize("way", ["column", "pair", "head", "sliced", "embedding", "pipeline"])
 def test_others_wait_in_a_barrier_and_at_their_end(way: str) -> None:
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
     job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
