@@ -35,7 +35,7 @@ from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.registry import of
 from shoal.data.sharded import ShardedBatches, ShardedLoader
-from shoal.features import Older
+from shoal.features import Older, SyncBatchNorm
 from shoal.front.joining import init
 from shoal.front.parallel import parallelize
 from shoal.front.planned import is_parallelized, plan_of
@@ -152,7 +152,7 @@ class ShoalStrategy(_Parallel):
                 _OVERRIDES._sync_module_states(module)
             return
         if self._layer_sync is not None:
-            self._options.setdefault("sync_batchnorm", True)
+            self._options.setdefault(SyncBatchNorm.name, True)
         self.precision_plugin.clip_grad_by_norm = _clip
         if module.automatic_optimization:
             self._loss = self._parallelized(self._training_step)
