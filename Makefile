@@ -7,6 +7,8 @@
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
+# make test-trainers Lightning, Accelerate and other trainers, on two ranks, in an environment of
+#                 their own (TRAINERS='-m "not minutes"' leaves the longest out)
 # make test-browser pages in Chromium, taken from PATH (on Debian: apt-get install chromium)
 # make test-proof twelve faults in the lab (root, Linux), 200 random models by the day's seed
 #                 (SHOAL_FUZZ_SEED=N repeats one), the documentation, pages in Chromium: minutes
@@ -28,7 +30,7 @@ ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --
 # Tests start a hundred programs: each compiles the library anew where none may keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest test-gpu test-spark test-browser test-proof java lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark test-trainers test-browser test-proof java lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -48,6 +50,9 @@ test-gpu: .venv/ready
 test-spark: java .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
 	$(BIN)/python -m pytest -m spark tests/tools/spark || $(ALONE)
+
+test-trainers: build/trainers/ready
+	HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers $(TRAINERS)
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
@@ -77,6 +82,14 @@ lab: .venv/ready
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer: make PYTHON=python3.11"'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# It sees all of .venv, and has the trainers beside it: none of them brings another torch.
+build/trainers/ready: constraints-trainers.txt .venv/ready
+	$(BIN)/python -m venv build/trainers
+	build/trainers/bin/pip install --quiet --no-deps --requirement constraints-trainers.txt
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > "$$(build/trainers/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	touch $@
 
 clean:

@@ -39,7 +39,7 @@ RECIPES = {
 # where each phase's function is looked up, and by which name
 PHASES = {
     "comparing the model": (("shoal.profiling.layers", "require_same_model"),),
-    "profiling: steps": (("shoal.profiling.layers", "_measured_step"),),
+    "profiling: steps": (("shoal.profiling.layers", "measured_step"),),
     "profiling: probes": (("shoal.profiling.layers", "_measuring"),),
     "profiling: rows": (("shoal.profiling.layers", "rowwise"),),
     "profiling: optimizer": (("shoal.profiling.layers", "OptimizerCost.of"),),

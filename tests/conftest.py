@@ -9,6 +9,7 @@ test marked `quick` keeps all of its cases: those are cheap. What takes long by 
 from __future__ import annotations
 
 import gc
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from importlib import import_module
@@ -25,6 +26,8 @@ BRIEF = {
     "shoal.profiling.timeline._SHARED_S": 0.0,  # of the same on a shared core
     "shoal.profiling.optimizer._MOST_TIMES": 1,  # copies of a small model's parameters
 }
+# no test takes a figure that another has measured; processes that it starts, too
+os.environ["SHOAL_CACHE"] = "off"
 TRIED: dict[Hashable, Any] = {}  # what trials of optimizers have found
 
 
@@ -54,7 +57,7 @@ def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """
     if request.node.get_closest_marker("exact_times"):
         return
-    monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
+    monkeypatch.setattr("shoal.profiling.steps._MOST", 1)
     if not request.node.get_closest_marker("slow"):
         for name, value in BRIEF.items():
             monkeypatch.setattr(name, value)

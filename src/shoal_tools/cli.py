@@ -20,7 +20,7 @@ from shoal_tools.commands.doctor import doctor
 from shoal_tools.commands.features import features
 from shoal_tools.commands.lab import lab
 from shoal_tools.commands.plan import plan
-from shoal_tools.commands.probe import probe
+from shoal_tools.commands.probe import cache, probe
 from shoal_tools.commands.report import report
 from shoal_tools.commands.simulate import simulate
 from shoal_tools.commands.test import test
@@ -86,7 +86,8 @@ def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
 
 
-for _command in (train, test, features, plan, simulate, check, bench, report, probe, doctor, lab):
+_MEASURING = plan, simulate, check, bench, report, probe, cache
+for _command in (train, test, features, *_MEASURING, doctor, lab):
     main.add_command(_command)
 
 

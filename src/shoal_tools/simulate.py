@@ -23,7 +23,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from shoal.codecs.coded import codec_named
-from shoal.core.errors import UsageError
+from shoal.core.errors import PlanError, UsageError
 from shoal.core.explanation import Explanation
 from shoal.core.facts import Cluster, Excerpt, ModelProfile
 from shoal.core.foresight import (
@@ -47,6 +47,7 @@ from shoal.planner.step import Timeline
 from shoal.planner.timeline import Predictor, as_planned
 
 _MEDIAN, _UNLUCKY = 0.5, 0.95
+_AS_DDP = "replicate:allreduce"
 _FREE = 1e6  # times as fast as the link: no limit
 _FASTER, _MORE_ROWS, _CODECS = 2.0, 2.0, ("bfloat16", "int8")  # that may help
 
@@ -140,7 +141,17 @@ class _Model:
         }
         rows = 1 if question.strong else hosts  # as many as one host
         times = rows * self.alone_s / usual_s
-        return Scale(hosts, usual_s, unlucky_s, times, limits, made)
+        ddp_s = None if plan else self._ddp_s(profile, cluster)
+        return Scale(hosts, usual_s, unlucky_s, times, limits, made, ddp_s)
+
+    def _ddp_s(self, profile: ModelProfile, cluster: Cluster) -> float | None:
+        """Return a step with an all-reduce of all layers; None if that cannot be."""
+        try:
+            made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
+        except PlanError:
+            return None
+        slow = as_planned(self._stretched(profile, cluster.size, _MEDIAN), made)
+        return Predictor(slow, cluster).as_is(made).step_s
 
     def helps(self, scales: Sequence[Scale]) -> list[Help]:
         """What would bring most at the largest number of hosts, under its plan or one like it."""

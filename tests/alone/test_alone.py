@@ -38,7 +38,9 @@ WAYS = {
     "factor": ("factor", "factor", "factor"),
     "pipeline": ("pipeline:0", "pipeline:1", "pipeline:1"),
     "embedding": ("embedding", "replicate", "replicate"),
+    "tied": ("tied", "replicate", "tied"),
 }
+OF_IDS = ("embedding", "tied")
 READS = [way for way in WAYS if way not in ("sliced", "factor")]  # ways in which weights are apart
 STEPS = 3
 Seen = dict[str, Any]
@@ -57,16 +59,19 @@ def quickly_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(way: str) -> nn.Module:
     torch.manual_seed(5)
     first: list[nn.Module] = [nn.Linear(6, 8)]
-    if way == "embedding":
+    if way in OF_IDS:
         first = [nn.Embedding(11, 8)]
-    layers = [*first, nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)]
+    last = nn.Linear(8, 11 if way == "tied" else 3)
+    if way == "tied":
+        last.weight = first[0].weight
+    layers = [*first, nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), last]
     return nn.Sequential(*layers).double()
 
 
 def batch(way: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(100 * rank + step)
     y = torch.randint(3, (4,), generator=draws)
-    if way == "embedding":
+    if way in OF_IDS:
         return torch.randint(11, (4,), generator=draws), y
     return torch.randn(4, 6, generator=draws, dtype=torch.float64), y
 

@@ -61,6 +61,15 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(words)).mean(1))
 
 
+class Tied(Net):
+    """Its head has the weight of its table, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, WORDS)
+        self.head.weight = self.table.weight
+
+
 def batches(number: int) -> list[Batch]:
     return [
         (integers(WORDS, 12, 4, seed=seed), integers(CLASSES, 12, seed=seed))
@@ -163,3 +172,9 @@ def test_what_is_released_is_as_in_one_process_and_takes_another_plan(
     way: str, another: str, ranks: int, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
 ) -> None:
     assert_as_one_process(training(optimizer), ranks, [way, another])
+
+
+@pytest.mark.parametrize(("way", "another"), [("tied", "replicate"), ("sliced", "tied")])
+def test_a_weight_that_modules_share_is_released(way: str, another: str) -> None:
+    script = Training(model=built(Tied), batches=batches(3 * STEPS), optimizer=adamw)
+    assert_as_one_process(script, 3, [way, another])

@@ -51,9 +51,13 @@ class Net(nn.Module):
 
 def pins() -> list[str]:
     """Every strategy, with every exact exchange that it takes; of "stage" see
-    equivalence/test_stage.py.
+    equivalence/test_stage.py. "tied" has a model of its own.
     """
-    kinds = {name: kind for name, kind in of(Strategy).items() if not kind.role.is_at_tail}
+    kinds = {
+        name: kind
+        for name, kind in of(Strategy).items()
+        if not kind.role.is_at_tail and name != "tied"
+    }
     carried = [
         f"{name}:{exchange}"
         for name, kind in kinds.items()
@@ -144,6 +148,29 @@ def test_bags_send_the_bytes_that_are_stated(pin: str, sparse: bool, hosts: str)
     assert_stated(pin, hosts, model=Bags(sparse))
 
 
+class Tied(Net):
+    """Its head has the weight of its table, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(7, 19)
+        self.head.weight = self.table.weight
+        self.hidden, self.back = nn.Linear(7, 13, bias=False), nn.Linear(13, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.back(torch.relu(self.hidden(self.table(ids)))).mean(1))
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_a_weight_that_modules_share_sends_the_bytes_that_are_stated(hosts: str) -> None:
+    assert_stated("tied", hosts, model=Tied())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_that_shares_its_weight_states_what_its_losses_send(loss: str) -> None:
+    assert_stated("tied", "aabb", loss_fn=LOSSES[loss], model=Tied())
+
+
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_head_states_what_its_losses_send(loss: str, hosts: str) -> None:
@@ -227,7 +254,8 @@ def assert_stated(
             ]
         predictor = Predictor(attached.profile, attached.cluster)
         layers = {layer.name: layer for layer in trainable_layers(mine)}
-        costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]
+        traffics = (predictor.cost(site).traffic for site in sites(attached.plan, layers))
+        costs = [traffic for traffic in traffics if traffic.sent]  # the bias of a head has none
         others, afar = ranks - 1, ranks - hosts.count(hosts[comm.rank])
         stated = [
             sum(t.sent[comm.rank] for t in costs) + COUNTS_BYTES * others,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +18,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.errors import UsageError
+from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
 
@@ -290,3 +292,48 @@ def test_the_loop_may_say_what_a_sampler_does() -> None:
     dealt, own = zip(*on_ranks(work), strict=True)
     assert flat(steps(list(dealt))) != flat(steps(list(own)))
     assert len(flat(steps(list(dealt)))) == 12 and len(flat(steps(list(own)))) == 24
+
+
+class Balanced(Sampler[int]):
+    """A sampler of somebody's own, which may draw a row again."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0] * self.size)
+
+    def __len__(self) -> int:
+        return self.size
+
+
+REPEATING: dict[str, tuple[Callable[[], Any], bool]] = {
+    "with replacement": (lambda: RandomSampler(range(1), replacement=True, num_samples=8), True),
+    "weighted": (lambda: WeightedRandomSampler([1.0], 8), True),
+    "of its own": (lambda: Balanced(8), True),
+    "in order": (lambda: None, False),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATING)
+def test_ranks_may_draw_the_same_rows_with_replacement(kind: str) -> None:
+    make, may_repeat = REPEATING[kind]
+    model = built(lambda: nn.Linear(1, 1))
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(rank: int, size: int) -> None:
+        rows = TensorDataset(torch.ones(8, 1, dtype=torch.float64), torch.zeros(8, 1).double())
+        loader = shoal.shard(DataLoader(rows, 2, sampler=make()))
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        unlike = torch.full((2, 1), float(rank), dtype=torch.float64)
+        own, loss_fn, _ = shoal.parallelize(
+            models[rank], nn.MSELoss(), optimizer, sample=(unlike, unlike)
+        )
+        for x, y in loader:
+            loss_fn(own(x), y).backward()
+
+    if may_repeat:
+        on_ranks(work)
+    else:
+        with pytest.raises(RanksDiffer, match="fed the same batch"):
+            on_ranks(work)

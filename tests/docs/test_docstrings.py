@@ -25,7 +25,12 @@ def _is_raised(public: object) -> bool:
 
 # errors and the end of a server's script are raised, not called
 CALLED = [name for name in shoal.__all__ if not _is_raised(getattr(shoal, name))]
-NEED_SPARK = {"shoal_tools.spark.estimator"}
+NEEDS = {
+    "shoal_tools.spark.estimator": "pyspark",
+    "shoal.integrations.accelerate": "accelerate",
+    "shoal.integrations.lightning": "pytorch_lightning",
+    "shoal.integrations.transformers": "transformers",
+}
 API = ROOT / "docs" / "reference" / "api.md"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
@@ -34,7 +39,8 @@ def examples() -> Iterator[doctest.DocTest]:
     """Every docstring with an example. `Example (root):` says that it needs a lab."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in pkgutil.walk_packages(shoal.__path__, "shoal."):
-        missing = module.name in NEED_SPARK and importlib.util.find_spec("pyspark") is None
+        needed = NEEDS.get(module.name)
+        missing = needed is not None and importlib.util.find_spec(needed) is None
         if not (module.name.endswith("__main__") or missing):
             yield from finder.find(importlib.import_module(module.name))
     yield from finder.find(shoal)

@@ -39,6 +39,9 @@ from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.servers.servers import serve
 
+# scripts run without conftest.py: no case takes a figure of another
+os.environ.setdefault("SHOAL_CACHE", "off")
+
 # where models and batches are
 DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 LEARNING_RATE = 0.05
@@ -51,11 +54,12 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in of(Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in of(Strategy).items() if kind.role.takes_exchange]
-# without hosts of its own, for gradients that are dense: of others see test_sparse.py
+# without hosts of its own, for gradients that are dense: of others see test_sparse.py. Of "tied",
+# which serves weights that modules share, see test_tied.py
 HERE = {
     name: kind
     for name, kind in of(Strategy).items()
-    if not kind.role.is_at_tail and kind.role is not Role.ROWS
+    if not kind.role.is_at_tail and kind.role is not Role.ROWS and name != "tied"
 }
 ALL_CUTS = [name for name, kind in HERE.items() if kind.role.is_cut and name != "row_pair"]
 # those that serve linear layers anywhere

@@ -402,3 +402,40 @@ def test_the_planner_leaves_stage_out_and_says_why() -> None:
     assert "stage" not in {choice.strategy for choice in plan().choices}
     with pytest.raises(PlanError, match="compute_loss calls the model itself"):
         plan(pins={"2": "stage"})
+
+
+class Gated(nn.Module):
+    """A model that keeps a term for its loss, a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.aux = mlp(), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        self.aux = logits.logsumexp(1).square().mean()
+        return logits
+
+
+def with_kept(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        (compute(model, batch) + 0.3 * model.aux).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("has_sample", [True, False], ids=["sample", "first"])
+@pytest.mark.parametrize("way", [BUCKETED[0], "sliced", "column", "pipeline"])
+def test_a_kept_term_beside_a_loss_of_class_weights_is_a_mean_over_rows(
+    way: str, has_sample: bool
+) -> None:
+    weight = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
+    training = Training(
+        model=built(Gated),
+        batches=features(7, 3),
+        loss_fn=None,
+        compute_loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight),
+        loop=with_kept,
+        has_sample=has_sample,
+    )
+    assert_same(training, 2, way, uneven=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -284,3 +285,69 @@ def test_a_plan_of_a_compute_loss_with_several_arguments() -> None:
         compute_loss=of_three,
     )
     assert len(plan.choices) == 2
+
+
+def by_closure(model: Any, compute: Any, optimizer: Any, batches: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for batch in batches:
+
+        def closure(batch: Any = batch) -> Any:
+            optimizer.zero_grad()
+            loss = compute(model, batch)
+            loss.backward()
+            return loss
+
+        assert float(optimizer.step(closure).detach()) > 0
+        scheduler.step()
+
+
+@pytest.mark.parametrize("way", [AUTO, "sliced", "pipeline"])
+def test_a_first_step_may_have_a_closure(way: str) -> None:
+    check(by_closure, of_pair, way)
+
+
+def test_a_first_step_of_lbfgs_wants_a_sample() -> None:
+    training = Training(
+        model=built(mlp),
+        batches=BATCHES,
+        loss_fn=None,
+        compute_loss=of_pair,
+        optimizer=torch.optim.LBFGS,
+        loop=by_closure,
+        has_sample=False,
+    )
+    with pytest.raises(UsageError, match="For LBFGS give"):
+        training.on_ranks(2, AUTO)
+
+
+def test_casts_of_autocast_are_of_the_weights_that_ranks_agree_on() -> None:
+    """The first batch is measured and then computed within autocast, which keeps casts."""
+    models = [built(mlp, torch.float32) for _ in range(2)]
+    alone = copy.deepcopy(models[0])
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.add_(1.0)  # as where each rank has a seed of its own
+    batches = [(x.float(), y) for x, y in BATCHES[:1]]
+
+    def losses(model: Any, compute: Any, rank: int | None) -> list[float]:
+        found = []
+        for batch in batches:
+            own = batch if rank is None else rows_of(batch, rank, 2)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = compute(model, own)
+            loss.backward()
+            found.append(float(shoal.mean(loss.detach(), weight=len(own[1]))))
+        return found
+
+    def work(comm: ThreadComm) -> list[float]:
+        with using(comm, cluster_of(2)):
+            model = models[comm.rank]
+            _, compute, _ = shoal.parallelize(
+                model, None, sgd(model.parameters()), compute_loss=of_pair
+            )
+            return losses(model, compute, comm.rank)
+
+    with using(ThreadComm()):
+        expected = losses(alone, of_pair, None)
+    for found in on_threads(2, work):
+        assert found == pytest.approx(expected, rel=2e-2)

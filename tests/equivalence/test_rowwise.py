@@ -218,9 +218,14 @@ def test_what_is_cut_by_outputs_is_found_by_trying():
             lambda: cosine(),
             features(6, CLASSES)[0],
             {"2": "row"},
-            "it serves nn.Linear, and this is a Cosine",
+            "its weight is read by normalize",
         ),
-        (lambda: cosine(), features(6, CLASSES)[0], {"2": "factor"}, "and this is a Cosine"),
+        (
+            lambda: cosine(),
+            features(6, CLASSES)[0],
+            {"2": "factor"},
+            "its weight is read by normalize",
+        ),
         (
             lambda: convolutional(lambda: nn.Conv2d(3, 6, 3, groups=3)),
             pictures()[0],

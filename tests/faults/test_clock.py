@@ -21,7 +21,10 @@ WALL = {
     "datetime": {"now", "utcnow", "today"},
     "date": {"today"},
 }
-FOR_PEOPLE = {("comm/roll_call.py", "strftime")}  # the time of day that a process came, in messages
+FOR_PEOPLE = {
+    ("comm/roll_call.py", "strftime"),  # the time of day that a process came, in messages
+    ("core/cache_folder.py", "now"),  # the day that a kept file was written
+}
 
 # the wall clock of a process, and of torch in it, so many seconds ahead as a file says; the kernel
 # knows nothing of that, so it must not be ahead while gloo lets the kernel wait, as at the end

@@ -76,6 +76,20 @@ def test_a_second_model_measures_links_again_only_where_they_changed(
     assert probes.full == [times] * RANKS
 
 
+def test_one_busy_moment_is_no_change(probes: Probes, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, rates = two_a_rank(), [[TRIED, 0.1 * TRIED, TRIED] for _ in range(RANKS)]
+    monkeypatch.setattr(cluster, "probe_now", lambda comm, _: rates[comm.rank].pop(0))
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm):
+            for model in models[comm.rank]:
+                parallelised(model)
+
+    run(RANKS, work, timeout_s=30)
+    assert probes.full == [1] * RANKS
+    assert rates == [[], []]
+
+
 def test_a_cluster_that_was_given_is_never_measured(probes: Probes) -> None:
     given, models = Cluster(Topology(("one", "other")), Link(1e-4, 1e8)), two_a_rank()
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, SampleError
 from shoal.core.facts import LayerProfile, ModelProfile
-from shoal.profiling.layers import ProfileOptions, profile_model
+from shoal.profiling.layers import ProfileOptions, _by_the_fastest, profile_model
 from shoal.profiling.products import ProductCost, ProductFacts
 from shoal.strategies.embedding import IdFacts
 
@@ -316,7 +316,7 @@ def test_ranks_with_different_models_are_named() -> None:
 
 
 def test_a_slow_model_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.profiling.layers._BUDGET_S", 0.0)
+    monkeypatch.setattr("shoal.profiling.steps._BUDGET_S", 0.0)
     model = Image()
     calls = SimpleQueue[int]()  # a list would be as before
     model.register_forward_hook(lambda *_: calls.put(1))
@@ -398,3 +398,26 @@ def test_an_empty_tensor_among_others_is_no_empty_sample() -> None:
         Boxes(4, 2), F.mse_loss, ((torch.ones(3, 4), torch.zeros(0, 4)), torch.zeros(3, 2))
     )
     assert found.layers[0].rows == 3
+
+
+def of_seconds(*layers: tuple[float, float]) -> ModelProfile:
+    """A rank's profile of layers that take so long in forward and in backward."""
+    made = [
+        LayerProfile(name, "Linear", (), forward_s=forward_s, backward_s=backward_s)
+        for name, (forward_s, backward_s) in zip("abc", layers, strict=True)
+    ]
+    forward_s, backward_s = (sum(seconds) for seconds in zip(*layers, strict=True))
+    return ModelProfile(tuple(made), forward_s, backward_s, 0.0, digest="")
+
+
+def test_layers_of_a_slow_host_have_the_proportions_of_the_fastest() -> None:
+    """A quota makes a slow host sleep inside of one layer; its seconds together are right."""
+    fast = of_seconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0))
+    slow = of_seconds((3.0, 6.0), (4.0, 17.0), (5.0, 1.0))
+    same, dealt = _by_the_fastest([fast, slow])
+    assert same == fast
+    seconds = [(layer.forward_s, layer.backward_s) for layer in dealt.layers]
+    assert seconds == [(3.0, 6.0), (6.0, 12.0), (3.0, 6.0)]
+    assert (dealt.forward_s, dealt.backward_s) == (12.0, 24.0)
+    like = of_seconds((1.2, 2.2), (2.2, 4.2), (1.2, 2.2))
+    assert _by_the_fastest([fast, like]) == [fast, like]

@@ -22,6 +22,7 @@ from shoal_tools.report.run_file import load
 
 COMMANDS = (
     "bench",
+    "cache",
     "check",
     "doctor",
     "features",

@@ -118,6 +118,15 @@ def test_a_slow_link_limits_and_a_quick_one_does_not() -> None:
     assert quick.efficiency > 0.95
 
 
+def test_ddp_is_foreseen_beside_the_plan() -> None:
+    (slow,) = simulate(small(), ALONE, [8], replace(EVEN, network=Network(RATE / 20))).scales
+    assert slow.ddp_s is not None and slow.ddp_s >= slow.step_s
+    pinned = replace(EVEN, how={"pins": {"*": "replicate:allreduce"}})
+    (same,) = simulate(small(), ALONE, [8], pinned).scales
+    assert same.ddp_s == pytest.approx(same.step_s)
+    assert simulate(small(), ALONE, [1], EVEN).scales[0].ddp_s is None
+
+
 def test_what_is_shared_out_is_done_sooner_and_sends_as_much() -> None:
     (weak,) = simulate(small(), ALONE, [4], EVEN).scales
     (strong,) = simulate(small(), ALONE, [4], replace(EVEN, strong=True)).scales

@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,12 @@ def as_path(path: Any, call: str) -> Path:
             got=repr(path)[:80],
             expected="a text or a pathlib.Path, which is not empty",
             do='give for instance "run"',
+        )
+    if "://" in text:  # else a folder of that name would be made here
+        raise UsageError(
+            f"{call} takes the path of a folder on this host",
+            got=text[:80],
+            do="mount that file system, or bring the files here",
         )
     return Path(text)
 
@@ -167,7 +174,7 @@ def found(path: Path) -> Path | None:
     return None
 
 
-def unreadable(path: Path, error: OSError) -> UsageError:
+def unreadable(path: Path | str, error: OSError) -> UsageError:
     """The error about a file that the file system does not give."""
     return UsageError(
         "the checkpoint cannot be read",
@@ -183,6 +190,16 @@ def clean(path: Path) -> None:
         host, _, rest = left.name.partition(_TMP)[2].rpartition("-")[0].rpartition("-")
         if host == _host() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
             remove(left)
+
+
+def passing() -> Path:
+    """Return a new name in this host's temporary folder, for a checkpoint on its way elsewhere.
+
+    Leftovers of processes that have ended are removed.
+    """
+    name = Path(tempfile.gettempdir()) / "shoal-checkpoint"
+    clean(name)
+    return _marked(name, _TMP)
 
 
 def clean_run(folder: Path, name: str) -> None:

@@ -13,11 +13,23 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, final
 
-from shoal.checkpoint.folder import LATEST, STATE, clean_run, gone, remove, write_text
+from shoal.checkpoint.folder import (
+    LATEST,
+    STATE,
+    clean_run,
+    gone,
+    passing,
+    remove,
+    unreadable,
+    write_text,
+)
+from shoal.checkpoint.store import Store
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import open_regular
 
@@ -38,7 +50,6 @@ def step_of(name: str) -> int | None:
     return int(matched[1]) if matched else None
 
 
-@final
 class RunFolder:
     """A run's folder."""
 
@@ -51,12 +62,20 @@ class RunFolder:
 
         LATEST names it. If that is gone, or not readable, it is the one of most steps.
         """
-        complete = self._complete()
+        complete, latest = self._complete(), ""
         with contextlib.suppress(OSError, ValueError), open_regular(self.folder / LATEST) as file:
             latest = file.read(64).decode("ascii").strip()
-            if latest in complete:
-                return latest
-        return max(complete, key=complete.__getitem__, default=None)
+        return newest_of(complete, latest)
+
+    def where(self, name: str) -> str:
+        """Return the address of a checkpoint, for messages."""
+        return str(self.folder / name)
+
+    def bring(self) -> None:
+        """Bring the newest checkpoint into the folder, if it is elsewhere."""
+
+    def sweep(self) -> None:
+        """Remove the checkpoint that `bring` has brought."""
 
     def _complete(self) -> dict[str, int]:
         """Return the steps of each complete checkpoint, by its name."""
@@ -71,10 +90,7 @@ class RunFolder:
         one. Then those of fewest steps go. No clock has a say, as it may have been set.
         """
         write_text(self.folder / LATEST, f"{name}\n")
-        steps = self._complete()
-        now = steps.pop(name, 0)
-        others = sorted(steps, key=lambda other: (steps[other] <= now, steps[other]))
-        for other in others[: max(0, len(others) - (keep - 1))]:
+        for other in left_over(self._complete(), name, keep):
             # first a name under which nobody looks, as removing takes a while
             path = self.folder / other
             with contextlib.suppress(OSError):
@@ -145,3 +161,86 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+@final
+class StoredRun(RunFolder):
+    """A run in a store. Its folder on this host has a checkpoint on its way there, or from there.
+
+    Args:
+        store: the run's folder in the store. Nobody locks it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(passing())
+        self._store = store
+
+    def where(self, name: str) -> str:
+        return self._store.where(name)
+
+    def bring(self) -> None:
+        try:
+            name = newest_of(self._stored(), self._store.read_text(LATEST).strip())
+            if name is not None:
+                self._make()
+                (self.folder / name).mkdir()
+                self._store.get(name, self.folder / name)
+        except OSError as error:
+            raise unreadable(str(self._store), error) from error
+
+    def sweep(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _stored(self) -> dict[str, int]:
+        steps = {name: step_of(name) for name in self._store.complete()}
+        return {name: step for name, step in steps.items() if step is not None}
+
+    def put_latest(self, name: str, keep: int) -> None:
+        """Put a checkpoint into the store, have LATEST name it, and remove others as a folder."""
+        try:
+            self._store.put(self.folder / name, name)
+        finally:
+            self.sweep()
+        self._store.write_text(LATEST, f"{name}\n")
+        for other in left_over(self._stored(), name, keep):
+            self._store.remove(other)
+
+    def lock(self) -> None:
+        try:
+            self._store.check()
+        except OSError as error:
+            raise UsageError(
+                "checkpoints cannot be written there",
+                where=str(self._store),
+                got=str(error),
+                do="give an address at which rank 0 may write",
+            ) from error
+
+    def lock_again(self) -> None:
+        self._make()
+
+    def _make(self) -> None:
+        """Make the folder on this host, for this user alone."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+
+    def unlock(self) -> None:
+        self.sweep()
+
+
+def run_at(place: Path | Store) -> RunFolder:
+    """Return the run that is saved at a place."""
+    return StoredRun(place) if isinstance(place, Store) else RunFolder(place)
+
+
+def newest_of(complete: Mapping[str, int], latest: str) -> str | None:
+    """Return the newest of complete checkpoints: the one that LATEST names, or of most steps."""
+    if latest in complete:
+        return latest
+    return max(complete, key=complete.__getitem__, default=None)
+
+
+def left_over(steps: Mapping[str, int], name: str, keep: int) -> list[str]:
+    """Return the checkpoints that go, so that `keep` are left, `name` among them."""
+    now, others = steps.get(name, 0), [other for other in steps if other != name]
+    others.sort(key=lambda other: (steps[other] <= now, steps[other]))
+    return others[: max(0, len(others) - (keep - 1))]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+READING_BYTES = 56  # a statement of a rank at a reading of an output, to every other rank
+
 
 class Wanted(IntEnum):
     """The values that a rank needs if it is alone."""

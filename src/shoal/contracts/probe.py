@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.contracts.sample import Sample
 from shoal.core.facts import Facts
+from shoal.core.known import KnownFigures
 
 T = TypeVar("T")
 
@@ -101,6 +102,11 @@ class Trial:
     row_parts: int | None  # parts of a rank's batch in a pipeline; None: the planner may choose
     step: MeasuredStep  # the median of some
     read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
+    known: KnownFigures = field(default_factory=KnownFigures)  # figures of an earlier start
+    # modules that hold parameters of layers and have none of their own; the step measures them, too
+    tied: tuple[Layer, ...] = ()
+    # uses of weights, by layer, in modules that do not hold them
+    borrowed: Mapping[str, str] = field(default_factory=dict)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, find: Callable[[Trial], T]) -> T:

@@ -100,11 +100,17 @@ class Sample:
             _check_rows(sample, "batch")
             return cls(model, None, sample, None, compute_loss)
         if not isinstance(sample, tuple | list) or len(sample) != 2:
+            own = loss_fn is None  # the model returns its loss
             raise SampleError(
                 "there is no sample" if sample is None else "the sample is not a pair",
                 got=describe(sample),
-                expected="sample=(x, y): the model's input and the loss's target",
-                do="give one batch of the kind the training loop will see",
+                expected="sample=(x, None): the model's input, and no target without a loss_fn"
+                if own
+                else "sample=(x, y): the model's input and the loss's target",
+                do="write sample=(x, None), where x is one batch as the training loop will see it, "
+                "or give a loss_fn or compute_loss="
+                if own
+                else "give one batch of the kind the training loop will see",
             )
         x, y = sample
         _check_rows(x, "x")

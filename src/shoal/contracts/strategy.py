@@ -19,7 +19,7 @@ from shoal.contracts.ways import Ways
 from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.facts import Cluster, LayerProfile, first
 from shoal.core.placement import Owner
 from shoal.core.registry import Contract
 from shoal.core.role import Role
@@ -56,6 +56,8 @@ class Place:
     ways: Ways = field(default_factory=Ways)  # to layers that others run or hold
     # this rank's rows, for what leaves it in backward
     weighs: Weighing = field(default_factory=Weighing)
+    # profiles of the layers by name, where they were measured
+    profiles: Mapping[str, LayerProfile] = field(default_factory=dict)
 
 
 class Strategy(Contract, ABC):
@@ -70,6 +72,7 @@ class Strategy(Contract, ABC):
     codes_rows: ClassVar[bool] = False  # the rows that it sends, where a plan gives it a codec
     # names of the classes in torch.nn that it serves; empty if it may serve any
     kinds: ClassVar[tuple[str, ...]] = ()
+    takes_alike: ClassVar[bool] = False  # layers of other classes, if they work like one of these
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""
@@ -83,7 +86,9 @@ class Strategy(Contract, ABC):
         """Return why it cannot serve this layer, or None. Asks `unable` and `refuses`, and looks at
         sparse gradients and at owners.
         """
-        if reason := self.unable(layer.kind, len(cluster.servers), len(cluster.tail)):
+        servers, tail_hosts = len(cluster.servers), len(cluster.tail)
+        like = first(facts.works_like() for facts in layer.facts)
+        if reason := self.unable(layer.kind, servers, tail_hosts, like):
             return reason
         for parameter in layer.parameters:
             if parameter.sparse and not self.takes_sparse:
@@ -99,24 +104,35 @@ class Strategy(Contract, ABC):
         return self.refuses(layer, cluster)
 
     @classmethod
-    def unable(cls, kind: str, servers: int, tail_hosts: int) -> str:
+    def unable(cls, kind: str, servers: int, tail_hosts: int, like: str = "") -> str:
         """Return why it cannot serve a layer, as far as that is known before a measurement.
 
         Args:
             kind: the class of the layer's module.
             servers: number of hosts that own parameters and do not train.
             tail_hosts: number of hosts that run the end of the model.
+            like: the class in torch.nn that the layer may work like, or ''.
 
         Returns:
             The reason; '' if it may be able.
         """
-        if cls.kinds and kind not in cls.kinds:
+        may_serve = kind in cls.kinds or (cls.takes_alike and like in cls.kinds)
+        if cls.kinds and not may_serve:
             served = " and ".join(f"nn.{name}" for name in cls.kinds)
             return f"it serves {served}, and this is a {kind}"
         if cls.role.takes_servers and not servers:
             return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
         if cls.role.is_at_tail and not tail_hosts:
             return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
+        return ""
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        """Return why it cannot serve a module, as far as that shows before a measurement.
+
+        Returns:
+            The reason; '' if it may be able.
+        """
         return ""
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:

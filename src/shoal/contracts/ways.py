@@ -54,10 +54,12 @@ class Ways:
         tail: the way to hosts that run the end of the model.
         model: the model, if a strategy runs its forward by itself.
         holders: the rank of each layer of a pipeline, by name.
+        sharing: other modules that hold the site's parameters, too, by name.
         backward_hooks: the backward hooks of all modules, of each its own, as they are now.
     """
 
     tables: TableWay | None = None
+    sharing: Mapping[str, nn.Module] = field(default_factory=dict)
     tail: TailWay | None = None
     model: nn.Module | None = None
     holders: Mapping[str, int] = field(default_factory=dict)

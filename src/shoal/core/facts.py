@@ -223,8 +223,7 @@ class ParameterProfile:
 class Facts:
     """What a probe has found of one layer (contracts/probe.py).
 
-    A subclass is a frozen dataclass. Each field has a default, which holds where nothing was
-    measured.
+    A subclass is a frozen dataclass. A field's default holds where nothing was measured.
     """
 
     @classmethod
@@ -236,6 +235,10 @@ class Facts:
         """
         values = {f.name: [getattr(facts, f.name) for facts in ranks] for f in fields(cls)}
         return cls(**{name: _of_ranks(found, cls, name) for name, found in values.items()})
+
+    def works_like(self) -> str:
+        """Return the class in torch.nn that the layer may work like, though it is of another."""
+        return ""
 
     def in_profile(self, profile: ModelProfile) -> Self:
         """These facts with what follows from the profile of all ranks."""
@@ -254,10 +257,8 @@ def _of_ranks(values: Sequence[Any], kind: type[Facts], name: str) -> Any:
         return first(values)
     if all(isinstance(value, int | float) for value in values):
         return max(values)
-    raise TypeError(
-        f"{kind.__name__}.{name} is no number, flag or text: write {kind.__name__}.of_ranks, "
-        "which makes one of the ranks' facts"
-    )
+    form = f"{kind.__name__}.{name} is no number, flag or text"
+    raise TypeError(f"{form}: write {kind.__name__}.of_ranks, which makes one of the ranks' facts")
 
 
 def first(texts: Iterable[str]) -> str:

@@ -61,6 +61,7 @@ class Scale:
     times: float  # as many rows a second as one host
     limits: Mapping[str, float]  # seconds of the median step, by what takes them
     plan: Plan
+    ddp_s: float | None = None  # if all layers go by an all-reduce, as DDP does it
 
     @property
     def efficiency(self) -> float:
@@ -141,6 +142,7 @@ class Foresight:
                     "ways": scale.ways,
                     **({"micro_batches": scale.micro_batches} if scale.micro_batches else {}),
                     "bucket_bytes": scale.plan.bucket_bytes,
+                    "ddp_s": scale.ddp_s,
                 }
                 for scale in self.scales
             ],

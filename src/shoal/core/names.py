@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
+
+T = TypeVar("T")
 
 
 def matched(pattern: str, names: Sequence[str], use: str, kind: str) -> list[str]:
@@ -32,6 +35,35 @@ def matched(pattern: str, names: Sequence[str], use: str, kind: str) -> list[str
             do=f"use a dotted name or a glob, such as {near[0]!r}",
         )
     return matches
+
+
+def by_known_names(
+    values: Mapping[str, T], names: Collection[str], others: Mapping[str, str]
+) -> dict[str, T]:
+    """Return values by patterns, where a pattern that means other names only has the known ones.
+
+    Args:
+        values: values by name or glob; later ones win.
+        names: names by which a plan knows layers and parameters.
+        others: further names in the model, each with the known one.
+
+    Examples:
+        >>> by_known_names({"head": "tied", "b*": "sliced"}, ["table", "body"], {"head": "table"})
+        {'table': 'tied', 'b*': 'sliced'}
+    """
+    known: dict[str, T] = {}
+    for pattern, value in values.items():
+        found = [pattern]
+        if not any(_means(pattern, name) for name in names):
+            found = list({owner: None for name, owner in others.items() if _means(pattern, name)})
+        for name in found or [pattern]:
+            known.pop(name, None)  # the later one wins, so it stands behind
+            known[name] = value
+    return known
+
+
+def _means(pattern: Any, name: str) -> bool:
+    return isinstance(pattern, str) and (pattern == name or fnmatchcase(name, pattern))
 
 
 def pins(layers: Iterable[str], way: str = "replicate") -> str:

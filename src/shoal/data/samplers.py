@@ -99,6 +99,18 @@ class _Following:
         self._before(epoch)
 
 
+def may_repeat(sampler: Any) -> bool:
+    """Return whether a sampler may give a row twice in a pass, such as one with replacement.
+
+    Of samplers that are not torch's own nobody knows.
+    """
+    return any(
+        bool(getattr(one, "replacement", False))
+        or not type(one).__module__.startswith("torch.utils.data")
+        for one in _within(sampler)
+    )
+
+
 @dataclass(frozen=True)
 class RankSplit:
     """A sampler that seems to split its rows by rank.

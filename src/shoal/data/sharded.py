@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Generic, TypeVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
@@ -33,6 +33,8 @@ class Positioned(Generic[T]):
     """What shoal.shard gives: each rank's own batches, and the position that all ranks are at."""
 
     source: Source[T]
+    # Accelerate deals no rows of a loader with this mark: it would do it a second time
+    _is_accelerate_prepared: ClassVar[bool] = True
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the global order, as plain data.
@@ -322,7 +324,12 @@ def _of_batches(
         ends = OwnEnds(deal.rank, deal.size, next_batch, _ONE_STREAM)
         return ShardedBatches(stream, Streams(stream, 0, deal, seed, passes, ends))
     deal.check_batches()
-    dealt = Dealt(loader, deal, Units(None, drop_last=False, collate=as_it_is))
+    units = Units(None, drop_last=False, collate=as_it_is)
+    if isinstance(loader, Sequence) and loader and not isinstance(deal.shares, Speed):
+        # too few rows at its end are refused here
+        num_last = units.last(len(loader), deal, is_start=True)[-1]
+        units.own(list(loader[-num_last:]), deal, epoch=0, turn=0)
+    dealt = Dealt(loader, deal, units)
     return ShardedBatches(dealt, Stream(dealt, 0, seed, passes))
 
 

@@ -233,6 +233,11 @@ class _TrackedPass(Iterator[T]):
         self._steps, self._begun, self._passes, self._shares = steps, begun, passes, shares
         self._is_own = is_own  # rows of this rank: ranks have only the number of steps alike
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was drawn last is known to be the last one."""
+        return self._begun.noted.complete
+
     def __next__(self) -> T:
         if self._passes.current() is self._begun.noted:
             self._begun.steps += 1

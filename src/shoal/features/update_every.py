@@ -28,13 +28,13 @@ from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import ModelProfile
-from shoal.core.names import matched
+from shoal.core.names import by_known_names, matched
 from shoal.core.numbers import how_many, whole
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan, check_periods
 from shoal.core.registry import named
 from shoal.engine.weights import Weigher
-from shoal.profiling.identity import trainable_layers
+from shoal.profiling.identity import other_names, trainable_layers
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 
@@ -110,7 +110,8 @@ class UpdateEvery(Feature[Opening]):
         """Return the period in steps by layer name, of layers not updated in each step."""
         names = [layer.name for layer in trainable_layers(model)]
         periods: dict[str, int] = {}
-        for pattern, every in self.periods.items():
+        known = by_known_names(self.periods, names, other_names(model).layers)
+        for pattern, every in known.items():
             periods |= dict.fromkeys(matched(pattern, names, "update_every of", "layer"), every)
         return {name: every for name, every in periods.items() if every > 1}
 

@@ -21,9 +21,10 @@ from shoal.checkpoint.background import Background
 from shoal.checkpoint.clock import CheckpointClock
 from shoal.checkpoint.fetched import fetched, newest
 from shoal.checkpoint.parts import Bringing
-from shoal.checkpoint.run import RunFolder, name_of
+from shoal.checkpoint.run import name_of, run_at
 from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
+from shoal.checkpoint.store import Store
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
@@ -36,6 +37,7 @@ from shoal.session.session import ranks
 
 _DECIDING = "shoal.Checkpoints.step: whether a checkpoint is due"
 _OPENING = "shoal.Checkpoints: opening the folder"
+_BRINGING = "shoal.Checkpoints: bringing the newest checkpoint"
 _ENDING = "shoal.Checkpoints: the last checkpoint"
 _SOON_S = 1.0  # in which a signal is noticed
 _LATE = 1 / 60  # of the time between two checkpoints
@@ -49,7 +51,8 @@ class Checkpoints:
     that fails is logged, and tried again when the next one is due. The last one raises.
 
     Args:
-        folder: of this run alone. It is made if it is not there.
+        folder: of this run alone. It is made if it is not there. "s3://bucket/run" is one in a
+            store that fsspec reaches.
         every_s: seconds from one checkpoint to the next; a sixtieth more where steps slow down.
         keep: how many are kept. Older ones are removed.
         local: each host has a folder of its own under that path, and writes all of it. Without, the
@@ -87,12 +90,14 @@ class Checkpoints:
     ) -> None:
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
 
-        def checked() -> Path:
+        def checked() -> Path | Store:
             _check(every_s, keep)
             _check_flags(local=local, signals=signals)
-            return checked_path(folder, "shoal.Checkpoints", objects)
+            place = checked_path(folder, "shoal.Checkpoints", objects)
+            _check_shared(place, local=local)
+            return place
 
-        self._run = RunFolder(agreed(self._comm, checked, _OPENING))
+        self._run = run_at(agreed(self._comm, checked, _OPENING))
         self._copies = Copies()
         self._clock = CheckpointClock(
             every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s)
@@ -127,11 +132,16 @@ class Checkpoints:
             UsageError: as for `shoal.load`.
         """
         plain = {k: v for k, v in self._objects.items() if not any(members(v))}
-        if (known := newest(self._comm, self._run.folder)) is None:
-            return plain
-        path, words = known
-        saved = fetched(self._comm, path, self._objects)
-        values = restored(saved, self._objects, self._comm)
+        agreed(self._comm, nothing if self._comm.rank else self._run.bring, _BRINGING)
+        try:
+            if (known := newest(self._comm, self._run.folder)) is None:
+                return plain
+            path, words = known
+            words = words.replace(str(path), self._run.where(path.name))
+            saved = fetched(self._comm, path, self._objects)
+            values = restored(saved, self._objects, self._comm)
+        finally:
+            self._run.sweep()
         self._objects |= values
         self.steps = saved.state.step or 0
         self._decides = self.steps + 1
@@ -242,7 +252,7 @@ class Checkpoints:
         began_s = time.perf_counter()
         name = name_of(state.step or 0)
         path = self._run.folder / name
-        with writing(path):
+        with writing(self._run.where(name)):
             self._run.lock_again()
             snapshot.write(path, state, bringing)
             if not self._writes:
@@ -268,6 +278,13 @@ def _check(every_s: float, keep: int) -> None:
     if not is_count(keep) or keep < 1:
         raise UsageError(
             "keep is a number of checkpoints, at least 1", got=repr(keep), do="give for instance 3"
+        )
+
+
+def _check_shared(place: Path | Store, *, local: bool) -> None:
+    if local and isinstance(place, Store):
+        raise UsageError(
+            "all hosts have one store", got=f"local=True and {place}", do="leave out local"
         )
 
 

@@ -25,6 +25,7 @@ from shoal.core.cores import bound_cores, container, given_cores, quota_cores
 from shoal.core.facts import Cluster, Link
 from shoal.core.registry import of
 from shoal.exchange.direct import Direct
+from shoal.front.known_before import keep_cluster, key_of_links, known_cluster
 from shoal.front.stages import Stages
 from shoal.planner.search import LANES
 from shoal.planner.search_options import DEFAULT
@@ -37,6 +38,7 @@ from shoal.strategies.landing_pace import probe_landing
 
 # of a slow link, for a bucket of those that show how its directions hinder one another
 _BUCKET_S = 0.05
+_TRIES = 3  # trials, if links seem to have changed
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -73,6 +75,23 @@ def measured_cluster(
     `codecs`. Buckets are on the `device` as they are measured.
     """
     _forget_changed(session)
+    comm = session.comm
+    is_kept = comm.size > 1 and not (session.other(Servers) or session.other(TailHosts))
+    key = key_of_links(comm, device) if is_kept else ""
+    if session.cluster is None and is_kept:
+        session.cluster = known_cluster(comm, key)
+        _forget_changed(session)
+    before = session.cluster
+    cluster = _with_asked(session, asked, device, codecs)
+    if is_kept and cluster is not before:
+        keep_cluster(comm, key, cluster)
+    return cluster
+
+
+def _with_asked(
+    session: Session, asked: Iterable[str], device: torch.device, codecs: Iterable[str]
+) -> Cluster:
+    """Return the cluster with the exchanges and codecs that are asked for."""
     cluster = _measured(session, device)
     if cluster.paces:
         session.cluster = cluster = with_codings(cluster, session.comm, codecs, device)
@@ -104,9 +123,10 @@ def _forget_changed(session: Session) -> None:
     known = session.cluster
     if known is None or not known.link.tried:  # as on every rank; or nobody has measured them
         return
-    now = probe_now(session.comm, known.link)
-    if is_as_before(known.link, now):
-        return
+    for _ in range(_TRIES):  # a busy moment of a processor looks like a slow link
+        now = probe_now(session.comm, known.link)
+        if is_as_before(known.link, now):
+            return
     Stages(speaks=session.comm.rank == 0).say(
         f"links carry {now * 8e-6:,.0f} Mbit/s, and carried {known.link.tried * 8e-6:,.0f} when "
         "they were measured, so they are measured again"

@@ -13,7 +13,7 @@ from shoal.core.record import CodecRow
 from shoal.front.planned import attached_of
 from shoal.planner.timeline import Predictor
 from shoal.session.compiled import uncompiled
-from shoal.strategies.cutting import error_of_rows
+from shoal.strategies.cut_layer import error_of_rows
 from shoal.strategies.pipeline import error_of_crossing
 from shoal.strategies.stage import error_at_tail
 

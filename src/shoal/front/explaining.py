@@ -8,6 +8,12 @@ from shoal.front import text
 from shoal.front.outcomes import outcome
 from shoal.front.planned import attached_of
 from shoal.planner.explain import explain as explain_plan
+from shoal.session.compiled import uncompiled
+from shoal.session.pending import pending_of
+
+_NO_PLAN_YET = (
+    "no plan yet: there was no sample, so the model is measured and planned at its first batch"
+)
 
 
 def explain(model: nn.Module) -> str:
@@ -19,7 +25,8 @@ def explain(model: nn.Module) -> str:
     `shoal.outcome`. Each rank can ask for itself.
 
     Returns:
-        The text. '' where a process trains the model by itself.
+        The text. '' where a process trains the model by itself. A model without a sample has no
+        plan before its first batch, and the text says so.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
@@ -37,7 +44,7 @@ def explain(model: nn.Module) -> str:
     """
     attached = attached_of(model)
     if attached is None:
-        return ""
+        return _NO_PLAN_YET if pending_of(uncompiled(model)) is not None else ""
     explanation = explain_plan(attached.plan, attached.profile, attached.cluster)
     reasons, measured = text.plain(text.explained(explanation, reasons=True)), outcome(model)
     return reasons if measured is None else f"{reasons}\n{measured}"

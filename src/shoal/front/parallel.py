@@ -39,6 +39,7 @@ from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.forward_only import for_use, mean_of_output, thawed
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.learning_loss import learning_loss, spread_loss
+from shoal.front.no_effect import effective, untrained
 from shoal.front.options import AUTO, Options
 from shoal.front.replanning import at_epoch_ends
 from shoal.front.request import (
@@ -52,6 +53,7 @@ from shoal.front.request import (
 )
 from shoal.front.spreading import alone, chosen, how_profiled, job_of, profiled, spread
 from shoal.front.stages import Stages
+from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
@@ -257,7 +259,9 @@ def by_options(
     comm.reached("parallelize: comparing what the ranks were given")
     request = agreed(
         comm,
-        lambda: checked(for_sample(options(), sample), model, loss_fn, optimizer, session),
+        lambda: effective(
+            checked(for_sample(options(), sample), model, loss_fn, optimizer, session)
+        ),
         _CHECKING,
     )
     optimizers = listed(optimizer)
@@ -265,6 +269,7 @@ def by_options(
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
+    Stages(speaks=comm.rank == 0 and comm.size > 1).say(untrained(session, job))
     if comm.size == 1 and request.is_nothing_for_one():
         return given, alone(session, job, sample), optimizer
     if sample is None and job.compute_loss is not None:
@@ -350,7 +355,8 @@ def plan_by_options(
     options = for_sample(options, sample)
     check_functions(options, loss_fn)
     check_ways(options.buffers, model, given_loss(options.compute_loss, loss_fn))
-    request = request_of(options, model, facts_for(options, model, cluster))
+    request = effective(request_of(options, model, facts_for(options, model, cluster)))
+    check_updated_everywhere(optimizers, model, request.draft)
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
     how = how_profiled(request, request.draft.micro_batches if has_tail else None)

@@ -35,15 +35,16 @@ from shoal.contracts.sample import check_compute_loss
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster
+from shoal.core.names import by_known_names
 from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
 from shoal.optim.checks import check_optimizer
+from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
-from shoal.profiling.identity import content, model_digest, trainable_layers
+from shoal.profiling.identity import content, model_digest, other_names, trainable_layers
 from shoal.profiling.moving import check_ways
-from shoal.profiling.usage import kind_of
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
@@ -116,11 +117,14 @@ def checked(
         parameters |= held & {id(parameter) for parameter in loss_fn.parameters()}
     _check_optimizers(optimizers, parameters)
     check_ways(options.buffers, model, loss)
-    return request_of(options, model, facts_for(options, model, None))
+    request = request_of(options, model, facts_for(options, model, None))
+    check_updated_everywhere(optimizers, model, request.draft)
+    return request
 
 
 def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     """Make the request for a model. Refuse a plan or options that do not go together."""
+    options = _by_known_names(options, model)
     given = options.given_plan()
     if given is not None and options.pins:
         given = with_pins(given, options.pins)
@@ -137,10 +141,29 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         draft = planned(given, features, facts)
     usable = _usable(options, features, draft, facts)
     if given is None:
-        kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+        modules = {layer.name: layer.module for layer in trainable_layers(model)}
         pinned = {choice.layer: choice.strategy for choice in draft.choices}
-        check_able(kinds, pinned, usable, facts.servers, facts.tail_hosts)
+        check_able(modules, pinned, usable, facts.servers, facts.tail_hosts)
     return Request(options, features, draft, facts, usable)
+
+
+def _by_known_names(options: Options, model: nn.Module) -> Options:
+    """Return the options, in which a head that is tied to a table has the table's name.
+
+    A plan knows a tied parameter by the first layer that holds it.
+    """
+    others = other_names(model)
+    if not others.layers and not others.parameters:
+        return options
+    layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
+    pins, placement = options.pins, options.placement
+    if pins:
+        pins = by_known_names(pins, layers, others.layers)
+    if isinstance(placement, dict):
+        names = [*layers, *(name for own in layers.values() for name in own)]
+        further = {**others.parameters, **others.layers}
+        placement = by_known_names(placement, names, further)
+    return replace(options, pins=pins, placement=placement)
 
 
 def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts) -> tuple[str, ...]:

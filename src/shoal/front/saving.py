@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import randomness
 from shoal.checkpoint.fetched import fetched
-from shoal.checkpoint.folder import FEATURES, RANDOM, as_path, check_names
+from shoal.checkpoint.folder import FEATURES, RANDOM, check_names
 from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State, before_features
+from shoal.checkpoint.store import Store, place_of, readable, writable
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.feature import DROPPED, Feature
@@ -61,7 +62,8 @@ def save(path: str | Path, /, **objects: Any) -> None:
     place of an older checkpoint of that name. Rank 0 writes it.
 
     Args:
-        path: the folder. It may be relative. Its parents are made.
+        path: the folder. It may be relative. Its parents are made. "s3://bucket/run" is one in a
+            store that fsspec reaches.
         objects: objects under names of your own: everything with a `state_dict` and
             `load_state_dict` (model, optimizer, scheduler, scaler, the loader that `shoal.shard`
             gave, averaged weights), lists and dicts of such objects, and plain data. You may save
@@ -83,13 +85,15 @@ def save(path: str | Path, /, **objects: Any) -> None:
         {'epoch': 3}
     """
     comm = ranks()
-    folder = agreed(comm, lambda: checked_path(path, "shoal.save", objects), _OPENING)
+    place = agreed(comm, lambda: checked_path(path, "shoal.save", objects), _OPENING)
     snapshot = Snapshot(keeps=comm.rank == 0)  # save 1
     with saving(objects):
         state = taken(snapshot, objects, comm)
 
         def write() -> None:
-            with writing(folder):
+            if comm.rank:
+                return
+            with writing(str(place)), writable(place) as folder:
                 snapshot.write(folder, state)
 
         agreed(comm, write, _WRITING)  # save 11
@@ -127,18 +131,18 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
         {}
     """
     comm = ranks()
-    saved = fetched(comm, path, objects)
-    return restored(saved, objects, comm)
+    with readable(comm, path) as folder:
+        return restored(fetched(comm, folder, objects), objects, comm)
 
 
-def checked_path(path: Any, call: str, objects: Mapping[str, Any]) -> Path:
+def checked_path(path: Any, call: str, objects: Mapping[str, Any]) -> Path | Store:
     """Return the path that a call was given, once it and the names of objects are checked."""
     if not objects:
         raise UsageError(
             "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
         )
     check_names(objects)
-    return as_path(path, call)
+    return place_of(path, call)
 
 
 def taken(
@@ -253,14 +257,14 @@ def _models(objects: Mapping[str, Any]) -> Modules:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(where: str) -> Iterator[None]:
     """Turn an error of the file system inside the context into a UsageError."""
     try:
         yield
     except OSError as error:
         raise UsageError(
             "the checkpoint cannot be written",
-            where=str(path),
+            where=where,
             got=f"{type(error).__name__}: {error}",
             do="make room, or give a folder in which rank 0 may write",
         ) from error

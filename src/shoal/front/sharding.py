@@ -14,7 +14,7 @@ from shoal.core.numbers import check_truth, how_many, is_count
 from shoal.data.deal import Deal
 from shoal.data.ends import NextBatchCheck
 from shoal.data.order import proposed_seed
-from shoal.data.samplers import RankSplit, own_samplers, split_of, taken_over
+from shoal.data.samplers import RankSplit, may_repeat, own_samplers, split_of, taken_over
 from shoal.data.sharded import ShardedBatches, ShardedLoader, sampler_of, sharded
 from shoal.data.shares import FixedShares, Shares, Speed
 from shoal.front import text
@@ -135,8 +135,9 @@ def dealt(
         return sharded(loader, deal, seed, session.passes, word)
 
     own_loader = agreed(comm, made, purpose)
-    if word is not None and sampler_of(loader) is not None:
-        session.passes.may_repeat = True  # repeated augmentation gives ranks the same rows
+    sampler = sampler_of(loader)
+    if sampler is not None and (word is not None or may_repeat(sampler)):
+        session.passes.may_repeat = True  # ranks may have the same rows, so that is no mistake
     if comm.size > 1:
         facts = f"{own_loader.source.facts()}, batch={batch!r}, shares={shares}"
         dataset = getattr(loader, "dataset", None)

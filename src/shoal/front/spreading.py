@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,6 +34,8 @@ from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
+from shoal.front.known_before import KnownModel, key_of_model, known_plan
+from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
 from shoal.front.stages import Stages
@@ -134,7 +138,7 @@ def _spread(
     how = how_profiled(request, _micro_batches(session, request))
     if comm.size == 1 and how.row_parts is None:  # nothing is given to other ranks
         how = replace(how, row_parts=1)
-    profile = profiled(job, sample, comm, request.features, how)
+    profile = _profiled_or_known(job, sample, comm, request.features, how)
     if terms is not None:
         profile = replace(profile, terms=replace(terms, kept=profile.terms.kept))
     alike = job.loss_fn is not None and inputs_alike(comm, *sample)
@@ -161,6 +165,7 @@ def _spread(
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
     stages.say(summary(plan, profile.moving, profile.norms))
+    stages.say(unused_micro_batches(options, plan))
     return loss
 
 
@@ -194,6 +199,7 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
+    torch.clear_autocast_cache()  # within autocast it has casts of the weights as they were
     if cuts(plan):
         give_back_freed()
     for optimizer in job.optimizers:
@@ -229,6 +235,17 @@ def _micro_batches(session: Session, request: Request) -> int | None:
     """Return the micro-batches per batch; None if the end of this model is not elsewhere."""
     tail = session.other(TailHosts)
     return None if tail is None or tail.calls > 1 else request.draft.micro_batches
+
+
+def _profiled_or_known(
+    job: TrainingJob, sample: Any, comm: Comm, features: Features, how: ProfileOptions
+) -> ModelProfile:
+    """Profile a model, with the times of an earlier start if they are known."""
+    parts = [how.row_parts, how.micro_batches, *(type(feature).__name__ for feature in features)]
+    earlier = KnownModel(comm, key_of_model(job, sample, comm, parts))
+    profile = profiled(job, sample, comm, features, replace(how, known=earlier.known))
+    earlier.keep()
+    return profile
 
 
 def profiled(
@@ -305,18 +322,17 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
         check_row_parts(draft, profile)
         plan = with_sharing(repredicted(draft, profile, cluster), profile, cluster)
     else:
-        plan = plan_for(
-            profile,
-            cluster,
-            pins=options.pins,
-            strategies=request.usable,
-            placement=options.placement,
-            memory=options.memory,
-            memory_limit=options.memory_limit,
-            micro_batches=options.micro_batches,
-            options=options.search_options,
-            codecs=codecs_of(options.codecs),
-        )
+        among: dict[str, Any] = {
+            "pins": options.pins,
+            "strategies": request.usable,
+            "placement": options.placement,
+            "memory": options.memory,
+            "memory_limit": options.memory_limit,
+            "micro_batches": options.micro_batches,
+            "options": options.search_options,
+            "codecs": codecs_of(options.codecs),
+        }
+        plan = known_plan(profile, cluster, among, partial(plan_for, profile, cluster, **among))
         check_row_parts(plan, profile)
     check_buffers(plan, profile)
     return planned(plan, request.features, facts)

@@ -38,8 +38,8 @@ class Stages:
             self.say(f"{what} … {seconds:.1f} s")
 
     def say(self, text: str) -> None:
-        """Log a line; whatever may be wrong with it, training goes on."""
-        if self._speaks and LOGGER.isEnabledFor(logging.INFO):
+        """Log a line, unless it is empty; whatever may be wrong with it, training goes on."""
+        if text and self._speaks and LOGGER.isEnabledFor(logging.INFO):
             with suppress(Exception):
                 _log(text)
 

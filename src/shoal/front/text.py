@@ -137,15 +137,18 @@ def _reasons(row: LayerExplanation) -> RenderableType:
 
 
 def _refusals(explanation: Explanation) -> Text:
-    """Why strategies cannot serve layers: each reason once."""
+    """Return why strategies cannot serve layers: each reason once, with all that it keeps away."""
     layers: dict[tuple[str, str], dict[str, None]] = {}
     for row in explanation.layers:
         for other in row.others:
             if other.refusal:
                 layers.setdefault((other.choice.strategy, other.refusal), {})[row.layer] = None
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (strategy, why), of in sorted(layers.items()):
+        alike.setdefault((why, tuple(of)), []).append(strategy)
     lines = [
-        f"  {strategy}: {why} ({next(iter(of))}{_and_more(len(of) - 1)})"
-        for (strategy, why), of in sorted(layers.items())
+        f"  {', '.join(strategies)}: {why} ({of[0]}{_and_more(len(of) - 1)})"
+        for (why, of), strategies in alike.items()
     ]
     compared = sum(bool(row.others) for row in explanation.layers)
     if not compared:

@@ -10,10 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.strategy import Strategy
+from shoal.core.errors import PlanError
+from shoal.core.plan import Plan
+from shoal.core.registry import named
+from shoal.profiling.identity import trainable_layers
 
 _LABEL = "the loss of a closure"
 
@@ -21,6 +26,28 @@ _LABEL = "the loss of a closure"
 def steers_by_loss(optimizer: Optimizer) -> bool:
     """Return whether steps depend on the number that a closure returns."""
     return isinstance(optimizer, LBFGS)
+
+
+def check_updated_everywhere(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan by which a rank has only some of the gradients that such an optimizer needs.
+
+    Raises:
+        PlanError: the plan gives a layer of LBFGS to owners, or to one rank, or cuts it.
+    """
+    layers = {layer.name: layer.parameters.values() for layer in trainable_layers(model)}
+    for optimizer in filter(steers_by_loss, optimizers):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for choice in plan.choices:
+            role = named(Strategy, choice.strategy).role
+            own = map(id, layers.get(choice.layer, ()))
+            if not role.is_updated_everywhere and not held.isdisjoint(own):
+                name = type(optimizer).__name__
+                raise PlanError(
+                    f"{choice.strategy} cannot serve layer {choice.layer}: {name} does not update "
+                    "a part of a tensor or of a model, because each step needs all gradients",
+                    where=f"pin or plan of {choice.layer}",
+                    do='pin it to "replicate" or "factor", or leave it to the planner',
+                )
 
 
 @final

@@ -49,9 +49,9 @@ class Methods:
         update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
         declared = signature(original)  # a scaler looks for its arguments in it
         itself = Parameter("itself", Parameter.POSITIONAL_ONLY)
-        replacement.__dict__["__signature__"] = declared.replace(
-            parameters=[itself, *declared.parameters.values()]
-        )
+        # a scheduler's function around a replaced method has it already
+        others = [p for p in declared.parameters.values() if p.name != itself.name]
+        replacement.__dict__["__signature__"] = declared.replace(parameters=[itself, *others])
         self.put(name, MethodType(replacement, self._optimizer))
 
     def refuse_copies(self) -> None:

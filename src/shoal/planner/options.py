@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from shoal.codecs.coded import codec_named, exchange_named
 from shoal.contracts.strategy import Strategy
@@ -15,6 +17,7 @@ from shoal.core.registry import named, of
 from shoal.core.way import rows_and_rest, strategy_and_exchange
 from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
+from shoal.profiling.usage import unable_before
 from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.replicate import Replicate
 
@@ -46,7 +49,7 @@ def options_of(
         if not names and (refused := _reason(predictor, layer, PLAIN)) is not None:
             pairs_only = "it serves pairs only"
             reasons = {n: _reason(predictor, layer, n) or pairs_only for n in allowed}
-            raise _unserved(layer.name, {**reasons, PLAIN: refused})
+            raise unserved(layer.name, {**reasons, PLAIN: refused})
         options[layer.name] = [(name, "") for name in names or [PLAIN]]
     return options
 
@@ -91,7 +94,7 @@ def micro_batches_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 
 def check_able(
-    kinds: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
     pinned: Mapping[str, str],
     allowed: Sequence[str],
     servers: int,
@@ -100,7 +103,7 @@ def check_able(
     """Refuse, before anything is measured, strategies that cannot serve any layer, or a pinned one.
 
     Args:
-        kinds: the class of each layer's module, by the layer's name.
+        modules: the module of each layer, by the layer's name.
         pinned: the strategies of layers that have one already.
         allowed: names of the strategies that may serve the other layers.
         servers: number of hosts that own parameters and do not train.
@@ -110,18 +113,22 @@ def check_able(
         PlanError: no strategy that may serve layers can serve one. The error says why.
     """
     free: dict[str, Mapping[str, str]] = {}  # why not, of layers that are not pinned
-    for layer, kind in kinds.items():
+    for layer, module in modules.items():
         names = [pinned[layer]] if layer in pinned else allowed
-        reasons = {name: named(Strategy, name).unable(kind, servers, tail_hosts) for name in names}
+        reasons = {
+            name: unable_before(named(Strategy, name), module, servers, tail_hosts)
+            for name in names
+        }
         if layer not in pinned:
             free[layer] = reasons
         elif all(reasons.values()):
             raise _unable(layer, *reasons.popitem())
     if free and all(all(reasons.values()) for reasons in free.values()):
-        raise _unserved(*next(iter(free.items())))
+        raise unserved(*next(iter(free.items())))
 
 
-def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
+def unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
+    """Return the error of a layer that no listed strategy serves, with the reason of each."""
     return PlanError(
         f"no allowed strategy serves layer {layer}",
         got="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
@@ -129,16 +136,17 @@ def _unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
     )
 
 
-def _unable(layer: str, strategy: str, reason: str) -> PlanError:
+def _unable(layer: str, strategy: str, reason: str, able: Sequence[str] = ()) -> PlanError:
     if named(Strategy, strategy).role.names_ranks:
         return PlanError(
             f"the model cannot be given to ranks as a {strategy}: {reason}",
             do="leave the pin out: the planner finds a way for each layer",
         )
+    other = " or ".join(able) or "another strategy"
     return PlanError(
         f"{strategy} cannot serve layer {layer}: {reason}",
         where=f"pin of {layer}",
-        do="pin the layer to another strategy, or leave it to the planner",
+        do=f"pin the layer to {other}, or leave it to the planner",
     )
 
 
@@ -217,8 +225,27 @@ def pairs_of(
     return pairs
 
 
-def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
-    """The pins, and what follows for other layers (PlanError where they cannot be kept)."""
+def with_needed(
+    predictor: Predictor, pinned: Mapping[str, Option], named_layers: Collection[str]
+) -> dict[str, Option]:
+    """Return the pins, and what follows for other layers.
+
+    Args:
+        predictor: of the model.
+        pinned: the pins by layer.
+        named_layers: the layers that a pin spells. They win over layers that a glob matches.
+
+    Raises:
+        PlanError: the pins cannot be kept.
+    """
+    yielding = {
+        other
+        for name, (strategy, _) in pinned.items()
+        if name in named_layers
+        for other, needed in predictor.needs(name, strategy).items()
+        if other in pinned and other not in named_layers and pinned[other][0] != needed
+    }
+    pinned = {name: option for name, option in pinned.items() if name not in yielding}
     complete = dict(pinned)
     for name, (strategy, exchange) in pinned.items():
         _check_pin(predictor, predictor.layer(name), strategy, exchange)
@@ -252,7 +279,12 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
-        raise _unable(layer.name, strategy, reason)
+        able = [
+            name
+            for name, kind in of(Strategy).items()
+            if not kind.role.names_ranks and _reason(predictor, layer, name) is None
+        ]
+        raise _unable(layer.name, strategy, reason, able)
 
 
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def search(
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
     pins = with_holders(pins, profile, cluster)
-    pinned, limit = with_needed(predictor, pins), constraints.memory_limit
+    pinned, limit = with_needed(predictor, pins, constraints.pins or {}), constraints.memory_limit
     each = [name for name in allowed if not predictor.role(name).names_ranks]
     choices = options_of(predictor, each, pinned, every_cut=limit is not None)
     choices, pairs = with_pairs(predictor, choices, each, pinned, every=limit is not None)

@@ -25,6 +25,7 @@ from shoal.planner.lossy import with_codecs
 from shoal.planner.options import micro_batches_of
 from shoal.planner.search import repredicted, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
+from shoal.planner.steady import steadied
 from shoal.profiling.tails import tail_of
 
 # times as fast a pipeline must be, and seconds that it must save
@@ -85,7 +86,11 @@ def _plan_under(
     constraints: Constraints,
 ) -> Plan:
     """Return the plan that a search finds under these constraints, with all of the rest."""
-    made = search(profile, cluster, constraints, options)
+
+    def found(under: Constraints) -> Plan:
+        return search(profile, cluster, under, options)
+
+    made = steadied(found(constraints), cluster, constraints, found)
     ways = [choice.strategy for choice in made.choices]
     made = replace(made, micro_batches=micro_batches_of(micro_batches, ways))
     if codecs:

@@ -1,4 +1,4 @@
-"""What is done with a layer's output: it goes into a loss, or to one other layer.
+"""Finds out where a layer's output goes: into a loss, or to one other layer.
 
 A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed
 cut; one whose output goes to one other linear layer, with element-wise work between, can leave it
@@ -9,19 +9,24 @@ what is done with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.probe import Trial
 from shoal.profiling.rowwise import rowwise
+from shoal.profiling.weight_use import WeightUse, own_forward, weight_uses
 from shoal.tensors.boundary import CallRows
 from shoal.tensors.cut_output import CutOutput
 from shoal.tensors.functions_of_cut import Use
+from shoal.tensors.weight_products import Product, Products
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,10 @@ class Ends:
         sources: dict[str, list[str]] = {}  # by linear layer: whose outputs it was called with
 
         def take(name: str) -> Any:
-            def enter(module: nn.Linear, args: Any) -> Any:
+            def enter(module: nn.Module, args: Any) -> Any:
                 first_input = args[0] if args else None
                 if isinstance(first_input, CutOutput):
-                    found = first_input.taken_by(name, (module.in_features,))
+                    found = first_input.taken_by(name, (first_input.shape[-1],))
                     if found is not None:
                         return (found[1].view(first_input.shape), *args[1:])
                 sources.setdefault(name, []).append("")
@@ -68,10 +73,16 @@ class Ends:
 
         with ExitStack() as hooks:
             for layer in trial.layers:
-                if type(layer.module) is nn.Linear:
-                    hooks.callback(layer.module.register_forward_pre_hook(take(layer.name)).remove)
-                if isinstance(layer.module, nn.Linear) and by_outputs[layer.name]:
-                    hooks.callback(layer.module.register_forward_hook(cut(layer.name)).remove)
+                module, use = layer.module, weight_uses(trial)[layer.name]
+                leave = cut(layer.name) if isinstance(module, nn.Linear) else None
+                if type(module) is nn.Linear:
+                    hooks.callback(module.register_forward_pre_hook(take(layer.name)).remove)
+                elif use.served:  # inside its own forward
+                    leaves = None if by_outputs[layer.name] else cut(layer.name)
+                    ends = partial(_EndsOfCall, module, use, take(layer.name), leaves)
+                    hooks.enter_context(own_forward(module, _calling(ends)))
+                if leave is not None and by_outputs[layer.name]:
+                    hooks.callback(module.register_forward_hook(leave).remove)
             try:
                 trial.sample.loss()
             except Exception:  # the model or the loss looks deeper into tensors than these go
@@ -86,3 +97,31 @@ class Ends:
         return cls(
             losses, {name: by for name, by in alone.items() if by and set(sources[by]) == {name}}
         )
+
+
+@final
+class _EndsOfCall(Products):
+    """Follows one call of a layer that multiplies inside its own forward."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        use: WeightUse,
+        take: Callable[[nn.Module, Any], Any],
+        leave: Callable[[nn.Module, Any, Tensor], Tensor] | None,
+    ) -> None:
+        weight = module._parameters[use.weight]
+        assert weight is not None
+        super().__init__(weight, module._parameters.get(use.bias), use.turned, use.adds_late)
+        self._module, self._take, self._leave = module, take, leave
+
+    def multiply(self, product: Product, plain: Callable[[], Any]) -> Any:
+        taken = self._take(self._module, (product.x,))
+        x = product.x if taken is None else taken[0]
+        output = F.linear(x, self.weight if not product.turned else self.weight.t(), self.bias)
+        return output if self._leave is None else self._leave(self._module, (x,), output)
+
+
+def _calling(ends: Callable[[], Products]) -> Callable[..., Any]:
+    """Return a function that calls a layer's own forward, each time watched anew."""
+    return lambda forward, *args, **kwargs: ends().run(forward, args, kwargs)

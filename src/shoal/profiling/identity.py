@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +36,50 @@ def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
         if own:
             layers.append(Layer(prefix or ROOT, module, own))
     return tuple(layers)
+
+
+def tied_modules(model: nn.Module, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Return the modules that hold a layer's parameter and have none of their own.
+
+    A head with the weight of an embedding is one.
+    """
+    names = {layer.name for layer in layers}
+    owned = {id(p) for layer in layers for p in layer.parameters.values()}
+    return tuple(
+        Layer(prefix or ROOT, module, {})
+        for prefix, module in model.named_modules()
+        if (prefix or ROOT) not in names
+        and any(id(parameter) in owned for parameter in module._parameters.values())
+    )
+
+
+@dataclass(frozen=True)
+class OtherNames:
+    """Names in a model that mean a layer, or a parameter, which is known by another name."""
+
+    layers: Mapping[str, str]
+    parameters: Mapping[str, str]
+
+
+def other_names(model: nn.Module) -> OtherNames:
+    """Return the further names of tied layers and parameters, each with the name to use."""
+    layers, parameters = dict[str, str](), dict[str, str]()
+    known = trainable_layers(model)
+    names = {layer.name for layer in known}
+    owners = {
+        id(parameter): (layer.name, name)
+        for layer in known
+        for name, parameter in layer.parameters.items()
+    }
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module._parameters.items():
+            layer_name, name = owners.get(id(parameter), ("", ""))
+            full = f"{prefix}.{leaf}" if prefix else leaf
+            if name and full != name:
+                parameters[full] = name
+            if name and (prefix or ROOT) not in names:
+                layers.setdefault(prefix or ROOT, layer_name)
+    return OtherNames(layers, parameters)
 
 
 def layer_signatures(model: nn.Module) -> dict[str, str]:

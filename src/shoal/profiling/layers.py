@@ -14,15 +14,10 @@ half a second's) and what the probes do. It leaves no trace: see untraced.py.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from statistics import median
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -40,27 +35,28 @@ from shoal.core.facts import (
     UpdatePace,
     first,
 )
+from shoal.core.known import KnownFigures
 from shoal.core.registry import of
 from shoal.core.terms import LossOfParts, Targets, Terms
-from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
+from shoal.profiling.identity import (
+    model_digest,
+    require_same_model,
+    tied_modules,
+    trainable_layers,
+)
 from shoal.profiling.moving import Changes, Ways, left_local, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
+from shoal.profiling.steps import Watching, measured_step
 from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
-from shoal.profiling.timeline import DeviceClock, usual, watch_step
-from shoal.profiling.untraced import drop_gradients, untraced
+from shoal.profiling.untraced import untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
+from shoal.profiling.weight_use import UNUSED, WeightUse, weight_uses
 
 _CHECKING = "parallelize: trying the sample"
-# the fewest measured steps, after one to warm up, and seconds that are enough for more: where they
-# agree, and otherwise
-_AT_FIRST, _AT_MOST = (2, 0.5), (3, 2.0)
-_AGREE = 0.1  # what steps that agree differ by
-_MOST = 200  # measured steps
-_TURN_S = 0.03  # in which ranks that share cores have all had their turns
-_BUDGET_S = 20.0  # for more than one
+_UNLIKE = 1.5  # times the fastest rank's seconds: a slower rank is of another kind
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,7 @@ class ProfileOptions:
     buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it
     compute_loss: ComputeLoss | None = None  # takes (model, batch) and returns a scalar
     counted: bool = False  # the training loop will say the terms of each batch's loss
+    known: KnownFigures = field(default_factory=KnownFigures)  # figures of an earlier start
 
 
 def profile_model(
@@ -106,10 +103,7 @@ def profile_model(
             any).
         RanksDiffer: the ranks have different models.
     """
-    compute_loss = options.compute_loss
-    checked = agreed(
-        comm, lambda: Sample.of(model, loss_fn, sample, compute_loss), _CHECKING, SampleError
-    )
+    checked = _checked_sample(model, loss_fn, sample, comm, options)
     require_same_model(model, comm)
     layers = trainable_layers(model)
     asked = probes_of(of(Strategy).values()) if options.probes is None else options.probes
@@ -117,26 +111,54 @@ def profile_model(
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
         changes, outputs = Changes(model, checked.function), Outputs()
-        readers, step = _measured_step(checked, layers, probing, comm, changes, outputs)  # 1, 2
-        trial = Trial(
-            checked,
-            layers,
-            tuple(optimizers),
-            comm.size,
-            options.micro_batches,
-            options.row_parts,
-            step,
-            frozenset(readers.read),
-        )
+        watching = Watching(probing, changes, outputs)
+        watched = (*layers, *tied_modules(model, layers))
+        readers, step = measured_step(checked, watched, watching, comm, options.known)  # 1, 2
+        trial = _trial(checked, layers, optimizers, comm.size, options, readers, step)
         on_this_rank = _profile_here(trial, readers, probing, comm)
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, options.buffers)  # 5
         local = left_local(changes, comm, options.buffers)
         terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
-    agreed_on = agreed_terms(terms, of_batch=compute_loss is not None)
-    profile = completed(_in_backward_order(_maximum(profiles)))  # 4
+    agreed_on = agreed_terms(terms, of_batch=options.compute_loss is not None)
+    profile = completed(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
     return replace(profile, terms=agreed_on, moving=moves, local=local)
+
+
+def _trial(
+    sample: Sample,
+    layers: tuple[Layer, ...],
+    optimizers: Sequence[Optimizer],
+    ranks: int,
+    options: ProfileOptions,
+    readers: Readers,
+    step: MeasuredStep,
+) -> Trial:
+    """Return the trial that probes look at."""
+    return Trial(
+        sample,
+        layers,
+        tuple(optimizers),
+        ranks,
+        options.micro_batches,
+        options.row_parts,
+        step,
+        frozenset(readers.read),
+        options.known,
+        tied_modules(sample.model, layers),
+        readers.borrowed,
+    )
+
+
+def _checked_sample(
+    model: nn.Module, loss_fn: LossFn | None, sample: Any, comm: Comm, options: ProfileOptions
+) -> Sample:
+    """Return the sample, if its form is right on every rank (SampleError)."""
+    compute_loss = options.compute_loss
+    return agreed(
+        comm, lambda: Sample.of(model, loss_fn, sample, compute_loss), _CHECKING, SampleError
+    )
 
 
 def _terms(
@@ -160,13 +182,18 @@ def _profile_here(
         agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probes
     ]
     by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
-    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs)
-    update = OptimizerCost.of(trial.optimizers, rows_of_gradients(trial))
+    uses = agreed(comm, lambda: weight_uses(trial), _CHECKING, SampleError)
+    outside = outside_use(model, trial.layers, readers.borrowed, by_outputs, uses)
+    update = trial.known.figure(
+        "optimizer",
+        OptimizerCost,
+        lambda: OptimizerCost.of(trial.optimizers, rows_of_gradients(trial)),
+    )
     return ModelProfile(
         layers=tuple(
             replace(
-                _layer_profile(layer, step, outside[layer.name]),
-                may_vary=readers.decided.get(layer.name, ""),
+                layer_profile(layer, step, outside[layer.name], uses[layer.name]),
+                may_vary=first(readers.decided.get(name, "") for name in _names(layer, trial)),
                 facts=tuple(found[layer.name] for found in facts),
             )
             for layer in trial.layers
@@ -185,142 +212,38 @@ def _meet(comm: Comm) -> None:
     comm.gather_objects(None, "measuring the model: start together")
 
 
-@contextmanager
-def _seen_by(probes: Sequence[Probe], layers: Sequence[Layer]) -> Iterator[None]:
-    """Let probes see every call of a layer inside."""
-
-    def tell(probe: Probe, layer: Layer) -> Any:
-        @torch.no_grad()
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            with torch._C.DisableTorchFunction():  # what a probe reads is no use of a weight
-                probe.called(layer, args, kwargs, output)
-
-        return hook
-
-    with ExitStack() as hooks:
-        for probe in probes:
-            for layer in layers if type(probe).called is not Probe.called else ():
-                hook = layer.module.register_forward_hook(tell(probe, layer), with_kwargs=True)
-                hooks.callback(hook.remove)
-        yield
-
-
 def _measuring(probe: Probe, trial: Trial) -> Callable[[], dict[str, Facts]]:
     """What a probe finds of each layer, by name, when it is called."""
     return lambda: {layer.name: probe.measure(layer, trial) for layer in trial.layers}
 
 
-def _measured_step(
-    sample: Sample,
-    layers: Sequence[Layer],
-    probes: Sequence[Probe],
-    comm: Comm,
-    changes: Changes,
-    outputs: Outputs,
-) -> tuple[Readers, MeasuredStep]:
-    """Warm up while probes look on, then measure some steps in a row, as in training.
+def _names(layer: Layer, trial: Trial) -> list[str]:
+    """Return the names of a layer, and of the modules that use its parameters."""
+    own = {id(parameter) for parameter in layer.parameters.values()}
+    using = (
+        tied.name
+        for tied in trial.tied
+        if any(id(parameter) in own for parameter in tied.module._parameters.values())
+    )
+    return [layer.name, *using]
 
-    Where ranks share cores, one step is long in forward and short in backward, and the next the
-    other way round: so each rank's times are medians. In training all wait in every step for
-    whoever is slowest in it, which is more than any rank takes in the median: the medians are
-    stretched to that. Two steps that agree are enough; where they do not, more follow.
 
-    Ranks begin each step together, as they do in training: who is done early leaves the core to
-    others. Of three ranks on two cores one would else have a core for itself, and the others would
-    never seem to be faster than on half of one.
+def layer_profile(
+    layer: Layer, step: MeasuredStep, outside: str, use: WeightUse = UNUSED
+) -> LayerProfile:
+    """Return what a step measures of every layer alike.
 
-    Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
-    that was interrupted is ten times as long, and who waits lets others have the core.
+    Args:
+        layer: the layer.
+        step: the measured step.
+        outside: why its weight cannot be served through its own forward; '' if it can.
+        use: the use that its forward makes of its weight.
     """
-    parameters, clock = list(sample.model.parameters()), DeviceClock(_device(layers))
-    start = time.perf_counter()
-
-    def warm_up() -> tuple[Readers, MeasuredStep]:
-        with ExitStack() as looking_on:
-            readers = looking_on.enter_context(Readers(sample.model, layers).watching())
-            looking_on.enter_context(_seen_by(probes, layers))
-
-            def forward_ended() -> None:
-                looking_on.close()  # backward may go forward again (checkpointing)
-                changes.forward_ended()
-
-            step = watch_step(outputs.kept_of(sample), layers, clock, forward_ended)
-        if not step.ready_s:
-            raise SampleError(
-                "the loss does not depend on any trainable parameter of the model",
-                do="compute it of what the model gives: the one that parallelize is given, and "
-                "hands to compute_loss",
-            )
-        changes.backward_ended()
-        return readers, step
-
-    def measure() -> MeasuredStep:
-        drop_gradients(parameters)
-        return watch_step(sample, layers, clock)
-
-    readers, warm = agreed(comm, warm_up, _CHECKING, SampleError)
-    # probes go forward once more
-    left_s = _BUDGET_S - (time.perf_counter() - start) - warm.forward_s
-    steps = [measure()]
-    each_s = min(step.total_s for step in (warm, *steps))
-    turn = math.ceil(_TURN_S / max(comm.gather_objects(each_s, "measuring the model: one step")))
-    for fewest, enough_s in _AT_FIRST, _AT_MOST:
-        affordable = min(max(fewest, int(enough_s / each_s)), int(left_s / each_s), _MOST)
-        told = comm.gather_objects(affordable, "measuring the model: number of steps")
-        _measure_on(steps, max(1, min(told)), measure, turn, comm)
-        typical = usual(steps, warm)
-        ranks: list[list[float]] = comm.gather_objects(
-            [typical.total_s, *(step.total_s for step in steps)],
-            "measuring the model: seconds of steps",
-        )
-        usual_s = max(total_s for total_s, *_ in ranks)
-        slowest = _slowest([own for _, *own in ranks], turn)
-        if _agree(slowest) or len(steps) == _MOST:
-            break
-    drop_gradients(parameters)
-    slowest_s = median(slowest)
-    return readers, typical.times(max(1.0, slowest_s / usual_s))
-
-
-def _measure_on(
-    steps: list[MeasuredStep],
-    number: int,
-    measure: Callable[[], MeasuredStep],
-    turn: int,
-    comm: Comm,
-) -> None:
-    """Measure until there are so many steps; ranks begin each turn together."""
-    for index in range(len(steps), number):
-        if index % turn == 0:
-            _meet(comm)
-        steps.append(measure())
-
-
-def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
-    """Seconds of a step on the rank that was slowest in it, of as many steps as make a turn."""
-    count = len(ranks[0])
-    size = min(count, turn)
-    groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
-    return [max(sum(own[i] for i in group) for own in ranks) / size for group in groups]
-
-
-def _agree(seconds: Sequence[float]) -> bool:
-    """Whether each third of the steps says the same as the others; of two, each half."""
-    parts = min(3, len(seconds))
-    if parts < 2:
-        return False
-    size = len(seconds) // parts
-    medians = [median(seconds[i * size : (i + 1) * size]) for i in range(parts)]
-    return max(medians) <= (1 + _AGREE) * min(medians)
-
-
-def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfile:
-    """What was measured of every layer alike."""
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
         outside = "its gradient comes without a call of the layer"
-    inputs, outputs = shape_of(layer.module)
+    inputs, outputs = shape_of(layer.module, use)
     return LayerProfile(
         name=layer.name,
         kind=kind_of(layer.module),
@@ -338,7 +261,7 @@ def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfi
             )
             for name, parameter in layer.parameters.items()
         ),
-        rows=rows_of(layer.module, watched),
+        rows=rows_of(watched, outputs),
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,
@@ -350,17 +273,46 @@ def _layer_profile(layer: Layer, step: MeasuredStep, outside: str) -> LayerProfi
     )
 
 
-def _device(layers: Sequence[Layer]) -> torch.device:
-    """Where the model computes, if not all of it is on the CPU."""
-    devices = (p.device for layer in layers for p in layer.parameters.values())
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+def _by_the_fastest(profiles: Sequence[ModelProfile]) -> Sequence[ModelProfile]:
+    """The ranks' profiles, with seconds of layers in the fastest rank's proportions.
+
+    Where hosts are unlike, a slow one often has a quota: it sleeps for some milliseconds at a time,
+    inside of one layer or another, which then looks ten times as long. A rank's seconds of forward
+    and of backward stay its own. Among like ranks nothing is changed.
+    """
+    fastest = min(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
+    slowest = max(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
+    fastest_s, slowest_s = (p.forward_s + p.backward_s for p in (fastest, slowest))
+    if slowest_s <= _UNLIKE * fastest_s or not (fastest.forward_s and fastest.backward_s):
+        return profiles
+    return [_in_proportions(fastest, profile) for profile in profiles]
+
+
+def _in_proportions(like: ModelProfile, profile: ModelProfile) -> ModelProfile:
+    """A rank's profile, with its seconds dealt to the layers as in another rank's profile."""
+    forward = profile.forward_s / like.forward_s
+    backward = profile.backward_s / like.backward_s
+    layers = tuple(
+        replace(
+            layer,
+            needed_s=of_other.needed_s * forward,
+            forward_s=of_other.forward_s * forward,
+            backward_s=of_other.backward_s * backward,
+            parameters=tuple(
+                replace(parameter, ready_s=same.ready_s * backward)
+                for parameter, same in zip(layer.parameters, of_other.parameters, strict=True)
+            ),
+        )
+        for layer, of_other in zip(profile.layers, like.layers, strict=True)
+    )
+    return replace(profile, layers=layers)
 
 
 def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The ranks' profiles in one: the most of every number."""
     return ModelProfile(
         layers=tuple(
-            _maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
+            maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
         ),
         forward_s=max(p.forward_s for p in profiles),
         backward_s=max(p.backward_s for p in profiles),
@@ -374,8 +326,8 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
 
 
-def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
-    """One layer's profiles in one: of a kind of facts, as that says."""
+def maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
+    """Make one layer's profiles one: of a kind of facts, as that says."""
     return replace(
         ranks[0],
         parameters=tuple(

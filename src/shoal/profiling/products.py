@@ -24,6 +24,7 @@ from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import page_faults
 from shoal.profiling.sparse import says_sparse
 from shoal.profiling.timeline import DeviceClock
+from shoal.profiling.weight_use import UNUSED, WeightUse, matrix_of, weight_uses
 
 _MOST_WORK = 1e9  # multiplications in one measurement: larger ones only take longer to say the same
 _MOST_ELEMENTS = 1 << 23  # of an operand with so many rows, and of a result: it outgrows caches
@@ -58,9 +59,12 @@ class ProductProbe(Probe):
         if layer.name not in costs:
             return ProductFacts()
         cost, watched = costs[layer.name], trial.step.layers[layer.name]
-        product_s = cost.fixed_s + cost.s_per_row * rows_of(layer.module, watched)
+        use = weight_uses(trial).get(layer.name, UNUSED)
+        outputs = shape_of(layer.module, use)[1]
+        product_s = cost.fixed_s + cost.s_per_row * rows_of(watched, outputs)
         # as much for x's own
-        others_s = product_s if watched.input_grad and isinstance(layer.module, nn.Linear) else 0.0
+        is_linear = isinstance(layer.module, nn.Linear) or use.served
+        others_s = product_s if watched.input_grad and is_linear else 0.0
         # page faults take any time, but no more than was taken
         most_s = max(product_s, watched.backward_s - others_s)
         return ProductFacts(
@@ -70,21 +74,21 @@ class ProductProbe(Probe):
 
 def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
     """What each layer's product costs, and how much of its gradient's memory was new each step."""
-    products = {
-        layer.name: ProductShape.of(
-            layer.module, rows_of(layer.module, trial.step.layers[layer.name])
-        )
-        for layer in trial.layers
-    }
-    costs = measure_products(
-        {name: product for name, product in products.items() if product}, trial.ranks
+    products = {}
+    for layer in (*trial.layers, *trial.tied):
+        use = weight_uses(trial).get(layer.name, UNUSED)
+        rows = rows_of(trial.step.layers[layer.name], shape_of(layer.module, use)[1])
+        products[layer.name] = ProductShape.of(layer.module, rows, use)
+    real = {name: product for name, product in products.items() if product}
+    costs = trial.known.figure(
+        "products", dict[str, ProductCost], lambda: measure_products(real, trial.ranks)
     )
     known = sum(cost.page_faults for cost in costs.values())
     # at most: backward takes other memory too
     return costs, min(1.0, trial.step.page_faults / known) if known else 1.0
 
 
-def shape_of(module: nn.Module) -> tuple[int, int]:
+def shape_of(module: nn.Module, use: WeightUse) -> tuple[int, int]:
     """M and N of the layer as a product, (0, 0) where it is none."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
@@ -92,12 +96,15 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim
     if isinstance(module, _ConvNd):
         return module.weight.numel() // module.out_channels, module.out_channels
-    return 0, 0
+    weight = matrix_of(module, use)
+    if weight is None:
+        return 0, 0
+    first, second = weight.shape
+    return (first, second) if use.turned else (second, first)
 
 
-def rows_of(module: nn.Module, watched: MeasuredLayer) -> int:
+def rows_of(watched: MeasuredLayer, outputs: int) -> int:
     """K: what the layer puts out, counted in rows of N."""
-    outputs = shape_of(module)[1]
     return watched.output_elements // outputs if outputs else 0
 
 
@@ -113,23 +120,17 @@ class ProductShape:
     device: torch.device
 
     @classmethod
-    def of(cls, module: nn.Module, rows: int) -> ProductShape | None:
+    def of(cls, module: nn.Module, rows: int, use: WeightUse = UNUSED) -> ProductShape | None:
         """The product that a module's weight gradient is, or None if it is none or was not run."""
-        if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
+        weight: Tensor | None = matrix_of(module, use)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            weight = module.weight
+        if rows == 0 or weight is None:
             return None
-        if module.weight.numel() == 0 or says_sparse(module):  # that is no product
+        if weight.numel() == 0 or says_sparse(module):  # that is no product
             return None
-        if isinstance(module, nn.Linear):
-            shape = module.in_features, module.out_features
-        else:
-            shape = module.num_embeddings, module.embedding_dim
-        return cls(
-            isinstance(module, nn.Embedding),
-            rows,
-            *shape,
-            module.weight.dtype,
-            module.weight.device,
-        )
+        is_table, shape = isinstance(module, nn.Embedding), shape_of(module, use)
+        return cls(is_table, rows, *shape, weight.dtype, weight.device)
 
     def sizes(self, ranks: int) -> tuple[int, int]:
         """Two numbers of rows to measure at: K and P·K, both scaled down where that is too much."""

@@ -26,7 +26,7 @@ _NEARLY = 1e-9  # of the largest output, in float64
 
 def rowwise(trial: Trial) -> dict[str, bool]:
     """By layer, for its ranks. Runs the sample forward once if there is any layer to try."""
-    found = {layer.name: _made_of_weight(layer.module) for layer in trial.layers}
+    found = {layer.name: made_of_weight(layer.module) for layer in trial.layers}
     able = [layer for layer in trial.layers if found[layer.name]]
     to_try = [layer for layer in able if type(layer.module) not in _KINDS]
     tried: dict[str, bool] = {}
@@ -51,10 +51,10 @@ def rowwise(trial: Trial) -> dict[str, bool]:
 
 def row_dims(module: nn.Module) -> int:
     """How many dimensions a row of its input has: features, or channels, height and width."""
-    return 1 if isinstance(module, nn.Linear) else 3
+    return 3 if isinstance(module, nn.Conv2d) else 1
 
 
-def _made_of_weight(module: nn.Module) -> bool:
+def made_of_weight(module: nn.Module) -> bool:
     """Whether its input, a trainable weight and its bias alone make its outputs."""
     weight = module._parameters.get("weight")
     if (

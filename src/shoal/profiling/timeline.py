@@ -42,6 +42,11 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
 
+    @property
+    def is_of_processor(self) -> bool:
+        """Return whether the main thread computes, and no device of its own."""
+        return self._device.type == "cpu"
+
     def mark(self) -> Mark:
         """This moment in the device's work."""
         if not self._cuda:

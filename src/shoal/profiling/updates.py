@@ -10,6 +10,7 @@ whole parameters, if updating two by themselves gives what updating both at once
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -381,6 +382,9 @@ def _tried(
 ) -> JointUpdate:
     """Why they must, as a tensor of this shape shows with such gradients."""
     name = type(optimizer).__name__
+    if _needs_closure(optimizer):
+        reason = f"{name} does not update a part of a tensor: each step needs a closure"
+        return JointUpdate(reason, reason)
     tensor = _TrialTensor.of(optimizer, group, shape, gradient, sparse)
     whole = joint = ""
     try:
@@ -407,6 +411,12 @@ def _tried(
             f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
         )
     return JointUpdate(whole or joint, joint)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step cannot be made without a closure, as in LBFGS."""
+    parameters = inspect.signature(type(optimizer).step).parameters
+    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
 
 
 class _Unfit(Exception):

@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.contracts.probe import Layer
 from shoal.contracts.sample import tensors_in
+from shoal.contracts.strategy import Strategy
 from shoal.profiling.identity import ROOT
+from shoal.profiling.weight_use import UNUSED, WeightUse, like_of
 
 _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: F.linear,
@@ -73,16 +75,16 @@ class Readers(TorchFunctionMode):
         if next(tensors_in(result), None) is not None:
             for tensor in tensors_in((args, kwargs or {})):
                 if id(tensor) in self._owners:
-                    self._note(func, *self._owners[id(tensor)])
+                    self._note(func, tensor, *self._owners[id(tensor)])
         return result
 
-    def _note(self, func: Callable[..., Any], layer: Layer, parameter: str) -> None:
+    def _note(self, func: Callable[..., Any], tensor: Tensor, layer: Layer, parameter: str) -> None:
         self.read.add(parameter)
         leaf = parameter.rpartition(".")[2]
         reader, module = self._running[-1] if self._running else ("the loss", None)
         if module is None:
             self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader}")
-        elif module is not layer.module:
+        elif all(own is not tensor for own in module._parameters.values()):
             kind = type(module).__name__
             self.borrowed.setdefault(
                 layer.name, f"its {leaf} is read by {reader} ({kind}) without calling it"
@@ -122,6 +124,7 @@ def outside_use(
     layers: Sequence[Layer],
     borrowed: Mapping[str, str],
     rowwise: Mapping[str, bool],
+    uses: Mapping[str, WeightUse],
 ) -> dict[str, str]:
     """For each layer why its weight cannot be served through its own forward, or ''.
 
@@ -131,10 +134,19 @@ def outside_use(
     return {
         layer.name: tied.get(layer.name)
         or borrowed.get(layer.name)
-        or ("" if rowwise[layer.name] else _unlike_torch(layer.module))
-        or _hooked(layer)
+        or unlike(layer, rowwise=rowwise[layer.name], use=uses[layer.name])
         for layer in layers
     }
+
+
+def unlike(layer: Layer, *, rowwise: bool, use: WeightUse = UNUSED) -> str:
+    """Return why a layer's own forward and backward are not as torch has them, or ''.
+
+    Where a layer is `rowwise`, its own forward may be any.
+    """
+    is_product = use.served and type(layer.module) not in _OWN_FUNCTION
+    own = "" if rowwise or is_product else _unlike_torch(layer.module, use.reason)
+    return own or _hooked(layer)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -142,6 +154,19 @@ def kind_of(module: nn.Module) -> str:
     kind = type(module)
     imitates = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in _NAMES
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
+
+
+def unable_before(strategy: Strategy, module: nn.Module, servers: int, tail_hosts: int) -> str:
+    """Return why a strategy cannot serve a module, as far as that shows before a measurement.
+
+    Args:
+        strategy: the strategy.
+        module: the layer.
+        servers: number of hosts that own parameters and do not train.
+        tail_hosts: number of hosts that run the end of the model.
+    """
+    like = like_of(module)
+    return strategy.unable(kind_of(module), servers, tail_hosts, like) or strategy.unfit(module)
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -172,14 +197,15 @@ def _hooked(layer: Layer) -> str:
     return ""
 
 
-def _unlike_torch(module: nn.Module) -> str:
+def _unlike_torch(module: nn.Module, reason: str) -> str:
     """How a linear layer or table differs from torch's own; '' for modules of other kinds."""
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         kinds = "torch.nn.Linear, torch.nn.Embedding or torch.nn.EmbeddingBag"
-        return f"it is a {kind}, not exactly a {kinds}"
+        found = f", and {reason}" if reason else ""
+        return f"it is a {kind}, not exactly a {kinds}{found}"
     if "forward" in vars(module):
         return "its forward has been replaced"
     weight = module._parameters.get("weight")

@@ -13,6 +13,7 @@ Objects, names and parameters stay the same, both ways, and that is checked.
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,8 +36,8 @@ from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
 from shoal.core.role import Role
-from shoal.profiling.identity import model_digest, trainable_layers
-from shoal.profiling.usage import kind_of
+from shoal.profiling.identity import ROOT, model_digest, trainable_layers
+from shoal.profiling.usage import unable_before
 from shoal.strategies.carried import check_carried, check_holder, row_codec
 
 
@@ -94,14 +95,11 @@ def placed(
     roles = {name: named(Strategy, name).role for name in {c.strategy for c in plan.choices}}
     holders = {c.layer: c.holder for c in plan.choices if roles[c.strategy].names_ranks}
     ways = Ways(holders=holders, backward_hooks=backward_hooks(model))
+    holding = _holders(model)
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
 
     def place(site: Site) -> Place:
-        parameters = {
-            name: parameter
-            for layer in site.layers
-            for name, parameter in layers[layer].parameters.items()
-        }
+        parameters = _parameters(site, layers)
         spans = _spans(site, parameters)
         return replace(
             in_model,
@@ -110,7 +108,7 @@ def placed(
             spans=spans,
             rows=RowTraffic(plan.chunks, row_codec(site.exchange)),
             period=periods.get(site.every),
-            ways=ways,
+            ways=replace(ways, sharing=_sharing(holding, site.layers, parameters)),
         )
 
     return [
@@ -148,12 +146,14 @@ def apply(
 
 def release(model: nn.Module, rewritten: Rewritten) -> None:
     """Undo `apply`, from the last site to the first. Every rank makes the same calls."""
-    before = _identity(model)
+    before, holding = _identity(model), _holders(model)
     for placed, transfers in reversed(rewritten.sites):
         names = placed.site.layers
         layers = {name: module for name in names if (module := rewritten.layers[name]())}
-        ways = replace(placed.place.ways, model=model)
-        placed.strategy.release(replace(placed.place, layers=layers, ways=ways), transfers)
+        sharing = _sharing(holding, names, placed.place.parameters)
+        ways = replace(placed.place.ways, model=model, sharing=sharing)
+        place = replace(placed.place, layers=layers, ways=ways)
+        placed.strategy.release(place, transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
 
@@ -182,8 +182,37 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
     place = placed_site.place
-    ways = replace(place.ways, tail=None, model=None)
+    ways = replace(place.ways, tail=None, model=None, sharing={})
     return replace(placed_site, place=replace(place, layers={}, ways=ways))
+
+
+def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """Return the modules that hold each parameter, by its id and by their dotted names."""
+    holders: dict[int, dict[str, nn.Module]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            holders[id(parameter)][name or ROOT] = module
+    return holders
+
+
+def _sharing(
+    holders: Mapping[int, Mapping[str, nn.Module]],
+    layers: Sequence[str],
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[str, nn.Module]:
+    """Return the modules beside some layers that hold parameters of these, by dotted name."""
+    return {
+        name: module
+        for parameter in parameters.values()
+        for name, module in holders[id(parameter)].items()
+        if name not in layers
+    }
+
+
+def _parameters(site: Site, layers: Mapping[str, Layer]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a site's layers, by dotted name."""
+    own = (layers[name].parameters for name in site.layers)
+    return {name: parameter for of_layer in own for name, parameter in of_layer.items()}
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
@@ -240,10 +269,10 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             do=_REPLAN,
         )
     _check_holders(plan)
-    kinds = {layer.name: kind_of(layer.module) for layer in trainable_layers(model)}
+    modules = {layer.name: layer.module for layer in trainable_layers(model)}
     for choice in plan.choices:
-        strategy = named(Strategy, choice.strategy)
-        _check_serves(choice, strategy.unable(kinds[choice.layer], servers, tail_hosts=1))
+        strategy, module = named(Strategy, choice.strategy), modules[choice.layer]
+        _check_serves(choice, unable_before(strategy, module, servers, tail_hosts=1))
         check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 

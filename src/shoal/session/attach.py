@@ -185,12 +185,15 @@ def _running(
 def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
     """Rewrite the model's layers as the plan has them, with rank 0's values."""
     stage, weighing = opening.stage, opening.weighing
+    profile = opening.prepared.profile
+    measured = {} if profile is None else {layer.name: layer for layer in profile.layers}
 
     def with_channels(place: Place) -> Place:
         boundary, tables = opening.opened_boundary, opening.tables
         model = opening.model if place.ways.holders else None
         ways = replace(place.ways, tables=tables, tail=stage, model=model)
-        return replace(place, comm=boundary, weighs=weighing, ways=ways)
+        profiles = {name: measured[name] for name in place.layers if name in measured}
+        return replace(place, comm=boundary, weighs=weighing, ways=ways, profiles=profiles)
 
     sites = [replace(site, place=with_channels(site.place)) for site in sites]
     values = opening.prepared.values

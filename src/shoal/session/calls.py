@@ -134,6 +134,10 @@ class Counting:
         """The same loss, which is a sum over rows, and may go with what comes of these rows."""
         return self.weighed(self._weigher.of_sum(rows), loss)
 
+    def of_terms(self, count: float, rows: Weight | None, batch: Any, loss: Any) -> Any:
+        """Weigh a loss, which is a mean over so many terms, beside values that come of rows."""
+        return self.weighed(self._weigher.of_loss(count, rows, batch), loss)
+
     def weighed(self, weight: Weight, loss: Any) -> Any:
         """The same loss, of a weight of its own."""
         border = self._border

@@ -21,7 +21,7 @@ from shoal.contracts.batch_loss import BatchLoss
 from shoal.contracts.sample import ComputeLoss, check_computed
 from shoal.core.errors import UsageError
 from shoal.session.additions import check_bare
-from shoal.session.calls import Calls, Counting
+from shoal.session.calls import Calls, Count, Counting, number_of
 from shoal.session.compiled import uncompiled
 
 
@@ -30,11 +30,12 @@ class Computed:
     """Weighs what a function computes.
 
     Args:
-        model: whose loss it is; not kept alive.
+        model: the model, which is not kept alive.
         compute_loss: the function.
         counting: counts batches.
         calls: the model's, among which are those of the function.
         summed: whether the loss is a sum over rows.
+        count: counts the terms of the loss, if modules keep means over rows for it.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Computed:
         calls: Calls,
         *,
         summed: bool,
+        count: Count | None = None,
     ) -> None:
         self._model = ref(model)
         known = compute_loss if isinstance(compute_loss, BatchLoss) else BatchLoss(compute_loss)
         self._compute_loss, self._known = known.function, known
         self._counting: Counting | None = counting
-        self._calls, self._summed = calls, summed
+        self._calls, self._summed, self._count = calls, summed, count
 
     @property
     def weighs(self) -> bool:
@@ -61,9 +63,9 @@ class Computed:
         """Do no more than the function, from here on."""
         self._counting = None
 
-    def go_on(self, counting: Counting, calls: Calls) -> None:
+    def go_on(self, counting: Counting, calls: Calls, count: Count | None) -> None:
         """Weigh again, under another plan."""
-        self._counting, self._calls = counting, calls
+        self._counting, self._calls, self._count = counting, calls, count
 
     def function(self) -> Callable[..., Any]:
         """The function to call from now on."""
@@ -86,10 +88,13 @@ class Computed:
             if begun is None:
                 return self._compute_loss(model, *batch, **named)
             weight, computed_with = begun
+            terms = None if self._count is None else number_of(self._count, counted)
             arguments = computed_with if self._known.packed else (computed_with, *batch[1:])
             loss = self._compute_loss(model, *arguments, **named)  # 2
             check_computed(loss)
             loss = counting.ended(weight, counted, loss)  # 3
+            if terms is not None:
+                return counting.of_terms(terms, weight, counted, loss)
             return counting.summed(weight, loss) if self._summed else loss
         finally:
             calls.leave()

@@ -1,18 +1,23 @@
 """A model that is parallelised by its first batch: its record until then.
 
 Until then it is an ordinary model, so its optimizers may not step: every rank would train by
-itself. The record hangs on the model. A copy or a pickle takes none of it along.
+itself. A step with a closure may come first: the closure has the first batch. The record hangs on
+the model. A copy or a pickle takes none of it along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
+from shoal.optim.closure_loss import steers_by_loss
+from shoal.optim.methods import Methods
 from shoal.strategies.copies import StaysBehind, leaves_behind
 
 _SLOT = "_shoal_pending"
@@ -32,12 +37,30 @@ class PendingPlan(StaysBehind):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.loaded: Mapping[str, Any] = {}
         self._hooks = [each.register_step_pre_hook(_refuse) for each in optimizers]
+        self._methods = [Methods(each) for each in optimizers]
+        for optimizer, methods in zip(optimizers, self._methods, strict=True):
+            methods.replace("step", partial(self._step, optimizer))
 
     def end(self) -> None:
         """Let the optimizers step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for methods in self._methods:
+            methods.restore()
+        self._methods.clear()
+
+    def _step(
+        self, optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step. The closure of a first step is called before, because the plan follows from it."""
+        closure = args[0] if args else kwargs.get("closure")
+        if not self._hooks or closure is None or steers_by_loss(optimizer):
+            return original(*args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        optimizer.step()  # its parts are known now
+        return loss
 
 
 def wait_for_batch(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -61,6 +84,6 @@ def end_waiting(model: nn.Module) -> None:
 def _refuse(*_: object) -> None:
     raise UsageError(
         "an optimizer steps before the first batch, so its model has no plan yet",
-        do="compute the loss by the function that parallelize returned. If the step has a "
-        "closure, give parallelize a sample",
+        do="compute the loss by the function that parallelize returned. For LBFGS give "
+        "parallelize a sample",
     )

@@ -32,7 +32,6 @@ from shoal.contracts.batch import tensors_of
 from shoal.core.eager import eager
 from shoal.core.terms import OF_ROWS, TARGET, Targets, Terms
 from shoal.engine.border import Border
-from shoal.engine.weights import Weigher
 from shoal.optim.owners import Owners
 from shoal.profiling.terms import count_of, count_seen
 from shoal.session.additions import check_bare
@@ -98,11 +97,11 @@ def watch(
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
     if job.compute_loss is not None:
         hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
-        of_batch = Counting(border, weigher, terms, by_loss=terms.summed, count=count)
-        computed = Computed(model, job.compute_loss, of_batch, calls, summed=terms.summed)
-        if isinstance(kept, Computed):
-            kept.go_on(of_batch, calls)
-            computed = kept
+        # modules keep means over rows, which a loss over other terms may be added to
+        apart = count is not None and terms.kept and not (job.alike or terms.summed)
+        by_loss, of_rows = terms.summed or apart, None if apart else count
+        of_batch = Counting(border, weigher, terms, by_loss=by_loss, count=of_rows)
+        computed = _computed(job, of_batch, calls, terms, count if apart else None, kept)
         if count is not None or terms.summed:  # else others than it are right, too
             border.awaited_loss = _NOT_COMPUTED
         function = computed.function()
@@ -115,14 +114,30 @@ def watch(
     hooks += _weighed(model, calls, counting)
     if not counting.by_loss:
         return job.loss_fn, Watched(hooks, ref(border))
-    counted = _Counted(border, weigher, counting, count, job.loss_fn)
+    counted = _Counted(border, counting, count, job.loss_fn)
     if isinstance(kept, _Counted):
-        kept.go_on(border, weigher, counting)
+        kept.go_on(border, counting)
         counted = kept
     border.awaited_loss = _NOT_CALLED
     loss_fn, hook = _counting_loss(model, job.loss_fn, counted)
     hooks += [] if hook is None else [hook]
     return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _computed(
+    job: TrainingJob,
+    of_batch: Counting,
+    calls: Calls,
+    terms: Terms,
+    count: Count | None,
+    before: Any,
+) -> Computed:
+    """Make the record of a compute_loss, or let the one of an earlier plan go on."""
+    if isinstance(before, Computed):
+        before.go_on(of_batch, calls, count)
+        return before
+    assert job.compute_loss is not None
+    return Computed(job.model, job.compute_loss, of_batch, calls, summed=terms.summed, count=count)
 
 
 def _counts(job: TrainingJob, terms: Terms) -> tuple[Count | None, Terms]:
@@ -280,13 +295,12 @@ class _Counted:
     def __init__(
         self,
         border: Border,
-        weigher: Weigher,
         counting: Counting,
         count: Count | None,
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         self._border: Border | None = border
-        self._weigher, self._counting, self._count = weigher, counting, count
+        self._counting, self._count = counting, count
         self._names = _argument_names(
             loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         )
@@ -300,9 +314,9 @@ class _Counted:
         """Leave losses as they are, from here on."""
         self._border = None
 
-    def go_on(self, border: Border, weigher: Weigher, counting: Counting) -> None:
+    def go_on(self, border: Border, counting: Counting) -> None:
         """Weigh again, under another plan."""
-        self._border, self._weigher, self._counting = border, weigher, counting
+        self._border, self._counting = border, counting
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
         if self._border is None or not torch.is_grad_enabled():
@@ -323,7 +337,7 @@ class _Counted:
         if self._count is None:
             return self._counting.summed(rows, loss)
         count = number_of(self._count, output, target)
-        return self._counting.weighed(self._weigher.of_loss(count, rows, (output, target)), loss)
+        return self._counting.of_terms(count, rows, (output, target), loss)
 
 
 def _argument_names(function: Callable[..., Any] | None) -> list[str]:

@@ -22,12 +22,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, permutations
-from typing import Any, ClassVar, final
+from itertools import permutations
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.codecs.coded import codec_named
 from shoal.contracts.exchange import Exchange
@@ -35,24 +34,29 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait, total
-from shoal.core.eager import eager
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
 from shoal.profiling.products import ProductFacts, ProductProbe
-from shoal.profiling.rowwise import row_dims, rowwise
+from shoal.profiling.rowwise import made_of_weight, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.copies import plain
-from shoal.tensors.boundary import CallRows, Move, call_of, linear
-from shoal.tensors.crossing import EXACT, RowCrossing
+from shoal.profiling.weight_use import LINEAR, WeightProbe, WeightUse, like_of
+from shoal.strategies.cut_layer import (
+    SLOT,
+    CutMoves,
+    LayerPart,
+    OwnParameters,
+    cut_class,
+    kind_before,
+)
+from shoal.tensors.boundary import CallRows, Move
+from shoal.tensors.crossing import EXACT
 from shoal.tensors.cut import cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
 from shoal.tensors.output_call import OutputCall
 from shoal.tensors.over_ranks import OverRanks
-from shoal.tensors.wholes import holding_wholes, told_numbers
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
-_SLOT = "_cut_layer"  # where a served layer keeps what runs it
 
 
 @dataclass(frozen=True)
@@ -80,25 +84,18 @@ class CutProbe(Probe):
         return CutFacts(watched.input_elements, watched.input_grad, trial.once(rowwise)[layer.name])
 
 
-class CutStrategy(Strategy):
+class CutStrategy(CutMoves, Strategy):
     """Cuts the weight of a layer along one dimension: of an nn.Linear, by outputs also of others
     (rowwise.py).
     """
 
     role = Role.CUT
-    probes: ClassVar[tuple[type[Probe], ...]] = (CutProbe, ProductProbe, UpdateProbe)
-    dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
-    takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
-
-    @abstractmethod
-    def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
-        """How rows come to the weight's parts."""
-
-    @abstractmethod
-    def leave(
-        self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
-    ) -> Tensor:
-        """Bring the parts' products to the ranks whose rows they are, in that shape."""
+    probes: ClassVar[tuple[type[Probe], ...]] = (
+        CutProbe,
+        WeightProbe,
+        ProductProbe,
+        UpdateProbe,
+    )
 
     @abstractmethod
     def moved(
@@ -142,7 +139,8 @@ class CutStrategy(Strategy):
         products_s = max(0.0, layer.backward_s - memory_s)
         num_products = 2 if facts.input_grad else 1
         chunks, entering_s, leaving_s = 1, 0.0, 0.0
-        if layer.kind == "Linear" and not self.takes_parts:
+        comes_in_chunks = layer.kind == LINEAR or layer.measured(WeightUse).served
+        if comes_in_chunks and not self.takes_parts:
             chunks = max(1, min(layer.setting.chunks, layer.rows // max(layer.calls, 1)))
             entering_s = entering[1].worst * pace.wall.byte_s
             leaving_s = pace.wall.of(returning[-1]) if facts.input_grad else 0.0
@@ -173,46 +171,54 @@ class CutStrategy(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         ((name, module),) = place.layers.items()
-        if not isinstance(module, nn.Linear | nn.Conv2d) or (
-            self.dim and type(module) is not nn.Linear
-        ):
+        use = self.use_of(name, module, place)
+        if use is not None and not use.served:
             raise TypeError(f"{label}: cannot cut {type(module)}")
         assert place.comm is not None
-        weight, bias = (module._parameters.get(leaf) for leaf in ("weight", "bias"))
-        assert weight is not None
-        outputs = len(weight)
-        widths = cut_sizes(weight.shape[self.dim], place.ranks)
-        over = OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm, place.weighs)
-        cut(weight, over)
-        if bias is not None:
-            cut(
-                bias,
-                OverRanks(
-                    f"{name}.bias",
-                    bias,
-                    0,
-                    cut_sizes(outputs, place.ranks),
-                    place.comm,
-                    place.weighs,
-                ),
-            )
-        part = _LayerPart(name, self, module, outputs, widths, place)
-        module.__class__ = _cut_class(type(module))
-        module.__dict__[_SLOT] = part
+        own = OwnParameters.of(module, use)
+        weight = own.weight
+        outputs = weight.shape[1 if own.is_turned else 0]
+        widths = cut_sizes(weight.shape[own.dim(self.dim)], place.ranks)
+        of_weight, of_bias = (own.dim(self.dim), widths), (0, cut_sizes(outputs, place.ranks))
+        for _, leaf, parameter in own.places:
+            dim, sizes = of_weight if parameter is weight else of_bias
+            over = OverRanks(f"{name}.{leaf}", parameter, dim, sizes, place.comm, place.weighs)
+            cut(parameter, over)
+        run_cut(name, self, module, place)
         return []
+
+    def use_of(self, name: str, module: nn.Module, place: Place) -> WeightUse | None:
+        """Return how a layer's forward uses its weight; None if it runs on parts as it stands."""
+        profile = place.profiles.get(name)
+        is_rowwise = profile is None or profile.measured(CutFacts).rowwise
+        if type(module) is nn.Linear:
+            return WeightUse(served=True)
+        if not self.dim and isinstance(module, nn.Linear | nn.Conv2d) and is_rowwise:
+            return None
+        return WeightUse() if profile is None else profile.measured(WeightUse)
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
         (module,) = place.layers.values()
-        del module.__dict__[_SLOT]
-        module.__class__ = _kind_of(module)
-        for parameter in filter(is_cut, module.parameters(recurse=False)):
-            restore(parameter)
+        part = run_whole(module)
+        for _, _, parameter in part.own.places:
+            if is_cut(parameter):
+                restore(parameter)
 
 
-def error_of_rows(layer: nn.Module) -> float | None:
-    """How far rows of a cut layer were off as they crossed, relative; None where none did."""
-    part: _LayerPart | None = layer.__dict__.get(_SLOT)
-    return None if part is None else part.crossing.error
+def run_cut(name: str, strategy: CutStrategy, module: nn.Module, place: Place) -> None:
+    """Run a module on this rank's part of its weight from now on. The weight is cut already."""
+    own = OwnParameters.of(module, strategy.use_of(name, module, place))
+    widths = cut_sizes(own.weight.shape[own.dim(strategy.dim)], place.ranks)
+    part = LayerPart(name, strategy, module, own, widths, place)
+    module.__class__ = cut_class(type(module))
+    module.__dict__[SLOT] = part
+
+
+def run_whole(module: nn.Module) -> LayerPart:
+    """Give a module its own class again; return its part. Its weight is still cut."""
+    part: LayerPart = module.__dict__.pop(SLOT)
+    module.__class__ = kind_before(module)
+    return part
 
 
 class ByOutputs(CutStrategy):
@@ -225,12 +231,16 @@ class ByOutputs(CutStrategy):
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = uncut(layer, layer.outputs, "outputs", cluster)
-        if reason is None and not layer.measured(CutFacts).rowwise:
-            return (
-                "it serves layers each of whose outputs is made of one row of the weight, "
-                f"and this {layer.kind} was not found to be one"
-            )
+        by_parts = layer.measured(CutFacts).rowwise or layer.measured(WeightUse).served
+        if reason is None and not by_parts:
+            return _not_by_rows(layer.kind)
         return reason
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        is_table = isinstance(module, nn.Embedding)  # a head may share its weight
+        may = made_of_weight(module) or like_of(module) == LINEAR or is_table
+        return "" if may else _not_by_rows(type(module).__name__)
 
     def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
         return rows.gathered(scale=len(widths))
@@ -245,6 +255,13 @@ class ByOutputs(CutStrategy):
             return CutOutput.of(product, rows, widths, numbers)
         call = OutputCall(product, rows, widths, rows.layer)
         return CutOutput.of(product, rows, widths, numbers, call=call)
+
+
+def _not_by_rows(kind: str) -> str:
+    return (
+        "it serves layers each of whose outputs is made of one row of the weight, "
+        f"and this {kind} was not found to be one"
+    )
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
@@ -300,121 +317,3 @@ def _coding_s(layer: LayerProfile, cluster: Cluster, moves: Sequence[Traffic]) -
 def counts(layer: LayerProfile, topology: Topology) -> Traffic:
     """The numbers of rows, told before every call."""
     return move(topology, lambda source, to: COUNT_BYTES * layer.calls)
-
-
-@final
-class _LayerPart:
-    """This rank's part of a layer: it runs the layer for the rows of all ranks."""
-
-    def __init__(
-        self,
-        name: str,
-        strategy: CutStrategy,
-        module: nn.Linear | nn.Conv2d,
-        outputs: int,
-        widths: Sequence[int],
-        place: Place,
-    ) -> None:
-        assert place.comm is not None
-        self._name, self._comm, self._chunks = name, place.comm, place.rows.chunks
-        self._weighs, self.crossing = place.weighs, RowCrossing(place.rows.codec)
-        self._backward_hooks = place.ways.backward_hooks
-        self._is_linear = type(module) is nn.Linear
-        self.weight, self.bias = module.weight, module.bias
-        self._strategy, self._widths = strategy, widths
-        self._row_dims = row_dims(module)
-        self._outputs = outputs
-        at = accumulate(cut_sizes(outputs, place.ranks), initial=0)
-        self._mine = list(pairwise(at))[place.rank]  # of the outputs, those whose bias is here
-
-    def called(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The layer's output for this rank's rows; `forward` is the layer's own."""
-        ahead, row = x.shape[: -self._row_dims], x.shape[-self._row_dims :]
-        cut_rows = None
-        if isinstance(x, CutOutput):
-            cut_rows = x.taken_by(self._name, self._widths) if self._strategy.takes_parts else None
-            x = x if cut_rows else x.whole()
-        if cut_rows is not None:
-            rows, inside = replace(cut_rows[0], crossing=self.crossing), cut_rows[1]
-        else:
-            flat = x.reshape(-1, row.numel())
-            form = "" if len(row) == 1 else f", rows of {tuple(row)}"
-            purpose = call_of(self._name) + form
-            told = told_numbers(self._comm, [len(flat)] * self._comm.size, purpose)
-            if told is None:
-                with holding_wholes([module], self._comm):
-                    return forward(x)
-            if self._comm.attendance is not None and torch._C._current_graph_task_id() == -1:
-                self._comm.attendance.drop(self._name)  # no rank reads it alone any more
-            crossing = self.crossing
-            rows = CallRows(self._comm, tuple(told), purpose, self._weighs, self._name, crossing)
-            inside = None
-        with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
-            if inside is not None:
-                product = F.linear(inside, self.weight, self._added_bias())
-            elif self._is_linear:
-                product = linear(
-                    flat, self.weight, self._added_bias(), rows.chunks(self._chunks), self._enter
-                )
-            else:
-                product = forward(self._enter(rows)(flat).view(-1, *row))
-        place = product.shape[2:]  # of an output, in a convolution
-        widths = [width * place.numel() for width in self._widths]
-        output = self._strategy.leave(
-            product.flatten(1), rows, widths, (*ahead, self._outputs, *place)
-        )
-        # torch hangs backward hooks of modules on ordinary tensors only
-        if isinstance(output, CutOutput) and any(self._backward_hooks):
-            return output.whole()
-        return output
-
-    def _enter(self, rows: CallRows) -> Move:
-        return self._strategy.enter(rows, self._widths)
-
-    def _added_bias(self) -> Tensor | None:
-        """What this rank adds to its product: its bias, with zeros for other ranks' where all
-        outputs are summed.
-        """
-        if self.bias is None or not self._strategy.dim:
-            return self.bias
-        start, stop = self._mine
-        return F.pad(self.bias, (start, self._outputs - stop))
-
-
-class _CutLayer(nn.Module):
-    """A layer that is cut over the ranks, with the same parameters, names and repr.
-
-    A copy of it is an ordinary layer.
-    """
-
-    _cut_layer: _LayerPart | None = None
-
-    @eager
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        part = self._cut_layer
-        # by functional_call
-        if part is None or self.weight is not part.weight or self.bias is not part.bias:
-            output: Tensor = super().forward(*args, **kwargs)
-            return output
-        (x,) = (*args, *kwargs.values())  # or it would not have been cut
-        return part.called(self, super().forward, x)
-
-    def _get_name(self) -> str:
-        return _kind_of(self).__name__
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return plain(self, _kind_of(self), _SLOT)
-
-
-def _cut_class(kind: Any) -> Any:
-    """Layers of a kind, cut: one class for all of them."""
-    return _CLASSES.setdefault(kind, type(f"Cut{kind.__name__}", (_CutLayer, kind), {}))
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _kind_of(layer: nn.Module) -> type[nn.Module]:
-    """What it was before."""
-    kind: type[nn.Module] = type(layer).__bases__[1]
-    return kind

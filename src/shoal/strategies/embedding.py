@@ -132,12 +132,32 @@ class EmbeddingRows(Strategy):
         over = OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm, place.weighs)
         over.takes_hooks = False  # rows' gradients come by the table
         cut(module.weight, over)
-        run_by(module, _CutTable(name, module, sizes, place.comm, place.weighs))
+        look_up_parts(name, module, place)
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
         (module,) = place.layers.values()
         restore(run_by_itself(module))
+
+
+def look_up_parts(
+    name: str,
+    module: nn.Embedding | nn.EmbeddingBag,
+    place: Place,
+    *,
+    by_autograd: bool = False,
+) -> None:
+    """Look up the rows of a module from now on at the ranks that have them. The weight is cut.
+
+    Args:
+        name: of the module.
+        module: the table.
+        place: the ranks.
+        by_autograd: whether autograd brings the gradient, dense, because the weight has other uses.
+    """
+    assert place.comm is not None
+    sizes = cut_sizes(module.num_embeddings, place.ranks)
+    run_by(module, _CutTable(name, module, sizes, place.comm, place.weighs, by_autograd))
 
 
 @final
@@ -151,8 +171,10 @@ class _CutTable:
         sizes: Sequence[int],
         comm: Comm,
         weighs: Weighing,
+        by_autograd: bool,
     ) -> None:
         self.name, self._weighs, self._sparse = name, weighs, module.sparse
+        self._by_autograd = by_autograd
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self._comm, self._rows = module.weight, comm, sum(sizes)
         self._starts = list(accumulate(sizes, initial=0))
@@ -189,7 +211,10 @@ class _CutTable:
             return None
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
         with torch._C.DisableTorchFunctionSubclass():  # the part itself
-            found = _PartLookUp.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
+            if self._by_autograd:
+                found = F.embedding(local, self.weight, self._padding)
+            else:
+                found = _PartLookUp.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
         rows = dealt(found, comm, theirs, wanted, 1 / comm.size, self._weighs, self.name)
         return distinct, place, rows
 

@@ -23,7 +23,7 @@ section 3; Zhang et al., "Poseidon", USENIX ATC 2017, section 3.2 (choosing it b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -39,8 +39,10 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
 from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
+from shoal.profiling.weight_use import UNUSED, WeightProbe, WeightUse, unmultiplied
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorProduct, FactorTransfer, LinearProduct
+from shoal.tensors.weight_products import Product, Products
 
 _HEADER_BYTES = 24  # to every peer: rows, share, and what else there is, with the round's mark
 _ID_BYTES = 8
@@ -51,18 +53,22 @@ _SLOT = "_factors"  # where a served layer keeps its transfer
 class Factor(Strategy):
     """Gathers the factors of a weight gradient and multiplies them on every rank.
 
-    For linear layers and embeddings.
+    For embeddings, linear layers, and others that multiply their input with their weight.
     """
 
     name = "factor"
     kinds = ("Linear", "Embedding")
+    takes_alike = True
     role = Role.LAYER
-    probes = (ProductProbe,)
+    probes = (ProductProbe, WeightProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.outside_use:
             return layer.outside_use
-        if not any(p.name.rpartition(".")[2] == "weight" for p in layer.parameters):
+        if layer.kind not in self.kinds and (reason := unmultiplied(layer)):
+            return reason
+        weight = layer.measured(WeightUse).weight
+        if not any(p.name.rpartition(".")[2] == weight for p in layer.parameters):
             return "its weight is frozen"
         if any(p.again for p in layer.parameters):
             return "its gradient comes in several parts of one backward (re-entrant checkpointing)"
@@ -95,15 +101,20 @@ class Factor(Strategy):
         return 2 * layer.nbytes / (ranks * self._row_bytes(layer))
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        ((_, module),) = place.layers.items()
-        if type(module) is nn.Linear:
-            module.__class__ = FactorLinear
-            product: FactorProduct = LinearProduct(module)
-        elif type(module) is nn.Embedding:
+        ((name, module),) = place.layers.items()
+        profile = place.profiles.get(name)
+        use = UNUSED if profile is None else profile.measured(WeightUse)
+        if type(module) is nn.Embedding:
             module.__class__ = FactorEmbedding
-            product = EmbeddingProduct(module)
+            product: FactorProduct = EmbeddingProduct(module)
+        elif type(module) is nn.Linear:
+            module.__class__ = FactorLinear
+            product = LinearProduct(module, UNUSED)
+        elif use.served:
+            module.__class__ = _factor_class(type(module))
+            product = LinearProduct(module, use)
         else:
-            raise TypeError(f"{label}: not a plain nn.Linear or nn.Embedding, but {type(module)}")
+            raise TypeError(f"{label}: no product of its input and its weight, but {type(module)}")
         transfer = FactorTransfer(product, place, label)
         module.__dict__[_SLOT] = transfer
         return [transfer]
@@ -112,7 +123,7 @@ class Factor(Strategy):
         super().release(place, transfers)
         (module,) = place.layers.values()
         del module.__dict__[_SLOT]
-        module.__class__ = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+        module.__class__ = _kind_of(module)
 
     @staticmethod
     def _row_bytes(layer: LayerProfile) -> int:
@@ -131,7 +142,7 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transfer = transfer
-        return F.linear(x, weight, bias)
+        return F.linear(x, transfer.product.matrix(weight), bias)
 
     @staticmethod
     def backward(
@@ -139,8 +150,10 @@ class _LinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_weight, of_bias = ctx.transfer.add(x, grad)
-        dx = (grad @ weight.to(grad.dtype).conj()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return dx, of_weight, of_bias, None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, None
+        matrix = ctx.transfer.product.matrix(weight).to(grad.dtype)
+        return (grad @ matrix.conj()).to(x.dtype), of_weight, of_bias, None
 
 
 class _EmbeddingFunction(torch.autograd.Function):
@@ -179,6 +192,56 @@ class FactorLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return plain(self, nn.Linear, _SLOT)
+
+
+class _FactorProducts(Products):
+    """Leaves the weight's gradient of each product in one call of a layer to a transfer."""
+
+    def __init__(self, transfer: FactorTransfer, product: LinearProduct) -> None:
+        use = product.use
+        super().__init__(product.weight, product.bias, use.turned, use.adds_late)
+        self._transfer = transfer
+
+    def multiply(self, product: Product, plain: Callable[[], Any]) -> Any:
+        out = _LinearFunction.apply(product.x, self.weight, self.bias, self._transfer)  # type: ignore[no-untyped-call]
+        return self._transfer.called(out)
+
+
+class _FactorLayer(nn.Module):
+    """A layer of any class that is served by `factor`, with the same parameters, names and repr.
+
+    A copy of it is an ordinary layer.
+    """
+
+    _factors: FactorTransfer | None = None
+
+    @eager
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        transfer = self._factors
+        if transfer is None or not transfer.serves(self):
+            return super().forward(*args, **kwargs)
+        assert isinstance(transfer.product, LinearProduct)
+        return _FactorProducts(transfer, transfer.product).run(super().forward, args, kwargs)
+
+    def _get_name(self) -> str:
+        return _kind_of(self).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, _kind_of(self), _SLOT)
+
+
+def _factor_class(kind: Any) -> Any:
+    """Return the class of served layers of a class: one for all of them."""
+    return _CLASSES.setdefault(kind, type(f"Factor{kind.__name__}", (_FactorLayer, kind), {}))
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _kind_of(layer: nn.Module) -> type[nn.Module]:
+    """Return the class that a served layer was of before."""
+    kind: type[nn.Module] = type(layer).__bases__[-1]
+    return kind
 
 
 class FactorEmbedding(nn.Embedding):

@@ -22,7 +22,7 @@ class FactorPairs:
     """Pairs of one layer, one for each use of it.
 
     Args:
-        targets: the layer's parameters whose gradients follow from them.
+        targets: the parameters of the layer that get gradients from them.
         label: what messages call the layer's transfer.
         pin: the pin that serves the layer in another way, for messages.
     """
@@ -31,6 +31,7 @@ class FactorPairs:
         self._targets, self._label, self._pin = targets, label, pin
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._marks: dict[nn.Parameter, _KeptMark] = {}
+        self.kept_for: set[nn.Parameter] = set()  # targets that trained as something was kept
 
     def __bool__(self) -> bool:
         return bool(self._pairs)
@@ -49,9 +50,11 @@ class FactorPairs:
     def clear(self) -> None:
         """Drop the pairs: they are sent."""
         self._pairs.clear()
+        self.kept_for.clear()
 
     def mark(self) -> None:
         """Let `.grad` show that something is kept: clearing it must drop that."""
+        self.kept_for.update(target for target in self._targets if target.requires_grad)
         for target in self._targets:
             if target.grad is None:
                 target.grad = torch.zeros((), dtype=target.dtype, device=target.device).expand_as(
@@ -68,7 +71,7 @@ class FactorPairs:
             for target, mark in self._marks.items()
         )
         if is_cleared:
-            self._pairs.clear()
+            self.clear()
         for target, mark in self._marks.items():
             if mark.ours and target.grad is mark.gradient:
                 target.grad = None

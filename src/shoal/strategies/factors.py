@@ -17,6 +17,7 @@ from shoal.contracts.weighing import OwnHook
 from shoal.core.by_host import staged
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
+from shoal.profiling.weight_use import WeightUse
 from shoal.strategies.elsewhere import Elsewhere, summed
 from shoal.strategies.factor_gradients import FactorGradients
 from shoal.strategies.factor_pairs import FactorPairs
@@ -26,11 +27,16 @@ from shoal.strategies.landing import at_least, has_nan, history
 class FactorProduct(ABC):
     """A layer's gradient as the product of its factors: `left` (x, or ids) and `right` (dy)."""
 
+    names: tuple[str, str] = ("weight", "bias")  # names of the parameters in the layer
     weight: nn.Parameter
     bias: nn.Parameter | None
     left_width: int
     left_dtype: torch.dtype
     right_width: int
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Return the weight as F.linear takes it: (outputs, inputs)."""
+        return weight
 
     @abstractmethod
     def into(self, out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
@@ -39,14 +45,23 @@ class FactorProduct(ABC):
 
 @final
 class LinearProduct(FactorProduct):
-    def __init__(self, module: nn.Linear) -> None:
-        assert isinstance(module.weight, nn.Parameter)
-        self.weight, self.bias = module.weight, module.bias
-        self.left_width, self.right_width = module.in_features, module.out_features
-        self.left_dtype = module.weight.dtype
+    """The product of a layer's input and its weight, in either form of the weight."""
+
+    def __init__(self, module: nn.Module, use: WeightUse) -> None:
+        weight = module._parameters[use.weight]
+        assert weight is not None
+        self.weight, self.bias = weight, module._parameters.get(use.bias)
+        self.names, self.use = (use.weight, use.bias), use
+        self.right_width, self.left_width = self.matrix(weight).shape
+        self.left_dtype = weight.dtype
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.t() if self.use.turned else weight
 
     def into(self, out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
-        torch.addmm(out, right.t(), left.conj(), beta=1 if accumulate else 0, out=out)
+        beta, left = 1 if accumulate else 0, left.conj()
+        factors = (left.t(), right) if self.use.turned else (right.t(), left)
+        torch.addmm(out, *factors, beta=beta, out=out)
 
 
 @final
@@ -78,7 +93,7 @@ class FactorTransfer(Transfer):
 
     def __init__(self, product: FactorProduct, place: Place, label: str) -> None:
         self.label = label
-        self._product = product
+        self.product = product
         self._ranks = place.ranks
         self._pin = pins(place.layers)
         self._name = next(iter(place.parameters), label)
@@ -96,13 +111,11 @@ class FactorTransfer(Transfer):
         # autograd's, of the last call: a conversion there and back makes others
         self._accumulators: list[Any] = []
 
-    def serves(self, module: nn.Linear | nn.Embedding) -> bool:
+    def serves(self, module: nn.Module) -> bool:
         """Whether this call of the layer is one of its own weights, and in training."""
         trains = any(target.requires_grad for target in self._targets)
-        own = (
-            module.weight is self._product.weight
-            and getattr(module, "bias", None) is self._product.bias
-        )
+        held, (weight, bias) = module._parameters, self.product.names
+        own = held.get(weight) is self.product.weight and held.get(bias) is self.product.bias
         return trains and torch.is_grad_enabled() and own
 
     def called(self, output: Tensor) -> Tensor:
@@ -145,8 +158,8 @@ class FactorTransfer(Transfer):
         if backward.accumulating:
             left, right = left.clone(), right.clone()
         self._pairs.add(
-            left.reshape(-1, self._product.left_width),
-            right.reshape(-1, self._product.right_width),
+            left.reshape(-1, self.product.left_width),
+            right.reshape(-1, self.product.right_width),
         )
         if backward.accumulating:
             self._pairs.mark()
@@ -161,7 +174,7 @@ class FactorTransfer(Transfer):
         """Return the gradients of weight and bias that come of this rank's rows alone."""
         if torch.is_grad_enabled():
             raise history()
-        product = self._product
+        product = self.product
         left = left.reshape(-1, product.left_width).to(product.left_dtype).contiguous()
         right = right.reshape(-1, product.right_width).to(product.weight.dtype).contiguous()
         of_weight = torch.empty_like(product.weight)
@@ -194,7 +207,7 @@ class FactorTransfer(Transfer):
 
     def pack(self, backward: Round) -> None:
         self._forget_if_cleared()  # where this backward did not come here
-        product = self._product
+        product = self.product
         if self._pairs:
             left, right = self._pairs.joined()
         else:
@@ -206,8 +219,8 @@ class FactorTransfer(Transfer):
             mean.mul_(at_least(backward.share))
         if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
             backward.found_nan(self._name)
+        self._training = self._trained()
         self._pairs.clear()
-        self._training = [target for target in self._targets if target.requires_grad]
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
         self._packed = _PackedFactors(left, mean, backward.share, more, backward.mark(self))
@@ -222,6 +235,18 @@ class FactorTransfer(Transfer):
                 )
         self._gradients.begin(self._training)
 
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters that train, and those frozen since something was kept for them."""
+        kept = self._pairs.kept_for
+        if self._landed and any(not target.requires_grad for target in kept):
+            raise UsageError(
+                "a parameter was frozen after a backward within accumulate(), and another one of "
+                "its layer trains on",
+                where=self.label,
+                do="freeze it behind optimizer.step(), or give parallelize " + self._pin,
+            )
+        return [target for target in self._targets if target.requires_grad or target in kept]
+
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
         gathered = _gathered(comm, self._packed)
@@ -231,8 +256,8 @@ class FactorTransfer(Transfer):
         for target in self._training:
             buffer = self._gradients.buffer(target)
             add = self._gradients.accumulates(target)
-            if target is self._product.weight:
-                self._product.into(buffer, gathered.left, gathered.right, add)
+            if target is self.product.weight:
+                self.product.into(buffer, gathered.left, gathered.right, add)
             else:
                 of_rows = gathered.right.sum(0)
                 torch.add(buffer if add else torch.zeros_like(buffer), of_rows, out=buffer)

@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from shoal.contracts.attendance import READING_BYTES
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.profiling.ends import Ends
-from shoal.strategies.cutting import COUNT_BYTES, ByOutputs, CutFacts, counts, move, wire_itemsize
+from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
 
 _TARGET_BYTES = 16  # a row's number and class
 _TERMS = 4  # of a row, each way
@@ -79,7 +80,7 @@ class Head(ByOutputs):
     ) -> tuple[list[Traffic], list[Traffic]]:
         itemsize, loss = layer.parameters[0].itemsize, layer.measured(LossFacts)
         x = move(topology, lambda source, to: layer.rows * layer.inputs * wire_itemsize(layer))
-        count = move(topology, lambda source, to: COUNT_BYTES * loss.calls)
+        count = move(topology, lambda source, to: READING_BYTES * loss.calls)
         targets = move(topology, lambda source, to: loss.rows * _TARGET_BYTES)
         terms = move(topology, lambda source, to: loss.rows * _TERMS * itemsize)
         of_all = topology.size * loss.softmax_rows * itemsize

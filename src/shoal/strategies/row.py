@@ -19,19 +19,23 @@ from torch import Tensor
 
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.profiling.weight_use import unmultiplied
 from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
 from shoal.tensors.boundary import CallRows, Move, shaped
 
 
 class Row(CutStrategy):
-    """Cuts a linear layer by its inputs."""
+    """Cuts a linear layer by its inputs, and any layer that multiplies them with its weight."""
 
     name = "row"
     kinds = ("Linear",)
+    takes_alike = True
     codes_rows = True
     dim = 1
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        if not layer.outside_use and (reason := unmultiplied(layer)):
+            return reason
         return uncut(layer, layer.inputs, "inputs", cluster)
 
     def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:

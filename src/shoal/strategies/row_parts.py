@@ -166,7 +166,7 @@ def _tried(trial: Trial) -> RowFacts:
                 place = ".".join(filter(None, (name, attribute)))
                 return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
     found: dict[str, tuple[bool, ...]] = {}
-    parts, rows, added = trial.row_parts or _FEWEST, 0, 0.0
+    parts, rows, added_now = trial.row_parts or _FEWEST, 0, 0.0
     for args, kwargs in calls:
         call = ModelCall(args, kwargs, {})
         rows = rows_of(call.shapes)
@@ -174,13 +174,14 @@ def _tried(trial: Trial) -> RowFacts:
             return RowFacts(_NO_ROWS)
         reason = ""
         for cut in dict.fromkeys(_cuts(call)):
-            its_reason, added = _differs(model, call, cut, parts)
+            its_reason, added_now = _differs(model, call, cut, parts)
             if not its_reason:
                 found[call.form] = cut
                 break
             reason = reason or its_reason
         if call.form not in found:
             return RowFacts(reason)
+    added = trial.known.figure("parts of rows", float, lambda: added_now)
     return RowFacts("", tuple(found.items()), rows, added)
 
 

@@ -45,10 +45,16 @@ class Finite(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path, and no empty text: that would be the folder in which the command runs."""
+    """A path, and no empty text: that would be the folder in which the command runs.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        stores: whether it may be the address of a store, which stays a text.
+        options: options of `click.Path`.
+    """
+
+    def __init__(self, *, stores: bool = False, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
+        self._stores = stores
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
@@ -57,6 +63,10 @@ class NamedPath(click.Path):
             self.fail("the path is empty", parameter, context)
         if "\0" in str(value):
             self.fail("no path has a NUL in it", parameter, context)
+        if isinstance(value, str) and "://" in value:
+            if self._stores:
+                return value
+            self.fail("it is an address, and a path on this host is needed", parameter, context)
         return super().convert(value, parameter, context)
 
 

@@ -40,7 +40,7 @@ class Run:
     history: History | None = None  # where a report is to be made of it
 
     def train(
-        self, epochs: int, num_steps: int, folder: Path | None, every_s: float
+        self, epochs: int, num_steps: int, folder: Path | str | None, every_s: float
     ) -> float | None:
         """Train to the end, or until a signal ends the process, once the run is saved.
 

@@ -44,10 +44,10 @@ from shoal_tools.commands.worker import TrainingRun
 )
 @click.option(
     "--checkpoint",
-    type=NamedPath(file_okay=False),
+    type=NamedPath(file_okay=False, stores=True),
     metavar="FOLDER",
     help="Save the run there now and then, at its end, and on SIGTERM or Ctrl-C; go on from the "
-    "newest checkpoint in it.",
+    'newest checkpoint in it. Also "s3://bucket/run" (fsspec).',
 )
 @click.option(
     "--every",

@@ -74,7 +74,7 @@ class TrainingRun:
     save_plan: Path | None = None
     epochs: int | None = None
     max_steps: int | None = None
-    checkpoint: Path | None = None
+    checkpoint: Path | str | None = None
     every_s: float = 600.0
     reasons: bool = False
     report: Path | None = None

@@ -217,6 +217,9 @@ class Lab(Launcher):
             job,
             GLOO_SOCKET_IFNAME=INTERFACE,
             SHOAL_HOST=f"h{host}",
+            SHOAL_CACHE=os.environ.get(
+                "SHOAL_CACHE", "off"
+            ),  # labs differ, and hosts' names do not
             **meeting,
             **own,
             **{TOKEN: token},

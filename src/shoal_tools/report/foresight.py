@@ -13,6 +13,8 @@ from shoal.core.numbers import how_many
 
 _WORTH = 0.5  # of each host: what is less is not worth it
 _MOST = 5  # lines about flips
+_AS_WELL = 1.05  # times as long: another plan is then as good
+_WHOLE = 1.005  # share of a host that is written as more than 100 %
 _SAID = {
     COMPUTE: "compute",
     LINK: "the link",
@@ -29,8 +31,8 @@ def foresight(answer: Foresight) -> RenderableType:
 
 
 def notes(answer: Foresight) -> list[str]:
-    """What flips, what would help, and what is taken to be, a line each."""
-    return [*_flips(answer), *_helps(answer), *_assumed(answer)]
+    """Return notes on DDP, on gains beyond the hosts, flips, helps and assumptions, a line each."""
+    return [*_ddp(answer), *_beyond(answer), *_flips(answer), *_helps(answer), *_assumed(answer)]
 
 
 def verdict(answer: Foresight) -> str:
@@ -58,6 +60,34 @@ def verdict(answer: Foresight) -> str:
     beyond = [scale.hosts for scale in several if scale.hosts > largest.hosts]
     more = f" From {min(beyond)} hosts on it is less than half." if beyond else ""
     return f"Worth it: {fast}, {used}.{more}"
+
+
+def _ddp(answer: Foresight) -> list[str]:
+    """Compare the plans with an all-reduce of all layers."""
+    told = [(scale.hosts, scale.ddp_s / scale.step_s) for scale in answer.scales if scale.ddp_s]
+    if not told:
+        return []
+    alike = [f"{hosts:,}" for hosts, times in told if times < _AS_WELL]
+    longer = [
+        f"{times:.2f} times as long on {hosts:,}" for hosts, times in told if times >= _AS_WELL
+    ]
+    said = [f"would do as well on {', '.join(alike)} hosts"] if alike else []
+    said += [f"would take {', '.join(longer)} hosts"] if longer else []
+    return [f"DDP, with an all-reduce of all layers, {', and '.join(said)}"]
+
+
+def _beyond(answer: Foresight) -> list[str]:
+    """Say why several hosts may do more than their number times one."""
+    beyond = [scale for scale in answer.scales if scale.efficiency > _WHOLE]
+    if not beyond:
+        return []
+    most = max(beyond, key=lambda scale: scale.efficiency)
+    saved_s = answer.alone_s - most.limits[COMPUTE]
+    return [
+        f"more than 100% of a host: on {most.hosts:,} hosts a rank computes {_ms(saved_s)} less "
+        "than one host alone, because it updates or holds a part of the parameters, or takes no "
+        "new memory for their gradients"
+    ]
 
 
 def _table(answer: Foresight) -> Table:

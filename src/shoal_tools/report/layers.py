@@ -37,6 +37,7 @@ _HUES = {
     "server_rows": 6,
     "stage": 7,
     "head": 7,
+    "tied": 5,
     "pipeline": 7,
 }
 _OTHER = 8

@@ -28,6 +28,7 @@ from pyspark.ml.util import (
 )
 from pyspark.sql.functions import arrow_udf, lit
 
+from shoal.checkpoint.store import place_of
 from shoal.core.errors import UsageError
 from shoal_tools.spark.batches import columns_of
 from shoal_tools.spark.parts import Parts, Sums
@@ -217,8 +218,8 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             `seed`, `outputCols`.
             `validationIndicatorCol`: rows where this column is true are not trained on, but
             validated at the end of each epoch, and every `validationInterval` steps.
-            `checkpointFolder`, a path that all executors see: a run is saved there after each
-            epoch, and gone on with.
+            `checkpointFolder`, a path that all executors see, or an address of a store as
+            "s3://bucket/run" (fsspec): a run is saved there after each epoch, and gone on with.
     """
 
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
@@ -322,14 +323,10 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
 
 def _folder(path: str) -> str:
     """The same on every executor, whose own folders differ."""
-    if "://" in path:
-        raise UsageError(
-            "checkpointFolder is a folder that all executors see as a path",
-            got=path,
-            expected="as /shared/run",
-            do="mount that file system on every executor, and name the place",
-        )
-    return str(Path(path).absolute()) if path else ""
+    if not path:
+        return ""
+    place = place_of(path, "checkpointFolder")
+    return str(place.absolute()) if isinstance(place, Path) else place.url
 
 
 def _summing(trained: TrainedModel, features: str, label: str, batch_size: int) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shoal.core.foresight import Foresight, Help, Question, Scale
 from shoal.core.plan import Choice, Plan
 from shoal.front.text import plain
-from shoal_tools.report.foresight import foresight, verdict
+from shoal_tools.report.foresight import foresight, notes, verdict
 
 
 def scale(hosts: int, times: float, way: str = "factor", link_s: float = 0.4) -> Scale:
@@ -54,3 +56,19 @@ def test_one_screen_has_the_steps_what_limits_flips_and_helps() -> None:
     two = next(line for line in page.splitlines() if line.split()[:1] == ["2"])
     assert "compute" in two
     assert len(page.splitlines()) < 15
+
+
+def test_it_says_where_ddp_would_do_as_well() -> None:
+    two, four = replace(scale(2, 1.9), ddp_s=1.04), replace(scale(4, 3.0), ddp_s=1.5)
+    assert notes(Foresight(Question(), 1.0, (two, four), ()))[0] == (
+        "DDP, with an all-reduce of all layers, would do as well on 2 hosts, and would take "
+        "1.50 times as long on 4 hosts"
+    )
+
+
+def test_more_than_a_host_each_has_a_reason() -> None:
+    more = scale(4, 4.4, link_s=0.0)
+    (note,) = [said for said in notes(Foresight(Question(), 1.0, (more,), ())) if "100%" in said]
+    assert "on 4 hosts a rank computes 400 ms less than one host alone" in note
+    whole = scale(4, 4.0)
+    assert not any("100%" in said for said in notes(Foresight(Question(), 1.0, (whole,), ())))

@@ -284,8 +284,8 @@ def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> N
         estimator.copy().setParams(validationIndicatorCol="kept").fit(df)
     with pytest.raises(UsageError, match="no truth values"):
         estimator.copy().setParams(validationIndicatorCol="y").fit(df)
-    with pytest.raises(UsageError, match="executors see as a path"):
-        estimator.copy().setParams(checkpointFolder="hdfs://name/run").fit(df)
+    with pytest.raises(UsageError, match="cannot reach that store"):
+        estimator.copy().setParams(checkpointFolder="nowhere://name/run").fit(df)
     with pytest.raises(UsageError, match="has no such parameter"):
         estimator.copy().setParams(numRank=2)
     with pytest.raises(UsageError, match="on tail hosts is not saved"):

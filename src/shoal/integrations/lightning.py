@@ -1,0 +1,499 @@
+"""Lightning's Trainer on all ranks: `Trainer(strategy=ShoalStrategy())`.
+
+    1  setup          joins the ranks; the model and its optimizers wait for the first batch
+    2  loaders        every loader is dealt by `shoal.shard`, unless it is dealt already
+    3  first batch    `training_step` is measured on it, unseen by logs and metrics; then the plan
+    4  each step      `training_step` is the compute_loss. In manual optimisation, which has many
+                      losses, each loss is weighed by the batch as its backward begins
+    5  teardown       the model is an ordinary one again
+
+Why a ParallelStrategy: Lightning puts a DistributedSampler into the loaders of a DDPStrategy.
+It borrows the
+methods of DDPStrategy that only ask torch.distributed. Guarded by tests/trainers/.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from types import ModuleType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.rendezvous import is_rank
+from shoal.contracts.sample import computed_loss
+from shoal.contracts.strategy import Strategy
+from shoal.contracts.versions import install_shoal
+from shoal.core.errors import UsageError
+from shoal.core.nothing import nothing
+from shoal.core.registry import of
+from shoal.data.sharded import ShardedBatches, ShardedLoader
+from shoal.features import Older
+from shoal.front.joining import init
+from shoal.front.parallel import parallelize
+from shoal.front.planned import is_parallelized, plan_of
+from shoal.front.release import unparallelize
+from shoal.front.sharding import shard
+from shoal.integrations.traceless import silent, still, unseen
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # Lightning's two names
+_OLDEST, _NEWEST = (2, 6), (3, 0)
+_NOT_OURS = {"compute_loss", "sample"}
+
+
+def installed() -> ModuleType:
+    """Return the package that the program uses, or the one that is installed (UsageError)."""
+    names = [name for name in _PACKAGES if name in sys.modules]
+    names = names or [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
+    if not names:
+        raise UsageError(
+            "shoal.integrations.lightning needs Lightning, which is not installed",
+            do=f"pip install pytorch-lightning; or, {install_shoal('lightning')}",
+        )
+    package = import_module(names[0])
+    version = tuple(int(part) for part in package.__version__.split(".")[:2])
+    if not _OLDEST <= version < _NEWEST:
+        raise UsageError(
+            "this version of Lightning is not one that Shoal's strategy is made for",
+            got=f"{names[0]} {package.__version__}",
+            expected="2.6 or newer, and older than 3",
+            do="pip install 'pytorch-lightning>=2.6,<3'",
+        )
+    return package
+
+
+pl = installed()
+_DDP = import_module(f"{pl.__name__}.strategies.ddp").DDPStrategy
+_Parallel: Any = pl.strategies.ParallelStrategy
+_OVERRIDES = import_module(f"{pl.__name__}.overrides.distributed")
+
+
+@final
+class ShoalStrategy(_Parallel):
+    """A strategy of Lightning's Trainer that trains on all ranks by a plan of Shoal.
+
+    Start the script by torchrun, or let `Trainer(devices=N)` start N processes.
+
+    Args:
+        batch: as for `shoal.shard`. "rank": a batch of your loaders is for one rank, as with DDP.
+            "global": it is for all ranks together.
+        options: all other options of `shoal.parallelize`, such as `pins`, `plan`, `count` or
+            `weigh`. The loss is that of `training_step`.
+
+    Raises:
+        UsageError: there is no such option.
+
+    Examples:
+        trainer = Trainer(strategy=ShoalStrategy(pins={"*head": "head"}), devices=2)
+    """
+
+    strategy_name = "shoal"
+    is_distributed = True  # else `log(sync_dist=True)` does nothing
+
+    def __init__(self, *, batch: str = "rank", **options: Any) -> None:
+        super().__init__()
+        _check_options(batch, options)
+        self._num_nodes = 1
+        self._start_method, self._timeout, self._process_group_backend = "popen", None, None
+        self._batch, self._options = batch, options
+        self._deals: bool | None = None  # whether loaders are dealt here
+        self._loss: Callable[..., Any] | None = None  # weighs, once there is one
+        self._planned, self._failed = False, False
+        self._manual = _ManualLoss(self)
+        self._blocks, self._has_blocked = 0, False  # open contexts; whether this step had one
+        self._unsent: tuple[Any, Any] | None = None  # arguments of a step that was not sent
+
+    # Methods of DDPStrategy that ask torch.distributed, or name the processes of a start
+    root_device = _DDP.root_device
+    num_nodes = _DDP.num_nodes
+    num_processes = _DDP.num_processes
+    set_world_ranks = _DDP.set_world_ranks
+    setup_distributed = _DDP.setup_distributed
+    model_to_device = _DDP.model_to_device
+    determine_ddp_device_ids = _DDP.determine_ddp_device_ids
+    barrier = _DDP.barrier
+    broadcast = _DDP.broadcast
+    _configure_launcher = _DDP._configure_launcher
+    _get_process_group_backend = _DDP._get_process_group_backend
+
+    def setup_environment(self) -> None:
+        """Join the ranks. A process group of Lightning's own launchers is used as it is."""
+        super().setup_environment()
+        if is_rank() or self.world_size == 1:
+            init()
+        if self.world_size > 1:
+            self.setup_distributed()
+        size = init().size
+        if size != self.world_size:
+            raise UsageError(
+                "every rank of a Trainer trains, so there can be no servers and no tail hosts",
+                got=f"{size} of {self.world_size} ranks train",
+                do="unset SHOAL_SERVERS and SHOAL_TAIL",
+            )
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare the model as Lightning does, then let it wait for its first batch."""
+        connector, module = trainer._accelerator_connector, self.lightning_module
+        if self._deals is None:
+            self._deals = bool(connector.use_distributed_sampler)
+        connector.use_distributed_sampler = False
+        _check_module(module)
+        super().setup(trainer)
+        self._planned = self._failed = False
+        if trainer.state.fn != "fit":
+            if self.world_size > 1:
+                _OVERRIDES._sync_module_states(module)
+            return
+        if self._layer_sync is not None:
+            self._options.setdefault("sync_batchnorm", True)
+        self.precision_plugin.clip_grad_by_norm = _clip
+        if module.automatic_optimization:
+            self._loss = self._parallelized(self._training_step)
+        else:
+            self._options = _without_pipeline(self._options)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deal a loader to the ranks, unless the script or its sampler does so itself."""
+        dealt = isinstance(dataloader, ShardedLoader | ShardedBatches)
+        if not dealt and not self._deals:
+            return dataloader
+        if isinstance(dataloader, ShardedLoader) and "source" not in vars(dataloader):
+            raise UsageError(
+                "Lightning has made another loader of one that went through shoal.shard",
+                where="predict, or overfit_batches",
+                do="give Lightning the DataLoader itself. ShoalStrategy deals its rows",
+            )
+        batch, size = self._batch, getattr(dataloader, "batch_size", None)
+        if not self.lightning_module.trainer.training and size is not None:
+            batch = "rank" if size < self.world_size else batch  # as batches of one row, to test
+        return EpochLoader(dataloader if dealt else _dealt(dataloader, batch))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch, weighed by its rows. The first one makes the plan."""
+        self._has_blocked = self._blocks > 0
+        with self.precision_plugin.train_step_context():
+            if self.lightning_module.automatic_optimization:
+                assert self._loss is not None
+                output = self._loss(self.lightning_module, *args, **kwargs)
+            else:
+                output = self._manual.step(*args, **kwargs)
+        self._planned = True
+        self._unsent = (args, kwargs) if self._has_blocked else None
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward. A loss of manual optimisation is weighed first."""
+        if not self.lightning_module.automatic_optimization:
+            if self._manual.records(closure_loss):
+                return closure_loss.detach()
+            closure_loss = self._manual.weighed(closure_loss)
+        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step. The first closure runs before, because its batch makes the plan."""
+        if self._manual.is_measuring:
+            return closure()
+        if not self._planned:
+            closure = _CalledOnce(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Send nothing in the backwards inside, as they are not the last of their step."""
+        with ExitStack() as stack:
+            for optimizer in self._own_optimizers():
+                if (accumulate := getattr(optimizer, "accumulate", None)) is not None:
+                    stack.enter_context(accumulate())
+            self._has_blocked = True
+            self._blocks += 1
+            try:
+                yield
+            finally:
+                self._blocks -= 1
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as DDPStrategy does, but for a mean of whole numbers, which is not rounded.
+
+        Lightning divides by such a mean of row counts, and ranks may have unlike numbers of rows.
+        """
+        is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        if is_whole and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return _DDP.reduce(self, tensor, group, reduce_op)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note a failure. Other ranks may not be there any more to release the model with."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Make the model an ordinary one, whole on every rank, then clean up as Lightning does."""
+        module = self.lightning_module
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if module is not None and self._loss is not None and not self._failed:
+            self._send_rest(module)
+            unparallelize(module)
+        self._loss, self._unsent = None, None
+        if module is not None and _on_meta(module):
+            self._lightning_module = None  # else moving it to the CPU would hide the error
+        super().teardown()
+
+    def _send_rest(self, module: Any) -> None:
+        """Send gradients of a window that no step has ended, by a backward that adds nothing."""
+        if self._unsent is None or self._loss is None or self.world_size == 1:
+            return
+        args, kwargs = self._unsent
+        if not module.automatic_optimization:  # the other arguments are known
+            args, kwargs = args[:1], {}
+        with (
+            torch.enable_grad(),
+            unseen(module, pl.LightningModule),
+            self.precision_plugin.train_step_context(),
+        ):
+            output = self._loss(module, *args, **kwargs)
+        (computed_loss(output) * 0.0).backward()
+
+    def _own_optimizers(self) -> list[Any]:
+        """Return the optimizers without Lightning's wrapper."""
+        return [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+
+    def _parallelized(self, compute_loss: Callable[..., Any], sample: Any = None) -> Any:
+        """Parallelise the model, and return the function that weighs."""
+        optimizers = self._own_optimizers()
+        _, loss, _ = parallelize(
+            self.lightning_module,
+            None,
+            optimizers if len(optimizers) > 1 else optimizers[0],
+            sample=sample,
+            compute_loss=compute_loss,
+            **self._options,
+        )
+        return loss
+
+    def _training_step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `training_step`, silent while there is no plan."""
+        if self._planned or plan_of(module) is not None or self.world_size == 1:
+            output = module.training_step(*args, **kwargs)
+        else:
+            with silent(module, pl.LightningModule):
+                output = module.training_step(*args, **kwargs)
+        if output is None and self.world_size > 1:
+            raise UsageError(
+                "training_step returned None, and the other ranks have gradients to exchange",
+                where=f"{type(module).__name__}.training_step",
+                do="return a loss that weighs nothing, as loss * 0.0, or skip the batch in the "
+                "dataset",
+            )
+        return output
+
+
+@final
+class _ManualLoss:
+    """The losses of a `training_step` that calls backward itself.
+
+    For the measurement its losses are added up, and its steps do nothing. In training each loss
+    goes through the counted function as it is, so that it is weighed by the rows of the batch.
+    """
+
+    def __init__(self, strategy: ShoalStrategy) -> None:
+        self._strategy = strategy
+        self._losses: list[Tensor] | None = None  # losses of the measured step that runs
+        self._batch: Any = None
+        self._loss: Tensor | None = None  # loss that is being weighed
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a measured step runs."""
+        return self._losses is not None
+
+    def records(self, loss: Tensor) -> bool:
+        """Note a loss as its backward begins, if the step is measured only."""
+        if self._losses is not None:
+            self._losses.append(loss)
+        return self._losses is not None
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step. The first one is measured before."""
+        strategy = self._strategy
+        module, self._batch = strategy.lightning_module, args[0] if args else None
+        if strategy._loss is None:
+            rest = args[1:]
+
+            def compute_loss(_: nn.Module, batch: Any) -> Tensor:
+                if self._loss is not None:
+                    return self._loss
+                return self._measured(batch, *rest, **kwargs)
+
+            strategy._loss = strategy._parallelized(compute_loss, sample=self._batch)
+        try:
+            return module.training_step(*args, **kwargs)
+        finally:
+            self._batch = None
+
+    def weighed(self, loss: Tensor) -> Tensor:
+        """Return the same loss, weighed by the rows of the batch."""
+        strategy = self._strategy
+        if strategy._loss is None or self._batch is None:
+            return loss
+        self._loss = loss
+        try:
+            weighed: Tensor = strategy._loss(strategy.lightning_module, self._batch)
+        finally:
+            self._loss = None
+        return weighed
+
+    def _measured(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the sum of the losses of a step that leaves no trace."""
+        strategy = self._strategy
+        module, self._losses = strategy.lightning_module, []
+        try:
+            wrappers = strategy._lightning_optimizers
+            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+            optimizers = strategy._own_optimizers()
+            with silent(module, pl.LightningModule), still(optimizers, [*schedulers, *wrappers]):
+                for wrapper in wrappers:  # they count steps
+                    wrapper._on_before_step = wrapper._on_after_step = nothing
+                module.training_step(*args, **kwargs)
+            losses = self._losses
+        finally:
+            self._losses = None
+        if not losses:
+            raise UsageError(
+                "training_step called no backward on the first batch, so nothing can be measured",
+                where=f"{type(module).__name__}.training_step",
+                do="call self.manual_backward(loss) in every step, on every rank",
+            )
+        return torch.stack([loss.reshape(()) for loss in losses]).sum()
+
+
+@final
+class EpochLoader:
+    """A loader of this rank's rows with the length of a whole epoch.
+
+    Lightning counts batches from the start of an epoch, also if training goes on in its middle.
+    All else is the sharded loader's.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        try:
+            self._length: int | None = len(loader)
+        except TypeError:
+            self._length = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the length of this loader is not known")
+        return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the order of all ranks."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position, on any number of ranks."""
+        self._loader.load_state_dict(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+@final
+class _CalledOnce:
+    """A closure that has been called. Its first call here returns that result."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self._results = [closure()]
+
+    def __call__(self) -> Any:
+        return self._results.pop() if self._results else self._closure()
+
+
+def _clip(optimizer: Any, clip_val: float) -> None:
+    """Clip gradients by their norm: the whole one, of which cut layers send one number."""
+    if hasattr(optimizer, "clip_grad_norm_"):  # else a step is measured, without gradients
+        optimizer.clip_grad_norm_(clip_val)
+
+
+def _dealt(loader: Any, batch: Any) -> Any:
+    """Deal a loader. That of `predict` notes which rows each rank has taken."""
+    wrapper = getattr(loader, "batch_sampler", None)
+    if not isinstance(wrapper, _OVERRIDES._IndexBatchSamplerWrapper):
+        return shard(loader, batch=batch)
+    plain = copy(loader)
+    vars(plain)["batch_sampler"] = wrapper._batch_sampler
+    dealt = shard(plain, batch=batch)
+    vars(dealt)["batch_sampler"] = type(wrapper)(dealt.batch_sampler)
+    return dealt
+
+
+def _check_options(batch: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that `parallelize` does not have, or that are Lightning's to give."""
+    if batch not in ("rank", "global"):
+        raise UsageError("unknown kind of batch", got=repr(batch), expected='"rank" or "global"')
+    known = {*signature(parallelize).parameters, *Older.__annotations__}
+    known -= {"model", "loss_fn", "optimizer", "older", *_NOT_OURS}
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                f"ShoalStrategy has no option {name}",
+                expected="batch, or an option of shoal.parallelize: " + ", ".join(sorted(known)),
+                do="leave it out. The loss is that of training_step"
+                if name in _NOT_OURS
+                else "leave it out",
+            )
+
+
+def _check_module(module: Any) -> None:
+    """Refuse a model that has no values yet, or that is parallelised already."""
+    if name := _on_meta(module):
+        raise UsageError(
+            "the model is on the meta device, so it has no values to train",
+            where=f"parameter {name}",
+            do="make the model on the CPU, or give it values in configure_model: "
+            "module.to_empty(device=…), and reset_parameters() of its layers",
+        )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        raise UsageError(
+            "training_step takes dataloader_iter, which has no rows to measure and to weigh",
+            where=f"{type(module).__name__}.training_step",
+            do="let it take the batch: training_step(self, batch, batch_idx)",
+        )
+    if is_parallelized(module):
+        raise UsageError(
+            "the model is parallelised already, and ShoalStrategy does so itself",
+            where=type(module).__name__,
+            do="leave shoal.parallelize out of the script, or call shoal.unparallelize(module)",
+        )
+
+
+def _without_pipeline(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without pipelines, which replay one loss: manual optimisation has many."""
+    pinned = [str(pin).partition(":")[0] for pin in (options.get("pins") or {}).values()]
+    if "pipeline" in pinned:
+        raise UsageError(
+            "a pipeline replays one loss, and manual optimisation has losses of its own",
+            got=f"pins={options['pins']}",
+            do='leave "pipeline" out of the pins',
+        )
+    names = options.get("strategies") or of(Strategy)
+    return {**options, "strategies": [name for name in names if name != "pipeline"]}
+
+
+def _on_meta(module: nn.Module) -> str:
+    """Return the name of a parameter without a value, or ""."""
+    return next((name for name, value in module.named_parameters() if value.is_meta), "")

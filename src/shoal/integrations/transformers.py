@@ -1,0 +1,113 @@
+"""`ShoalTrainer` and `ShoalMixin`: Hugging Face's Trainer, with Shoal in place of DDP.
+
+    1  init      Shoal joins the ranks; the trainer's accelerator becomes a `ShoalAccelerator`
+    2  first     the first training step parallelises the model, by the trainer's own compute_loss
+    3  weigh     a loss that is divided by the items of all ranks counts every rank alike. Any other
+                 one is a mean over this rank's rows
+    4  save      every rank takes part in reading weights and state, and the first one writes
+
+Guarded by tests/trainers/.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import Trainer
+
+from shoal.front.joining import init
+from shoal.front.together import mean
+from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator, check_model
+from shoal.integrations.versions import check_version
+from shoal.session.compiled import uncompiled
+
+check_version("transformers", transformers.__version__, (5,), (6,))
+
+
+class ShoalMixin:
+    """A part of a trainer that trains by Shoal's plan. It stands before the trainer's class.
+
+    It takes all arguments of the trainer, and the options of `shoal.parallelize`, such as `pins`.
+    Start the script by torchrun.
+
+    Examples:
+        >>> class Tuned(ShoalMixin, Trainer):
+        ...     pass
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        names = (OPTIONS - {"compute_loss", "count"}) & options.keys()
+        self.shoal_options = {name: options.pop(name) for name in names}
+        self.shoal_items: Any = None  # number on all ranks that divides the last loss
+        init()
+        if isinstance(model := options.get("model", args[0] if args else None), nn.Module):
+            check_model(model)
+        super().__init__(*args, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator as the trainer does, and have it train by Shoal."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the trainer's
+        own: Any = self
+        own.accelerator.__class__ = ShoalAccelerator
+        own.accelerator.take_options({})
+        of_gather = getattr(own.gather_function, "keywords", {})
+        own.gather_function = partial(own.accelerator.gather_for_metrics, **of_gather)
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
+        """Train on a batch. The first one parallelises the model."""
+        own: Any = self
+        if uncompiled(model) not in own.accelerator.functions:
+            items = args[0] if args else named.get("num_items_in_batch")
+            options = {"weigh": "rows" if items is None else "ranks", **self.shoal_options}
+            vars(self).pop("compute_loss", None)  # drop the function of an earlier plan
+            own.compute_loss = own.accelerator.begin_with(model, own.compute_loss, **options)
+        return super().training_step(model, inputs, *args, **named)  # type: ignore[misc]
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
+        """Evaluate a batch. A loss that is divided by the items of all ranks is added up."""
+        self.shoal_items = None
+        loss, *rest = super().prediction_step(model, inputs, *args, **named)  # type: ignore[misc]
+        if loss is not None and self.shoal_items is not None:
+            loss = mean(loss)  # ranks may have unlike numbers of rows, and each counts alike
+        return loss, *rest
+
+    def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args, **named)  # type: ignore[misc]
+        own: Any = self
+        self.shoal_items = items if own.args.average_tokens_across_devices else None
+        return items
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the weights, of which every rank may have a part."""
+        own: Any = self
+        if state_dict is None and own.accelerator.functions:
+            state_dict = own.model.state_dict()
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the optimizer's state, of which every rank may have a part."""
+        own: Any = self
+        if not own.args.should_save:
+            own.optimizer.state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+class ShoalTrainer(ShoalMixin, Trainer):
+    """Hugging Face's `Trainer` on all ranks, by Shoal's plan.
+
+    It takes all arguments of `Trainer`, and the options of `shoal.parallelize`, such as `pins`.
+    Start the script by torchrun.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForMaskedLM, TrainingArguments
+        >>> small = BertConfig(
+        ...     vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...     intermediate_size=8,
+        ... )
+        >>> trainer = ShoalTrainer(
+        ...     BertForMaskedLM(small), TrainingArguments(use_cpu=True), pins={"*": "sliced"}
+        ... )
+    """

@@ -1,0 +1,172 @@
+"""A second start of a job takes the figures of the first one; a changed job is measured anew."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.cost import Pace, Price
+from shoal.core.facts import Link
+from shoal.core.known import KnownFigures
+from shoal.core.plan import Plan
+from shoal.front import cluster, known_before
+from shoal.front.joining import using
+from shoal.profiling import steps
+from shoal.session.session import Attached
+
+RANKS, TRIED = 2, 1e8
+
+
+class Work:
+    """What starts have measured and searched on rank 0."""
+
+    def __init__(self) -> None:
+        self.links = self.steps = self.searches = 0
+        self.carried = TRIED
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    done = Work()
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    measured, found = steps._measured, known_before.known_plan
+
+    def probe_link(comm: ThreadComm, **_: object) -> Link:
+        done.links += comm.rank == 0
+        return Link(1e-4, 1e8)
+
+    def measure(sample: object, layers: object, comm: ThreadComm, *rest: object) -> object:
+        done.steps += comm.rank == 0
+        return measured(sample, layers, comm, *rest)  # type: ignore[arg-type]
+
+    def plan(profile: object, there: object, among: object, find: object) -> Plan:
+        def counted() -> Plan:
+            done.searches += 1
+            made: Plan = find()  # type: ignore[operator]
+            return made
+
+        return found(profile, there, among, counted)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cluster, "probe_link", probe_link)
+    pace = Pace(Price(1e-4, 1e-8 / 3), Price(1e-5, 1e-9))
+    monkeypatch.setattr(cluster, "probe_paces", lambda *_, **__: {"allreduce": pace, "ring": pace})
+    monkeypatch.setattr(cluster, "probe_moves", lambda *_, **__: pace)
+    monkeypatch.setattr(cluster, "probe_now", lambda *_: done.carried)
+    monkeypatch.setattr(steps, "_measured", measure)
+    monkeypatch.setattr("shoal.front.spreading.known_plan", plan)
+    # of the step to warm up, which other threads' work changes here
+    monkeypatch.setattr(steps, "_ALIKE", 1e9)
+    return done
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.wide(x).tanh())
+
+
+class Changed(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.wide(x).relu())
+
+
+Changed.__name__ = Changed.__qualname__ = "Own"
+
+
+def start(kind: type[nn.Module] = Own, rows: int = 4) -> Attached:
+    """Start a job anew; give what rank 0 has attached."""
+    models = [kind() for _ in range(RANKS)]
+
+    def rank(comm: ThreadComm) -> Attached:
+        model = models[comm.rank]
+        with using(comm) as session:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sample = torch.ones(rows, 4), torch.zeros(rows, 2)
+            shoal.parallelize(model, nn.MSELoss(), optimizer, sample=sample)
+            return session.attached[model]
+
+    return run(RANKS, rank, timeout_s=60)[0]
+
+
+def test_a_second_start_measures_nothing_and_takes_the_same_plan(
+    work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = start()
+    assert (work.links, work.steps, work.searches) == (1, 1, 1)
+    with caplog.at_level(logging.INFO, "shoal"):
+        second = start()
+    assert (work.links, work.steps, work.searches) == (1, 1, 1)
+    assert second.plan == first.plan
+    assert second.profile == first.profile
+    assert second.cluster == first.cluster
+    assert "the model's times are known from" in caplog.text
+    assert "links are known from" in caplog.text
+
+
+def test_a_changed_job_is_measured_anew(work: Work) -> None:
+    start()
+    start(Changed)  # of the same names and shapes
+    assert (work.links, work.steps) == (1, 2)
+    start(rows=6)
+    assert (work.links, work.steps) == (1, 3)
+    start()
+    assert (work.links, work.steps) == (1, 3)
+
+
+def test_changed_links_are_measured_anew_and_it_is_said(
+    work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    work.carried = TRIED / 5
+    with caplog.at_level(logging.INFO, "shoal"):
+        start()
+    assert (work.links, work.steps) == (2, 1)
+    assert "so they are measured again" in caplog.text
+
+
+def test_a_step_that_takes_otherwise_is_measured_anew_with_all_prices(
+    work: Work, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    monkeypatch.setattr(steps, "_ALIKE", 1e-9)
+    with caplog.at_level(logging.INFO, "shoal"):
+        start()
+    assert work.steps == 2
+    assert "the model's times are no longer as they were" in caplog.text
+
+
+def test_nothing_is_kept_where_the_user_wants_none(
+    work: Work, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", "off")
+    start()
+    start()
+    assert (work.links, work.steps, work.searches) == (2, 2, 2)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_files_hold_no_weights(work: Work, tmp_path: Path) -> None:
+    class Wide(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.last = nn.Linear(4, 4000), nn.Linear(4000, 2)
+
+    start(Wide)
+    kept = {path.name.partition("-")[0]: path.stat().st_size for path in tmp_path.iterdir()}
+    assert kept.keys() == {"links", "model", "plan"}
+    assert sum(kept.values()) < 24_000  # weights have 26,000 numbers
+
+
+def test_a_figure_of_another_type_is_measured() -> None:
+    known = KnownFigures({"seconds": "long"})
+    assert known.figure("seconds", float, lambda: 0.5) == 0.5
+    assert known.has_measured
