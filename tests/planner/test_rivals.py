@@ -17,8 +17,9 @@ from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import of
-from shoal.planner.search import CUT_WORTH, OTHER_WORTH
+from shoal.planner.search import CUT_WORTH, OTHER_WORTH, search
 from shoal.planner.sharing import plan_for
+from shoal.planner.steady import LEAD
 from shoal.planner.timeline import Predictor
 from shoal.strategies.cutting import CutFacts
 
@@ -134,9 +135,12 @@ def test_no_plan_of_pins_is_predicted_to_be_shorter(
 ) -> None:
     profile, where = MODELS[name](), hosts(ranks, bytes_per_s)
     predictor = Predictor(profile, where)
-    own_s = counted_s(plan_for(profile, where), predictor)
+    best = search(profile, where)
+    own_s = counted_s(best, predictor)
     for way, plan in rivals(profile, where):
         assert own_s <= 1.001 * counted_s(plan, predictor), way
+    # a simpler plan may be taken, if it is nearly as fast
+    assert (1 - LEAD) * plan_for(profile, where).predicted_s <= 1.001 * best.predicted_s
 
 
 def test_layers_of_a_small_model_are_cut_where_the_link_is_slow() -> None:
