@@ -49,6 +49,17 @@ def test_the_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cache_folder.folder() == Path("~/.cache/shoal").expanduser()
 
 
+def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    monkeypatch.delenv("SHOAL_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    cache_folder.write("links", KEY, VALUE, pytest.fail)
+    assert (found(), cache_folder.folder()) == ((None, []), None)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "text",

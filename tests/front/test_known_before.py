@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.cost import Pace, Price
-from shoal.core.facts import Link
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.known import KnownFigures
 from shoal.core.plan import Plan
 from shoal.front import cluster, known_before
@@ -152,6 +152,43 @@ def test_nothing_is_kept_where_the_user_wants_none(
     start()
     assert (work.links, work.steps, work.searches) == (2, 2, 2)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_plan_that_somebody_has_edited_is_searched_for_again(
+    work: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    (path,) = tmp_path.glob("plan-*")
+    path.write_text(path.read_text().replace('\\"choices\\"', '\\"chosen\\"'))
+    with caplog.at_level(logging.INFO, "shoal"):
+        start()
+    assert work.searches == 2
+    assert "a plan cannot be taken from" in caplog.text
+
+
+def test_the_code_of_a_model_is_the_same_in_every_process() -> None:
+    """Sets of constants are in another order in each process."""
+
+    def forward(way: str) -> bool:
+        return way in {"sum", "mean", "none"}
+
+    told = [*known_before._codes(forward)]
+    assert str(["'mean'", "'none'", "'sum'"]) in told
+    assert not any("frozenset" in text for text in told)
+
+
+def test_links_that_were_given_are_not_kept(work: Work, tmp_path: Path) -> None:
+    given, models = Cluster(Topology(("one", "other")), Link(1e-4, 1e8)), [Own(), Own()]
+
+    def rank(comm: ThreadComm) -> None:
+        with using(comm, given):
+            optimizer = torch.optim.SGD(models[comm.rank].parameters(), lr=0.1)
+            sample = torch.ones(4, 4), torch.zeros(4, 2)
+            shoal.parallelize(models[comm.rank], nn.MSELoss(), optimizer, sample=sample)
+
+    run(RANKS, rank, hosts=["one", "other"], timeout_s=60)
+    assert work.links == 0
+    assert [*tmp_path.glob("links-*")] == []
 
 
 def test_files_hold_no_weights(work: Work, tmp_path: Path) -> None:

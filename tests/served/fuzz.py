@@ -10,19 +10,14 @@ train on, and end as one process does.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import logging
 import random
-import sys
-import time
-import traceback
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from by_seed import judge_cases
 from habits import ALONE, HABITS, OF_INPUTS, WIDTH, Net, Step
 from one_process import difference, on_threads, state
 from torch import Tensor, nn
@@ -183,35 +178,5 @@ def judged(number: int, chosen: Counter[str]) -> str:
     return "same" if off <= WITHIN else f"DIFFERS {off:.1e}: {sorted(strategies)} {loop.habits}"
 
 
-def main() -> None:
-    """Judge cases, print what came of them, and fail if any ended or differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    parser.add_argument("--seconds", type=float, default=1e9)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("shoal").setLevel(logging.ERROR)
-    found: Counter[str] = Counter()
-    chosen: Counter[str] = Counter()
-    begin = time.perf_counter()
-    numbers = range(options.first, options.first + options.cases)
-    for number in [options.case] if options.case is not None else numbers:
-        if time.perf_counter() - begin > options.seconds:
-            break
-        try:
-            said = judged(number, chosen)
-        except Exception:
-            said = "WRONG " + traceback.format_exc()
-        found[said.partition(" ")[0] if said != "same" else said] += 1
-        if said != "same":
-            print(f"case {number}: {said}", flush=True)
-    print(f"{sum(found.values())} cases in {time.perf_counter() - begin:.0f} s: {dict(found)}")
-    print("chosen:", dict(chosen.most_common()))
-    sys.exit(1 if {"ENDED", "DIFFERS", "WRONG"} & found.keys() else 0)
-
-
 if __name__ == "__main__":
-    main()
+    judge_cases(__doc__, judged, Loop.of)

@@ -10,14 +10,9 @@ batches, as the ranks had them, and must end with the same weights.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import logging
 import random
-import sys
-import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -27,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from by_seed import judge_cases
 from one_process import difference, state
 from ordinary_models import DRESSES, KINDS, LOSSES, OPTIMIZERS, Dressed, undressed
 from torch import Tensor, nn
@@ -48,7 +44,6 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
-from shoal.profiling import steps
 
 WITHIN, WITHIN_AUTOCAST = 1e-8, 5e-2
 EPOCHS = 2
@@ -663,41 +658,5 @@ def judged(number: int, chosen: Counter[str]) -> str:
     return "same" if off <= within else f"DIFFERS {off:.1e}: {sorted(ranks.strategies)}"
 
 
-def main() -> None:
-    """Judge cases, print what came of them, and fail if any ended or differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    parser.add_argument("--seconds", type=float, default=1e9)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("shoal").setLevel(logging.ERROR)
-    steps._MOST = 1
-    found: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
-    chosen: Counter[str] = Counter()
-    begin = time.perf_counter()
-    numbers = range(options.first, options.first + options.cases)
-    for number in [options.case] if options.case is not None else numbers:
-        if time.perf_counter() - begin > options.seconds:
-            break
-        try:
-            said = judged(number, chosen)
-        except Exception:
-            said = "WRONG " + traceback.format_exc()
-        found[said.partition(" ")[0]] += 1
-        if said.startswith("refused"):
-            refused[said.partition(" /")[0]] += 1
-        if said != "same":
-            print(f"case {number}: {said}\n    {Loop.of(number)}", flush=True)
-    print(f"{sum(found.values())} cases in {time.perf_counter() - begin:.0f} s: {dict(found)}")
-    for message, count in refused.most_common():
-        print(f"{count:6} {message}")
-    print("chosen:", dict(chosen.most_common()))
-    sys.exit(1 if {"ENDED", "DIFFERS", "WRONG", "ROWS"} & found.keys() else 0)
-
-
 if __name__ == "__main__":
-    main()
+    judge_cases(__doc__, judged, Loop.of)

@@ -59,14 +59,15 @@ class KeptValue(Generic[T]):
 
 
 def folder() -> Path | None:
-    """Return the cache folder, which may not be there yet; None if the user wants none."""
+    """Return the cache folder, which may not be there yet; None if the user wants or has none."""
     named = os.environ.get("SHOAL_CACHE", "").strip()
     if named.lower() == OFF:
         return None
-    if named:
-        return Path(named).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "shoal"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(named).expanduser() if named else Path(caches).expanduser() / "shoal"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
 
 
 def path_of(kind: str, key: str) -> Path | None:
@@ -102,13 +103,15 @@ def read(kind: str, key: str, of: type[T], say: Callable[[str], None]) -> KeptVa
         say: told in a line why a file was not taken.
     """
     path = path_of(kind, key)
-    if path is None or not path.exists():
+    if path is None:
         return None
     try:
         file = about(path)
         if file.format != _FORMAT or file.key != key:
             raise ValueError("it is of another job, or of another version of Shoal")
         return KeptValue(msgspec.json.decode(file.value, type=of), file.written)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         say(f"what was measured before cannot be taken from {path} ({error})")
         return None
@@ -139,5 +142,5 @@ def write(kind: str, key: str, value: object, say: Callable[[str], None]) -> Non
                 written.replace(path)
             finally:
                 written.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         say(f"what was measured cannot be kept in {path.parent} ({error})")

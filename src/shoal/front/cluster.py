@@ -83,7 +83,7 @@ def measured_cluster(
         _forget_changed(session)
     before = session.cluster
     cluster = _with_asked(session, asked, device, codecs)
-    if is_kept and cluster is not before:
+    if is_kept and cluster is not before and cluster.link.tried:  # it was measured, not given
         keep_cluster(comm, key, cluster)
     return cluster
 

@@ -26,6 +26,7 @@ from shoal.contracts.sample import tensors_in
 from shoal.contracts.versions import versions
 from shoal.core import cache_folder
 from shoal.core.cores import bound_cores, given_cores, quota_cores
+from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.known import KnownFigures
 from shoal.core.plan import Plan
@@ -50,17 +51,22 @@ class KnownModel:
     def __init__(self, comm: Comm, key: str) -> None:
         self._comm, self._key = comm, key
         self._say = Stages(speaks=comm.rank == 0).say
-        text, self._written, self._before = "", "", list[dict[str, Any]]()
+        self._written, self._before = "", list[dict[str, Any]]()
+        text = "" if cache_folder.folder() is None else "[]"
         if comm.rank == 0:
             entry = cache_folder.read(_MODEL, key, list[dict[str, Any]], self._say)
             if entry is not None and len(entry.value) == comm.size:
                 self._before, self._written = entry.value, entry.written
                 text = json.dumps(entry.value)
         text = comm.gather_objects(text, _PURPOSE)[0]
-        self.known = KnownFigures(json.loads(text)[comm.rank] if text else None)
+        self._keeps = bool(text)  # rank 0's folder is the one that counts
+        figures = json.loads(text) if text else []
+        self.known = KnownFigures(figures[comm.rank] if figures else None)
 
     def keep(self) -> None:
         """Keep new figures, or say that all were known (a collective)."""
+        if not self._keeps:
+            return
         own = json.dumps(self.known.figures) if self.known.has_measured else ""
         ranks = self._comm.gather_objects(own, _PURPOSE)
         if self._comm.rank:
@@ -105,6 +111,7 @@ def key_of_model(job: TrainingJob, sample: Any, comm: Comm, how: Any) -> str:
                 for device in ("cpu", "cuda")
                 if torch.is_autocast_enabled(device)
             ],
+            "precision": torch.get_float32_matmul_precision(),
             "how": how,
             "ranks": ranks,
         }
@@ -152,12 +159,17 @@ def known_plan(
         among: constraints and options of the search.
         search: the search, which gives the same plan each time.
     """
+    if cache_folder.folder() is None:
+        return search()
     said = Stages(speaks=True).say
     key = json.dumps([versions().shoal, profile.digest, cluster.topology.hosts, repr(among)])
     figures = _digest([Measured(profile, cluster).to_json()])
     entry = cache_folder.read(_PLAN, key, dict[str, str], said)
     if entry is not None and entry.value.get("figures") == figures:
-        return Plan.from_json(entry.value.get("plan", ""), f"{cache_folder.path_of(_PLAN, key)}")
+        try:
+            return Plan.from_json(entry.value.get("plan", ""))
+        except PlanError as error:  # somebody has edited the file
+            said(f"a plan cannot be taken from {cache_folder.path_of(_PLAN, key)} ({error.what})")
     plan = search()
     if Plan.from_json(plan.to_json()) == plan:
         cache_folder.write(_PLAN, key, {"figures": figures, "plan": plan.to_json()}, said)
@@ -210,7 +222,11 @@ def _codes(thing: Any) -> Iterator[str]:
 def _of_code(code: types.CodeType) -> Iterator[str]:
     """Return the instructions and constants of a function and its inner functions."""
     yield code.co_code.hex()
-    yield repr([each for each in code.co_consts if not isinstance(each, types.CodeType)])
+    for constant in code.co_consts:
+        if isinstance(constant, frozenset):  # its order is another one in each process
+            yield repr(sorted(map(repr, constant)))
+        elif not isinstance(constant, types.CodeType):
+            yield repr(constant)
     yield repr(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

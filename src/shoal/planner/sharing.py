@@ -86,10 +86,7 @@ def _plan_under(
     constraints: Constraints,
 ) -> Plan:
     """Return the plan that a search finds under these constraints, with all of the rest."""
-
-    def found(under: Constraints) -> Plan:
-        return search(profile, cluster, under, options)
-
+    found = partial(search, profile, cluster, options=options)
     made = steadied(found(constraints), cluster, constraints, found)
     ways = [choice.strategy for choice in made.choices]
     made = replace(made, micro_batches=micro_batches_of(micro_batches, ways))

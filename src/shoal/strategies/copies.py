@@ -1,5 +1,6 @@
 """Copies and pickles of modules that Shoal has changed: ordinary ones, which need no shoal.
 
+    served_class     the class of a layer that a strategy serves
     plain            of a layer whose class a strategy has changed
     StaysBehind      what hangs on a module as a hook or an attribute, and no copy has
     leaves_behind    has copies of modules of a class leave that out
@@ -26,10 +27,34 @@ _HOOKS = {
 }
 
 
+_CLASSES: dict[tuple[Any, Any], Any] = {}
+
+
 def plain(module: nn.Module, kind: type[nn.Module], slot: str) -> tuple[Any, ...]:
     """How to copy or pickle a served layer: as torch's own, without what is kept in `slot`."""
     state = {name: value for name, value in vars(module).items() if name != slot}
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
+
+
+def served_class(serving: Any, kind: Any, name: str, module: str | None = None) -> Any:
+    """Return the class of layers of a kind that are run by another one: one class for all of them.
+
+    Args:
+        serving: the class that runs them.
+        kind: the layers' own class.
+        name: its name.
+        module: its module, where plans know it by that; by default this one.
+    """
+    key = serving, kind
+    if key not in _CLASSES:
+        own = {} if module is None else {"__module__": module}
+        _CLASSES[key] = type(name, (serving, kind), own)
+    return _CLASSES[key]
+
+
+def kind_before(layer: nn.Module) -> Any:
+    """Return the class that a served layer was of before."""
+    return type(layer).__bases__[-1]
 
 
 class StaysBehind:

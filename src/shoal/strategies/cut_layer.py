@@ -25,7 +25,7 @@ from shoal.core.eager import eager
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.rowwise import row_dims
 from shoal.profiling.weight_use import UNUSED, WeightUse
-from shoal.strategies.copies import plain
+from shoal.strategies.copies import kind_before, plain, served_class
 from shoal.tensors.boundary import CallRows, Move, call_of, linear
 from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut_output import CutOutput
@@ -235,18 +235,9 @@ class _CutLayer(nn.Module):
         return plain(self, kind_before(self), SLOT)
 
 
-def cut_class(kind: Any) -> Any:
-    """Layers of a kind, cut: one class for all of them."""
-    return _CLASSES.setdefault(kind, type(f"Cut{kind.__name__}", (_CutLayer, kind), {}))
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def kind_before(layer: nn.Module) -> type[nn.Module]:
-    """What it was before."""
-    kind: type[nn.Module] = type(layer).__bases__[1]
-    return kind
+def cut_class(kind: type[nn.Module]) -> Any:
+    """Return the class of layers of a kind that are cut."""
+    return served_class(_CutLayer, kind, f"Cut{kind.__name__}")
 
 
 def error_of_rows(layer: nn.Module) -> float | None:

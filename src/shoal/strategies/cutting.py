@@ -41,13 +41,13 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.rowwise import made_of_weight, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.profiling.weight_use import LINEAR, WeightProbe, WeightUse, like_of
+from shoal.strategies.copies import kind_before
 from shoal.strategies.cut_layer import (
     SLOT,
     CutMoves,
     LayerPart,
     OwnParameters,
     cut_class,
-    kind_before,
 )
 from shoal.tensors.boundary import CallRows, Move
 from shoal.tensors.crossing import EXACT

@@ -40,7 +40,7 @@ from shoal.core.role import Role
 from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.weight_use import UNUSED, WeightProbe, WeightUse, unmultiplied
-from shoal.strategies.copies import plain
+from shoal.strategies.copies import kind_before, plain, served_class
 from shoal.strategies.factors import EmbeddingProduct, FactorProduct, FactorTransfer, LinearProduct
 from shoal.tensors.weight_products import Product, Products
 
@@ -111,7 +111,8 @@ class Factor(Strategy):
             module.__class__ = FactorLinear
             product = LinearProduct(module, UNUSED)
         elif use.served:
-            module.__class__ = _factor_class(type(module))
+            kind = type(module)
+            module.__class__ = served_class(_FactorLayer, kind, f"Factor{kind.__name__}")
             product = LinearProduct(module, use)
         else:
             raise TypeError(f"{label}: no product of its input and its weight, but {type(module)}")
@@ -123,7 +124,7 @@ class Factor(Strategy):
         super().release(place, transfers)
         (module,) = place.layers.values()
         del module.__dict__[_SLOT]
-        module.__class__ = _kind_of(module)
+        module.__class__ = kind_before(module)
 
     @staticmethod
     def _row_bytes(layer: LayerProfile) -> int:
@@ -224,24 +225,10 @@ class _FactorLayer(nn.Module):
         return _FactorProducts(transfer, transfer.product).run(super().forward, args, kwargs)
 
     def _get_name(self) -> str:
-        return _kind_of(self).__name__
+        return kind_before(self).__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return plain(self, _kind_of(self), _SLOT)
-
-
-def _factor_class(kind: Any) -> Any:
-    """Return the class of served layers of a class: one for all of them."""
-    return _CLASSES.setdefault(kind, type(f"Factor{kind.__name__}", (_FactorLayer, kind), {}))
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _kind_of(layer: nn.Module) -> type[nn.Module]:
-    """Return the class that a served layer was of before."""
-    kind: type[nn.Module] = type(layer).__bases__[-1]
-    return kind
+        return plain(self, kind_before(self), _SLOT)
 
 
 class FactorEmbedding(nn.Embedding):

@@ -46,7 +46,7 @@ from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_tail import AtTail, FarTail
 from shoal.remote.stage_output import StagedRun, StageOutput, in_micro_batches, micro_batch_sizes
-from shoal.strategies.copies import plain
+from shoal.strategies.copies import kind_before, plain, served_class
 from shoal.strategies.pieces import Pieces
 from shoal.tensors.cut import cut
 
@@ -136,9 +136,7 @@ class Stage(Strategy):
 def run_by(module: nn.Module, stage: Any) -> None:
     """From here on `stage.called(forward, …)` is what happens when the module is called."""
     kind = type(module)
-    module.__class__ = _CLASSES.setdefault(
-        kind, type(f"Staged{kind.__name__}", (_Staged, kind), {})
-    )
+    module.__class__ = served_class(_Staged, kind, f"Staged{kind.__name__}")
     module.__dict__[_SLOT] = stage
 
 
@@ -146,7 +144,7 @@ def run_no_more(module: nn.Module) -> None:
     """Undo `run_by`, where it was done."""
     if isinstance(module, _Staged):
         del module.__dict__[_SLOT]
-        module.__class__ = type(module).__bases__[1]
+        module.__class__ = kind_before(module)
 
 
 def runs_by(module: nn.Module) -> Any:
@@ -169,13 +167,10 @@ class _Staged(nn.Module):
         return self._stage.called(super().forward, *args, **kwargs)
 
     def _get_name(self) -> str:
-        return type(self).__bases__[1].__name__
+        return kind_before(self).__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return plain(self, type(self).__bases__[1], _SLOT)
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+        return plain(self, kind_before(self), _SLOT)
 
 
 @final

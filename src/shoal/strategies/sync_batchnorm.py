@@ -28,7 +28,7 @@ from shoal.core.cost import Phase, Traffic, total
 from shoal.core.eager import eager
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile, SyncNorm, Topology
-from shoal.strategies.copies import plain
+from shoal.strategies.copies import kind_before, plain, served_class
 from shoal.strategies.cutting import move
 from shoal.tensors.guarded import ComingParameter, keeper
 from shoal.tensors.sync_norm import NormOfRanks, Synchronised, normalised, sums_kind
@@ -106,7 +106,7 @@ class SyncNorms:
         """Make them what they were."""
         for _, module in self._living():
             del module.__dict__[_SLOT]
-            module.__class__ = _kind_of(module)
+            module.__class__ = kind_before(module)
 
     def _living(self) -> Iterator[tuple[str, Any]]:
         for name, held in self._modules.items():
@@ -191,22 +191,12 @@ class _SyncNormLayer(Synchronised):
             running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
     def _get_name(self) -> str:
-        return _kind_of(self).__name__
+        return kind_before(self).__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return plain(self, _kind_of(self), _SLOT)
+        return plain(self, kind_before(self), _SLOT)
 
 
 def _class_of(kind: Any) -> Any:
-    """Norms of a kind, synchronised: one class for all, of the name by which plans know them."""
-    as_before = {"__module__": kind.__module__}
-    return _CLASSES.setdefault(kind, type(kind.__name__, (_SyncNormLayer, kind), as_before))
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _kind_of(norm: nn.Module) -> type[nn.Module]:
-    """What it was before."""
-    kind: type[nn.Module] = type(norm).__bases__[1]
-    return kind
+    """Return the class of synchronised norms of a kind, with the name by which plans know them."""
+    return served_class(_SyncNormLayer, kind, kind.__name__, kind.__module__)
