@@ -52,9 +52,10 @@ def served_class(serving: Any, kind: Any, name: str, module: str | None = None) 
     return _CLASSES[key]
 
 
-def kind_before(layer: nn.Module) -> Any:
+def kind_before(layer: Any) -> type[nn.Module]:
     """Return the class that a served layer was of before."""
-    return type(layer).__bases__[-1]
+    kind: type[nn.Module] = type(layer).__bases__[-1]
+    return kind
 
 
 class StaysBehind:

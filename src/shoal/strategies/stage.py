@@ -142,7 +142,7 @@ def run_by(module: nn.Module, stage: Any) -> None:
 
 def run_no_more(module: nn.Module) -> None:
     """Undo `run_by`, where it was done."""
-    if isinstance(module, _Staged):
+    if issubclass(type(module), _Staged):
         del module.__dict__[_SLOT]
         module.__class__ = kind_before(module)
 
