@@ -6,6 +6,7 @@ under `shoal lab`), or starts `--ranks N` of them on this machine, each running 
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -40,6 +41,9 @@ class _Reporting(click.Group):
             return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:  # whoever reads this has read enough, such as `head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         except ShoalError as error:
             self._show_frames(context, error)
             leave(error)

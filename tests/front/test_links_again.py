@@ -90,6 +90,21 @@ def test_one_busy_moment_is_no_change(probes: Probes, monkeypatch: pytest.Monkey
     assert rates == [[], []]
 
 
+def test_ranks_of_one_host_do_not_measure_again(probes: Probes) -> None:
+    models = two_a_rank()
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm):
+            for model in models[comm.rank]:
+                parallelised(model)
+                comm.gather_objects(None, "the test")
+                probes.found = 0.1 * TRIED
+                comm.gather_objects(None, "the test")
+
+    run(RANKS, work, hosts=["one", "one"], timeout_s=30)
+    assert probes.full == [1] * RANKS
+
+
 def test_a_cluster_that_was_given_is_never_measured(probes: Probes) -> None:
     given, models = Cluster(Topology(("one", "other")), Link(1e-4, 1e8)), two_a_rank()
 

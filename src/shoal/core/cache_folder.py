@@ -1,6 +1,6 @@
 """The user's cache folder: figures of earlier starts, a JSON file for each job.
 
-    $SHOAL_CACHE          this folder, or "off"
+    $SHOAL_CACHE          this folder; or "off", "0", "no" or "false": then nothing is kept
     $XDG_CACHE_HOME/shoal
     ~/.cache/shoal
 
@@ -25,8 +25,9 @@ import msgspec
 from shoal.core.regular_files import read_text
 
 T = TypeVar("T")
-OFF = "off"
+OFF = ("off", "0", "no", "false")
 _FORMAT = 1
+_TOLD: set[Path] = set()  # folders of which it was said that they cannot be written
 
 
 class KeptFile(msgspec.Struct):
@@ -61,7 +62,7 @@ class KeptValue(Generic[T]):
 def folder() -> Path | None:
     """Return the cache folder, which may not be there yet; None if the user wants or has none."""
     named = os.environ.get("SHOAL_CACHE", "").strip()
-    if named.lower() == OFF:
+    if named.lower() in OFF:
         return None
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -113,7 +114,7 @@ def read(kind: str, key: str, of: type[T], say: Callable[[str], None]) -> KeptVa
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        say(f"what was measured before cannot be taken from {path} ({error})")
+        say(f"{path} cannot be read ({error}): what it had is measured anew, and the file replaced")
         return None
 
 
@@ -143,4 +144,9 @@ def write(kind: str, key: str, value: object, say: Callable[[str], None]) -> Non
             finally:
                 written.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        say(f"what was measured cannot be kept in {path.parent} ({error})")
+        if path.parent not in _TOLD:
+            _TOLD.add(path.parent)
+            say(
+                f"what was measured cannot be kept in {path.parent} ({error}): let SHOAL_CACHE "
+                "name another folder, or say off"
+            )

@@ -119,8 +119,13 @@ def with_codings(
 
 
 def _forget_changed(session: Session) -> None:
-    """Have links measured again that carry far more or less than when they were."""
+    """Have links measured again that carry far more or less than when they were.
+
+    On one host there is no link, and the load of its processors decides the rate.
+    """
     known = session.cluster
+    if known is not None and len(known.topology.ranks_on) == 1:
+        return
     if known is None or not known.link.tried:  # as on every rank; or nobody has measured them
         return
     for _ in range(_TRIES):  # a busy moment of a processor looks like a slow link

@@ -73,8 +73,8 @@ class KnownModel:
             return
         if self._before and not any(ranks):
             self._say(
-                f"the model's times are known from {_day(self._written)}: SHOAL_CACHE=off has "
-                "them measured"
+                f"the model's times are known from {_day(self._written)}, so one step is enough: "
+                "SHOAL_CACHE=off has them measured"
             )
             return
         if self._before:
@@ -125,7 +125,10 @@ def known_cluster(comm: Comm, key: str) -> Cluster | None:
         say = Stages(speaks=True).say
         entry = cache_folder.read(_LINKS, key, Cluster, say)
         if entry is not None and entry.value.topology == comm.topology:
-            say(f"links are known from {_day(entry.written)}: SHOAL_CACHE=off has them measured")
+            say(
+                f"links are known from {_day(entry.written)}, so a few messages are enough: "
+                "SHOAL_CACHE=off has them measured"
+            )
             text = msgspec.json.encode(entry.value, enc_hook=dict).decode()
     text = comm.gather_objects(text, _PURPOSE)[0]
     return msgspec.json.decode(text, type=Cluster) if text else None

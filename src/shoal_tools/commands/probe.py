@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from shoal.core import cache_folder
+from shoal.core.errors import UsageError
 from shoal_tools.commands import worker
 from shoal_tools.commands.launching import distributed
 from shoal_tools.commands.options import RANKS
@@ -31,7 +32,12 @@ def cache(clear: bool) -> None:
     click.echo(f"{folder}: {len(entries)} files")
     for path in entries:
         if clear:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    "a file cannot be deleted", got=str(error), do="delete it as its owner"
+                ) from error
             continue
         try:
             written = cache_folder.about(path).written
