@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -75,7 +76,7 @@ class RowFacts(Facts):
             before = known.get(form, cut)
             known[form] = tuple(a and b for a, b in zip(before, cut, strict=True))
         reason = next((facts.reason for facts in tried if facts.reason), "")
-        rows, added = max(facts.rows for facts in tried), min(facts.added for facts in tried)
+        rows, added = max(facts.rows for facts in tried), median(facts.added for facts in tried)
         return cls(reason, tuple(known.items()), rows, added)
 
 
