@@ -26,6 +26,7 @@ from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
 from shoal.planner.options import PLAIN, known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
+from shoal.planner.steady import lead_on
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.tails import tail_of
 
@@ -92,7 +93,7 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
-        features=_parts(plan) + lines_of(plan),
+        features=_parts(plan) + lines_of(plan) + _sure(profile, cluster),
     )
     return explained_locally(explanation, plan, profile) if plan.is_local else explanation
 
@@ -103,6 +104,17 @@ def _parts(plan: Plan) -> tuple[str, ...]:
         return ()
     count = plan.ranks * plan.micro_batches
     return (f"rows of a rank go in {plan.micro_batches} parts: {count} micro-batches in all",)
+
+
+def _sure(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
+    """Return a line that tells how far the ranks' measurements lie apart, and what that decides."""
+    if len(profile.rank_s) < 2 or not min(profile.rank_s):
+        return ()
+    least_s, most_s = min(profile.rank_s), max(profile.rank_s)
+    return (
+        f"measured: forward and backward take {1e3 * least_s:.1f} to {1e3 * most_s:.1f} ms by "
+        f"rank; a simpler plan is taken if it is within {lead_on(cluster):.0%} of the fastest",
+    )
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:

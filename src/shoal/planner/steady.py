@@ -42,8 +42,7 @@ def steadied(
     """
     if cluster.servers or cluster.tail:  # these hosts are there to be used
         return best
-    is_fast = len(cluster.topology.ranks_on) == 1 or cluster.link.bytes_per_s >= _FAST
-    lead = LEAD_ON_FAST if is_fast else LEAD
+    lead = lead_on(cluster)
     for simpler in _simpler(best, known(constraints.strategies)):
         try:
             plan = search(replace(constraints, strategies=simpler))
@@ -52,6 +51,12 @@ def steadied(
         if best.predicted_s >= (1 - lead) * plan.predicted_s:
             return plan
     return best
+
+
+def lead_on(cluster: Cluster) -> float:
+    """Return the share of the step by which a plan must be ahead of a simpler one."""
+    is_fast = len(cluster.topology.ranks_on) == 1 or cluster.link.bytes_per_s >= _FAST
+    return LEAD_ON_FAST if is_fast else LEAD
 
 
 def kind_of(plan: Plan) -> str:
