@@ -45,6 +45,7 @@ from shoal.front.stateful import (
     state_of,
 )
 from shoal.front.unlike_states import numbers_of, warn_of_unlike
+from shoal.optim.part import Keeping
 from shoal.session.pending import pending_of
 from shoal.session.session import Attached, current, found, ranks
 
@@ -151,16 +152,16 @@ def taken(
     comm: Comm,
     step: int | None = None,
     *,
-    spread: bool = False,
+    keeping: Keeping | None = None,
 ) -> State:
-    """Take everything to save, within `saving` (a collective). `spread` is as for `state_of`."""
+    """Take everything to save, within `saving` (a collective). `keeping` is as for `state_of`."""
     check_names(objects)  # `Checkpoints.step` may have new ones
     modules = modules_of(objects)
     forms = {}
     for keyword, value in objects.items():  # save 3
         optimizer = isinstance(value, Optimizer)
         forms[keyword] = snapshot.encoded(
-            keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
+            keyword, state_of(value, modules, keeping=keeping), strip="state/" if optimizer else ""
         )
     states = _random_states(objects, forms, comm)  # save 9
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model

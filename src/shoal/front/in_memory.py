@@ -1,0 +1,299 @@
+"""Generations in the hosts' memory, for `Checkpoints(in_memory_every=k)`: when, and at what cost.
+
+    each k steps   all ranks, if none still copies: a copy into files in this host's memory
+    a thread       copies pieces to the next host, and counts the generation once all have it
+    a restart      the newest complete generation, from whichever hosts have its parts
+
+The training thread pays for the copy, and for two short messages among the ranks.
+Guarded by tests/front/test_in_memory.py.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from shoal.checkpoint.background import Background
+from shoal.checkpoint.generations import Generations, Kept, Taken
+from shoal.checkpoint.host_memory import HostMemory
+from shoal.checkpoint.parts import Spread
+from shoal.checkpoint.recovery import Newest, Recovery
+from shoal.checkpoint.run import RunFolder
+from shoal.checkpoint.snapshot import Saved, Snapshot
+from shoal.comm.agreement import agreed
+from shoal.comm.rendezvous import memory_folder
+from shoal.contracts.comm import Comm
+from shoal.core.facts import Link
+from shoal.core.nothing import nothing
+from shoal.front.saving import saving, taken
+from shoal.front.stages import LOGGER, Stages
+from shoal.optim.part import Keeping
+from shoal.session.session import found
+
+_OPENING = "shoal.Checkpoints: opening the hosts' memory"
+_ENDING = "shoal.Checkpoints: the last snapshot in memory"
+_SPREAD = 0.7  # of the time to the next generation, in which pieces are copied
+_TRIED_BYTES = 1 << 23  # of a copy that tells how fast memory is
+
+
+@dataclass(frozen=True)
+class MemoryCost:
+    """Cost of the last generation that counts, on one rank.
+
+    Args:
+        step: the step of the snapshot.
+        kept_bytes: bytes in this host's memory of one generation, this rank's share.
+        sent_bytes: bytes that this rank sends to the next host.
+        predicted_copy_s: seconds of the training thread, by the pace of this host's memory.
+        copy_s: the same, as measured. It includes the wait for owners' updates.
+        predicted_link_s: seconds of this rank's link, if it did nothing else; None if no link has
+            been measured.
+        sent_s: seconds in which the thread beside training has sent it.
+
+    Examples:
+        >>> from shoal.front.in_memory import MemoryCost
+        >>> MemoryCost(20, 4_000_000, 1_000_000, 0.001, 0.0012, 0.008, 1.3).sent_bytes
+        1000000
+    """
+
+    step: int
+    kept_bytes: int
+    sent_bytes: int
+    predicted_copy_s: float
+    copy_s: float
+    predicted_link_s: float | None
+    sent_s: float
+
+    def line(self) -> str:
+        """Say it in a line."""
+        link = "" if self.predicted_link_s is None else f", link {self.predicted_link_s:.3f} s"
+        return (
+            f"snapshot of step {self.step} in memory: {self.kept_bytes / 1e6:,.1f} MB kept, "
+            f"{self.sent_bytes / 1e6:,.1f} MB sent to the next host; predicted: copy "
+            f"{self.predicted_copy_s:.3f} s{link}; measured: copy {self.copy_s:.3f} s, sent beside "
+            f"training within {self.sent_s:.2f} s"
+        )
+
+
+@dataclass(frozen=True)
+class FoundGeneration:
+    """A generation to go on from.
+
+    Args:
+        recovery: brings it.
+        newest: the generation, and who has its parts.
+        comm: all ranks.
+    """
+
+    recovery: Recovery
+    newest: Newest
+    comm: Comm
+
+    @property
+    def step(self) -> int:
+        """Steps that the run had made."""
+        return self.newest.generation.step
+
+    def saved(self) -> Saved:
+        """Return it as a checkpoint (a collective)."""
+        return self.recovery.saved(self.newest)
+
+    def words(self) -> str:
+        """Say which it is, and where its parts were."""
+        hosts = self.comm.topology.hosts
+        having = {hosts[rank] for ranks in self.newest.holders.values() for rank in ranks}
+        return f"the snapshot of step {self.step} in the memory of {', '.join(sorted(having))}"
+
+
+@final
+class InMemory:
+    """Takes generations, and goes on from them.
+
+    Args:
+        comm: all ranks.
+        run: folder of the run's checkpoints.
+        every: steps from one generation to the next.
+    """
+
+    def __init__(self, comm: Comm, run: RunFolder, every: int) -> None:
+        self._comm, self._every = comm, every
+        self._is_first = comm.topology.local_ranks[comm.rank] == 0
+        host = comm.topology.hosts[comm.rank]
+        self._memory = HostMemory(Path(memory_folder()), _address_of(run), host)
+        agreed(comm, self._memory.lock if self._is_first else nothing, _OPENING)
+        try:
+            self._runs = self._known_runs(run)
+        except BaseException:
+            self._memory.unlock(ended=False)
+            raise
+        self._channel = comm.channel("snapshots in memory")
+        self._generations = Generations(self._channel, self._memory, self._runs[0])
+        self._background = Background(self._failed)
+        self._number, self._is_new = 0, True  # of the next; no generation has been looked for
+        self._next, self._since = every, (0, time.perf_counter())
+        self.is_off = False  # there is no room
+        self._link: Link | None = None  # of this rank, once it is measured
+        self._skipped = 0  # generations, as the one before was still being copied
+        self.cost: MemoryCost | None = None
+
+    def _known_runs(self, run: RunFolder) -> list[str]:
+        """Return the ids of the run that ranks see, the one to use first; write it down."""
+        comm = self._comm
+        own = agreed(comm, run.read_id if self._sees(run) else _no_id, _OPENING)
+        fresh = secrets.token_hex(16)
+        told = comm.gather_objects((own, fresh), _OPENING)
+        runs = [*dict.fromkeys(own for own, _ in told if own)] or [told[0][1]]
+        if self._is_first:
+            for folder in self._memory.remove_leftovers():
+                LOGGER.info("removed what a job that has ended had left in %s", folder)
+            on_disk = own == runs[0]
+            if not on_disk and self._sees(run):
+                try:
+                    run.write_id(runs[0])
+                    on_disk = True
+                except OSError:  # only rank 0 must be able to write there
+                    LOGGER.debug("the folder of checkpoints cannot be written on this host")
+            self._memory.note_run(runs[0], on_disk=on_disk)
+        return runs
+
+    def _sees(self, run: RunFolder) -> bool:
+        return self._comm.rank == 0 or (self._is_first and "://" not in run.where(""))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether it is time for a generation."""
+        return not self.is_off and step >= self._next
+
+    def newest(self, above: int) -> FoundGeneration | None:
+        """Return the newest complete generation of more than `above` steps (a collective)."""
+        recovery = Recovery(self._comm, self._memory, self._runs)
+        newest = recovery.newest(above)
+        self._number, self._is_new = recovery.last_number + 1, False
+        return None if newest is None else FoundGeneration(recovery, newest, self._comm)
+
+    def goes_on(self, step: int, found_one: FoundGeneration | None) -> None:
+        """Go on behind a step: later generations are dropped, as the run has left them.
+
+        If it goes on from a generation, the next step makes one, as hosts may have lost theirs.
+        """
+        if self._is_first:
+            self._drop(step)
+        self._next = step + (self._every if found_one is None else 1)
+        self._since = step, time.perf_counter()
+
+    def _drop(self, above: int) -> None:
+        for slot in self._memory.slots():
+            Recovery.drop(slot, above)
+
+    @property
+    def state(self) -> str:
+        """The state that ranks tell each other when a generation is due."""
+        return "off" if self.is_off else "busy" if self._background.is_busy else "ready"
+
+    def decided(self, states: Sequence[str], objects: Mapping[str, Any], step: int) -> None:
+        """Take a snapshot if all ranks are ready (a collective)."""
+        if "off" in states:
+            self.is_off = True
+        elif "busy" in states:
+            self.passed(step)
+            self._skipped += 1
+        else:
+            self.take(objects, step)
+
+    def take(self, objects: Mapping[str, Any], step: int) -> None:
+        """Take a snapshot, and begin to copy it (a collective)."""
+        began_s = time.perf_counter()
+        if self._is_new and self._is_first:
+            self._drop(-1)
+        self._is_new = False
+        self._background.wait()
+        session = found()
+        if session is not None and session.cluster is not None:
+            self._link = session.cluster.link
+        snapshot = Snapshot(keeps=self._is_first)
+        with saving(objects):
+            keeping = Keeping(Spread, owned=True)
+            state = taken(snapshot, objects, self._comm, step, keeping=keeping)
+            mine = self._generations.take(self._number, snapshot, state)
+        mine.kept.copy_s = time.perf_counter() - began_s
+        self._number += 1
+        before, before_s = self._since
+        step_s = (began_s - before_s) / max(1, step - before)
+        self.passed(step)
+        work = partial(self._finish, mine, _SPREAD * self._every * step_s)
+        self._background.start(work, alone=self._comm.size == 1)
+
+    def passed(self, step: int) -> None:
+        """Note that a generation was due at a step, whether it is taken or not."""
+        self._next, self._since = step + self._every, (step, time.perf_counter())
+
+    def _finish(self, mine: Taken, within_s: float) -> None:
+        kept = self._generations.finish(mine, within_s)
+        if kept.problem:
+            self.is_off = True
+            if self._comm.rank == 0:
+                LOGGER.warning(
+                    "no more snapshots in memory, checkpoints on the disk go on: %s. Make room, "
+                    "or leave out in_memory_every",
+                    kept.problem,
+                )
+            return
+        is_first = self.cost is None
+        self.cost = self._cost_of(mine.generation.step, kept)
+        Stages(speaks=self._comm.rank == 0 and is_first).say(self.cost.line())
+
+    def _cost_of(self, step: int, kept: Kept) -> MemoryCost:
+        link_s = None if self._link is None else kept.sent_bytes / self._link.bytes_per_s
+        own_s = kept.copied_bytes * _copy_s_per_byte()
+        return MemoryCost(
+            step, kept.kept_bytes, kept.sent_bytes, own_s, kept.copy_s, link_s, kept.sent_s
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        LOGGER.error("a snapshot in memory was not finished, and the one before stays: %s", error)
+
+    def settle(self) -> None:
+        """Wait for the generation that is being copied (a collective)."""
+        agreed(self._comm, self._background.wait, _ENDING)
+
+    def close(self, *, ended: bool) -> None:
+        """Give the memory back.
+
+        Args:
+            ended: the run has ended in order, on all ranks. Else what is there stays, as the run
+                may go on from it.
+        """
+        self._background.wait(broken=not ended)
+        self._generations.forget()
+        self._memory.unlock(ended=ended)
+        if not self._background.is_busy:
+            self._channel.close()
+
+
+def _address_of(run: RunFolder) -> str:
+    address = run.where("")
+    return address if "://" in address else os.path.abspath(address)
+
+
+def _no_id() -> str:
+    return ""
+
+
+@cache
+def _copy_s_per_byte() -> float:
+    """Measure how long this host takes to copy a byte."""
+    source = torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device="cpu")
+    target = source.clone()
+    times = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began_s)
+    return min(times) / _TRIED_BYTES
