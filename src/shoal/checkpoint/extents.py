@@ -24,10 +24,18 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Extent:
-    """The place of a piece in its whole tensor, in elements."""
+    """The place of a piece in its whole tensor, in elements.
 
-    shape: Sizes  # of the whole
-    layout: Sizes  # strides of the whole
+    Args:
+        shape: of the whole.
+        layout: strides of the whole.
+        size: of the piece.
+        stride: of the piece, in the memory of the whole.
+        offset: of the piece's first element, likewise.
+    """
+
+    shape: Sizes
+    layout: Sizes
     size: Sizes
     stride: Sizes
     offset: int

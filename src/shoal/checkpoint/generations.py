@@ -15,6 +15,7 @@ A file of a host is written by one rank. Guarded by tests/checkpoint/test_genera
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,25 +69,34 @@ def next_to(topology: Topology, rank: int) -> int | None:
 
 @dataclass
 class Kept:
-    """What a rank keeps of one generation, in bytes and measured seconds."""
+    """One rank's bytes of a generation, and the seconds that they took.
 
-    kept_bytes: int = 0  # in this host's memory, by this rank: own files and copies
-    copied_bytes: int = 0  # by the training thread
-    sent_bytes: int = 0  # to the next host
-    copy_s: float = 0.0  # of the training thread
-    sent_s: float = 0.0  # of the thread beside training, from the first piece to the last
-    problem: str = ""  # the reason why there is no such generation
+    Args:
+        kept_bytes: own files and copies, in this host's memory.
+        copied_bytes: bytes that the training thread has copied.
+        sent_bytes: bytes that went to the next host.
+        copy_s: seconds of the training thread.
+        sent_s: seconds of the thread beside training, from the first piece to the last.
+        problem: the reason why there is no such generation, with the way out.
+    """
+
+    kept_bytes: int = 0
+    copied_bytes: int = 0
+    sent_bytes: int = 0
+    copy_s: float = 0.0
+    sent_s: float = 0.0
+    problem: str = ""
 
 
 @dataclass
-class _Pieces:
+class _OwnPieces:
     """The pieces that this rank has, and where they come from."""
 
     entries: list[Entry] = field(default_factory=list)
     sources: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> _Pieces:
+    def of(cls, snapshot: Snapshot) -> _OwnPieces:
         pieces = cls()
         for (file, name), spread in snapshot.spreads.items():
             keyword = file.removesuffix(SUFFIX)
@@ -140,17 +150,18 @@ class Generations:
         self._is_first = topology.local_ranks[rank] == 0
         self._to = next_to(topology, rank)
         self._sources = [r for r in range(comm.size) if next_to(topology, r) == rank]
-        self._files: dict[Path, MappedFile] = {}  # of both slots
+        self._files: dict[Path, MappedFile] = {}
+        self.hurries = threading.Event()  # set while somebody waits for the copying to end
 
-    def take(self, number: int, snapshot: Snapshot, state: State) -> Taken:
+    def take(self, number: int, snapshot: Snapshot, state: State) -> TakenSnapshot:
         """Copy a snapshot into this host's memory, on the main thread.
 
         An error is kept, as other ranks must hear of it.
         """
         began_s = time.perf_counter()
         generation = Generation(self._run, number, state.step or 0, self._comm.size)
-        pieces = _Pieces.of(snapshot)
-        taken = Taken(generation, state, tuple(pieces.entries))
+        pieces = _OwnPieces.of(snapshot)
+        taken = TakenSnapshot(generation, state, tuple(pieces.entries))
         folder = self._memory.slot(number)
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -171,7 +182,7 @@ class Generations:
 
     @property
     def _units(self) -> list[str]:
-        """Return the units whose marks this rank writes."""
+        """Return the units that get their marks from this rank."""
         units = [unit_of(rank) for rank in (self._comm.rank, *self._sources)]
         return [WHOLE, *units] if self._is_first else units
 
@@ -179,21 +190,21 @@ class Generations:
         path = folder / name
         return self._files.setdefault(path, MappedFile(path))
 
-    def _too_small(self, error: OSError, pieces: _Pieces, snapshot: Snapshot) -> str:
+    def _too_small(self, error: OSError, pieces: _OwnPieces, snapshot: Snapshot) -> str:
         wholes = [snapshot.files] if self._is_first else []
         sizes = [value.nbytes for of in wholes for file in of.values() for value in file.values()]
         own = sum(value.nbytes for value in pieces.sources.values())
-        copies = own * len(self._sources)  # of other ranks, who have about as much
+        copies = own * len(self._sources)  # the others have about as much
         return _problem(self._comm, self._memory, error, 2 * (sum(sizes) + own + copies))
 
-    def finish(self, taken: Taken, within_s: float) -> Kept:
+    def finish(self, taken: TakenSnapshot, within_s: float) -> Kept:
         """Copy the pieces to the next host, and write the marks once all hosts have theirs.
 
         A collective, on a thread beside training. The result has a problem if some rank has one:
         then the generation does not count, and the one before it stays.
 
         Args:
-            taken: what `take` returned.
+            taken: the result of `take`.
             within_s: seconds over which the copying may be spread.
         """
         kept, folder = taken.kept, self._memory.slot(taken.generation.number)
@@ -231,7 +242,7 @@ class Generations:
         return told
 
     def _exchange(self, own: Tensor, copies: Mapping[int, MappedFile], within_s: float) -> None:
-        """Send the own pieces to the next host, and receive those that are copied here."""
+        """Send the own pieces to the next host, and receive the pieces that are copied here."""
         comm, began_s = self._comm, time.perf_counter()
         comm.begins(_COMMIT)
         sending = 0 if self._to is None else len(own)
@@ -246,9 +257,9 @@ class Generations:
                     pending.append(comm.receive(copy.memory[begin:end], source))
             comm.finish(pending)
             due_s = began_s + within_s * min(1.0, end / longest)
-            time.sleep(max(0.0, due_s - time.perf_counter()))
+            self.hurries.wait(max(0.0, due_s - time.perf_counter()))
 
-    def _compared(self, taken: Taken, copies: Mapping[int, MappedFile]) -> dict[str, Any]:
+    def _compared(self, taken: TakenSnapshot, copies: Mapping[int, MappedFile]) -> dict[str, Any]:
         """Return the marks that this rank writes, by unit, once all hosts are known to be alike."""
         assert taken.own is not None
         rank = self._comm.rank
@@ -265,10 +276,13 @@ class Generations:
         for source, theirs in self._brought(words, {r: told[r][1] for r in copies}).items():
             copied = parsed_mark(PiecesMark, theirs)
             if copied is None or not _is_as_marked(copies[source], copied):
-                taken.kept.problem = f"the copy of rank {source}'s pieces has other checksums"
+                taken.kept.problem = (
+                    f"the copy of rank {source}'s pieces has other checksums. Look at the memory "
+                    "of both hosts"
+                )
             marks[unit_of(source)] = copied
         unlike = [r for r, (theirs, _) in enumerate(told) if theirs and theirs != told[0][0]]
-        if unlike:  # as on every rank
+        if unlike:  # every rank finds the same
             text = self._as_rank_0(unlike, text, files, taken)
         if self._is_first:
             crc = tensors.checksum(text.encode())
@@ -277,7 +291,7 @@ class Generations:
         return marks
 
     def _brought(self, own: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
-        """Send a mark to the rank that copies the pieces, and return those of the copies here."""
+        """Send a mark to the rank that copies the pieces, and return those of copies here."""
         comm = self._comm
         coming = {r: torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in sizes.items()}
         pending = [comm.receive(words, source) for source, words in coming.items()]
@@ -287,7 +301,7 @@ class Generations:
         return {source: words.numpy().tobytes() for source, words in coming.items()}
 
     def _as_rank_0(
-        self, unlike: Sequence[int], text: str, files: Mapping[str, Checksums], taken: Taken
+        self, unlike: Sequence[int], text: str, files: Mapping[str, Checksums], taken: TakenSnapshot
     ) -> str:
         """Bring rank 0's whole tensors to hosts that have others (a collective)."""
         comm = self._comm
@@ -295,8 +309,11 @@ class Generations:
         wanted: list[list[str]] = []
         if comm.rank in unlike:
             theirs = parsed(first.encode(), "the snapshot of rank 0").files
-            if _names_in(theirs) != _names_in(files):
-                taken.kept.problem = f"rank {comm.rank} has other objects to save than rank 0"
+            if _forms_in(theirs) != _forms_in(files):
+                taken.kept.problem = (
+                    f"rank {comm.rank} has other tensors to save than rank 0. Save the same "
+                    "objects on every rank"
+                )
             else:
                 wanted = [
                     [file, name]
@@ -313,7 +330,7 @@ class Generations:
                     comm.receive(taken.wholes[file].bytes_of(name), 0).wait()
         return first if comm.rank in unlike else text
 
-    def _write(self, folder: Path, taken: Taken, marks: Mapping[str, Any]) -> None:
+    def _write(self, folder: Path, taken: TakenSnapshot, marks: Mapping[str, Any]) -> None:
         """Write the marks, and remove files that belong to no unit any more."""
         if self._is_first:
             write_text(folder / STATE, taken.text)
@@ -322,8 +339,8 @@ class Generations:
         if self._is_first:
             self._sweep(folder, taken)
 
-    def _sweep(self, folder: Path, taken: Taken) -> None:
-        """Remove what another number of ranks has left in a slot."""
+    def _sweep(self, folder: Path, taken: TakenSnapshot) -> None:
+        """Remove files that another number of ranks has left in a slot."""
         topology = self._comm.topology
         here = topology.ranks_on[topology.hosts[self._comm.rank]]
         sources = (r for r in range(self._comm.size) if next_to(topology, r) in here)
@@ -338,17 +355,34 @@ class Generations:
         """Let the memory of all files go."""
         self._files.clear()
 
+    def remove(self, number: int) -> None:
+        """Remove the files of a generation that never came to count."""
+        self._files.clear()
+        if self._is_first:
+            for path in self._memory.slot(number).glob("*"):
+                remove(path)
+
 
 @dataclass
-class Taken:
-    """A snapshot in this host's memory, which is not known to all ranks yet."""
+class TakenSnapshot:
+    """A snapshot in this host's memory, which is not known to all ranks yet.
+
+    Args:
+        generation: it.
+        state: all but the tensors.
+        entries: the pieces of this rank.
+        own: file of these pieces.
+        wholes: files of whole tensors by name, at a host's first rank.
+        text: text of state.json.
+        kept: bytes and seconds.
+    """
 
     generation: Generation
     state: State
     entries: tuple[Entry, ...]
-    own: MappedFile | None = None  # the pieces that this rank has
-    wholes: dict[str, MappedFile] = field(default_factory=dict)  # by name, at a host's first rank
-    text: str = ""  # of state.json
+    own: MappedFile | None = None
+    wholes: dict[str, MappedFile] = field(default_factory=dict)
+    text: str = ""
     kept: Kept = field(default_factory=Kept)
 
     @property
@@ -357,8 +391,8 @@ class Taken:
         return [*([] if self.own is None else [self.own]), *self.wholes.values()]
 
 
-def _names_in(files: Mapping[str, Checksums]) -> dict[str, list[str]]:
-    return {file: sorted(checksums) for file, checksums in files.items()}
+def _forms_in(files: Mapping[str, Checksums]) -> dict[str, str]:
+    return {file: checksums[tensors.HEADER] for file, checksums in files.items()}
 
 
 def _filled(file: MappedFile, sources: Mapping[str, Tensor]) -> MappedFile:
@@ -386,5 +420,5 @@ def _problem(comm: Comm, memory: HostMemory, error: OSError, needed: int) -> str
     return (
         f"the memory of host {comm.topology.hosts[comm.rank]} has no room: rank {comm.rank} needs "
         f"{needed / 1e6:,.1f} MB in {memory.folder.parent} for two generations "
-        f"({type(error).__name__}: {error.strerror}){hint}"
+        f"({type(error).__name__}: {error.strerror}){hint}. Make room, or leave out in_memory_every"
     )

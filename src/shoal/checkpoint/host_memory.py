@@ -5,8 +5,9 @@
                               0/ 1/   generations of even and of odd number
 
 DIGEST is made of the run's address and the host's name. The host's first rank locks the folder, and
-removes it at an orderly end. What a dead job leaves is removed by the next job that looks, once its
-run is gone from the disk or an hour has passed. Guarded by tests/checkpoint/test_host_memory.py.
+removes it at an orderly end. The folder of a dead job is removed by the next job that looks, once
+its run is gone from the disk or an hour has passed.
+Guarded by tests/checkpoint/test_host_memory.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from shoal.core.regular_files import open_regular, read_text
 
 DEAD_S = 3600.0  # after which a dead job's generations are removed
 _RUN, _LOCK = "RUN", "LOCK"
-_TRIES, _AGAIN_S = 20, 0.1  # of the lock: a job that looks for leftovers holds it for a moment
+# a job that looks for leftovers holds the lock for a moment
+_TRIES, _AGAIN_S = 20, 0.1
 
 
 @final
@@ -85,7 +87,7 @@ class HostMemory:
             slot.mkdir(mode=0o700, exist_ok=True)
 
     def note_run(self, run: str, *, on_disk: bool) -> None:
-        """Write down whose generations these are, for jobs that find them later.
+        """Write down the run of these generations, for jobs that find them later.
 
         Args:
             run: id of the run.

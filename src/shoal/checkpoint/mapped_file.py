@@ -1,4 +1,4 @@
-"""A safetensors file in the memory of a host, whose tensors are written in place.
+"""A safetensors file in the memory of a host, with tensors that are written in place.
 
     first time     room is reserved, so that a full /dev/shm is an error and no signal; header
     each time      copies go straight into the tensors of the file

@@ -29,10 +29,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generation:
-    """A snapshot of a run, taken by all ranks at one step."""
+    """A snapshot of a run, taken by all ranks at one step.
 
-    run: str  # the run's own id
-    number: int  # one more than that of the generation before
+    Args:
+        run: id of the run.
+        number: one more than that of the generation before.
+        step: steps that the run had made.
+        ranks: number of ranks.
+    """
+
+    run: str
+    number: int
     step: int
     ranks: int
 
@@ -70,11 +77,17 @@ class PiecesMark:
 
 @dataclass(frozen=True)
 class WholeMark:
-    """Mark of a host's whole tensors and of its state.json."""
+    """Mark of a host's whole tensors and of its state.json.
+
+    Args:
+        generation: it.
+        text_crc: checksum of state.json.
+        files: names of the files of tensors.
+    """
 
     generation: Generation
-    text_crc: str  # of state.json
-    files: tuple[str, ...]  # beside it
+    text_crc: str
+    files: tuple[str, ...]
 
 
 def unit_of(rank: int) -> str:

@@ -1,9 +1,9 @@
 """The newest complete generation, from wherever in the hosts' memory its parts are.
 
-    1  each host's first rank looks at the marks of its two slots, and tells what is there
+    1  each host's first rank looks at the marks of its two slots, and names them
     2  the newest generation of this run is taken of which, together, hosts have everything
     3  it is read and its checksums are compared; else the one before it is tried
-    4  hosts are sent what they do not have, once a host
+    4  hosts are sent the units that they do not have, once a host
     5  pieces are put together, whole tensors join them, and all is a checkpoint as any
 
 So any number of ranks can go on, and every host but one of two neighbours may be lost. Guarded by
@@ -69,12 +69,14 @@ class Recovery:
         comm: all ranks.
         memory: folder of this host.
         runs: ids of the run.
+
+    `last_number` is the greatest number of any generation that was found.
     """
 
     def __init__(self, comm: Comm, memory: HostMemory, runs: Collection[str]) -> None:
         self._comm, self._memory, self._runs = comm, memory, runs
         self._is_first = comm.topology.local_ranks[comm.rank] == 0
-        self.last_number = 0  # of any generation that was found
+        self.last_number = 0
 
     def newest(self, above: int = -1) -> Newest | None:
         """Return the newest complete generation of more than `above` steps, all of it readable."""
@@ -102,7 +104,7 @@ class Recovery:
                 remove_mark(slot, unit)
 
     def _here(self) -> list[tuple[Generation, str]]:
-        """Return what this host has: each generation with the name of a unit."""
+        """Return the units that this host has: each generation with the name of one."""
         here = []
         for slot in self._memory.slots():
             for unit in _units_in(slot):
@@ -116,7 +118,7 @@ class Recovery:
     def _readable(
         self, generation: Generation, holders: Mapping[str, Sequence[int]]
     ) -> dict[str, list[int]]:
-        """Return the holders whose files have the right checksums (a collective)."""
+        """Return the holders that have files with the right checksums (a collective)."""
         folder = self._memory.slot(generation.number)
         own = [unit for unit, ranks in sorted(holders.items()) if self._comm.rank in ranks]
         sound = [unit for unit in own if _is_sound(folder, unit)]
@@ -140,7 +142,7 @@ class Recovery:
             parsed_mark(PiecesMark, files[path_of(folder, unit_of(rank)).name])
             for rank in range(newest.generation.ranks)
         ]
-        pieces = Pieces(folder)
+        pieces = JoinedPieces()
         for mark in marks:
             assert mark is not None
             name = f"{unit_of(mark.rank)}{SUFFIX}"
@@ -231,13 +233,15 @@ def _is_sound_whole(folder: Path) -> bool:
 
 
 @final
-class Pieces:
-    """The pieces of all ranks, put together."""
+class JoinedPieces:
+    """The pieces of all ranks, put together.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._tensors: dict[tuple[str, str], Joining] = {}  # by file and name
-        self._states: dict[tuple[str, tuple[str, ...]], Joining | Any] = {}  # by keyword and keys
+    Tensors are kept by file and name, states by keyword and keys.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, str], Joining] = {}
+        self._states: dict[tuple[str, tuple[str, ...]], Joining | Any] = {}
 
     def add(self, entry: Entry, values: Mapping[str, Tensor]) -> None:
         """Add one rank's piece or value.

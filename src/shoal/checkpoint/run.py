@@ -99,6 +99,10 @@ class RunFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / _ID, f"run {run}\n")
 
+    def has_gone_back(self) -> bool:
+        """Return whether somebody has let LATEST name an earlier checkpoint than the last."""
+        return _is_earlier(self.newest(), self._complete())
+
     def bring(self) -> None:
         """Bring the newest checkpoint into the folder, if it is elsewhere."""
 
@@ -217,6 +221,13 @@ class StoredRun(RunFolder):
     def write_id(self, run: str) -> None:
         self._store.write_text(_ID, f"run {run}\n")
 
+    def has_gone_back(self) -> bool:
+        try:
+            stored = self._stored()
+            return _is_earlier(newest_of(stored, self._store.read_text(LATEST).strip()), stored)
+        except OSError as error:
+            raise unreadable(str(self._store), error) from error
+
     def bring(self) -> None:
         try:
             name = newest_of(self._stored(), self._store.read_text(LATEST).strip())
@@ -276,6 +287,10 @@ def newest_of(complete: Mapping[str, int], latest: str) -> str | None:
     if latest in complete:
         return latest
     return max(complete, key=complete.__getitem__, default=None)
+
+
+def _is_earlier(name: str | None, steps: Mapping[str, int]) -> bool:
+    return name is not None and steps[name] < max(steps.values())
 
 
 def left_over(steps: Mapping[str, int], name: str, keep: int) -> list[str]:

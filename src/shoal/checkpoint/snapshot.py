@@ -58,7 +58,7 @@ class Snapshot:
     keeps: bool = True
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # by file and name
-    # values that this rank owns of optimizers' states, with the keys that lead to them
+    # values of optimizers' states that this rank owns, with the keys that lead to them
     owned: list[tuple[Keys, Owned]] = field(default_factory=list)
     forms: dict[str, dict[str, tensors.TensorForm]] = field(default_factory=dict)
 

@@ -170,7 +170,7 @@ class Checkpoints:
         known, memory = newest(self._comm, self._run.folder), self._memory
         on_disk = -1 if known is None else step_of(known[0].name) or 0
         if memory is not None:
-            in_memory = memory.newest(on_disk - 1)
+            in_memory = memory.newest(on_disk - 1, self._run)
             memory.goes_on(max(0, on_disk) if in_memory is None else in_memory.step, in_memory)
             if in_memory is not None:
                 return in_memory.saved(), in_memory.words()
@@ -203,7 +203,7 @@ class Checkpoints:
             self._clock.next_decision(self.steps),
             self._background.is_busy,
             self._signals.received,
-            "" if memory is None or not in_memory else memory.state,
+            memory.state if memory is not None and in_memory else "",
         )
         told = self._comm.gather_objects(own, _DECIDING)
         due, decisions, busy, ends, states = zip(*told, strict=True)
@@ -232,6 +232,22 @@ class Checkpoints:
         self._start()
         if wait:
             self._settle()
+
+    def commit(self, **values: Any) -> None:
+        """Save now where it takes least time, and wait until that counts (a collective).
+
+        With `in_memory_every` it is a generation in the hosts' memory, else a checkpoint on the
+        disk.
+
+        Args:
+            values: as for `step`.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        self._objects |= values
+        if self._memory is None or not self._memory.commit(self._objects, self.steps):
+            self.save()
 
     def close(self) -> None:
         """Wait for what is being written (a collective).

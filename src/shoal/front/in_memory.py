@@ -1,4 +1,4 @@
-"""Generations in the hosts' memory, for `Checkpoints(in_memory_every=k)`: when, and at what cost.
+"""Generations in the hosts' memory, for `Checkpoints(in_memory_every=k)`: their times and cost.
 
     each k steps   all ranks, if none still copies: a copy into files in this host's memory
     a thread       copies pieces to the next host, and counts the generation once all have it
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, final
 import torch
 
 from shoal.checkpoint.background import Background
-from shoal.checkpoint.generations import Generations, Kept, Taken
+from shoal.checkpoint.generations import Generations, Kept, TakenSnapshot
 from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.parts import Spread
 from shoal.checkpoint.recovery import Newest, Recovery
@@ -40,8 +41,8 @@ from shoal.session.session import found
 
 _OPENING = "shoal.Checkpoints: opening the hosts' memory"
 _ENDING = "shoal.Checkpoints: the last snapshot in memory"
-_SPREAD = 0.7  # of the time to the next generation, in which pieces are copied
-_TRIED_BYTES = 1 << 23  # of a copy that tells how fast memory is
+_SPREAD = 0.7  # pieces are copied in this share of the time to the next generation
+_TRIED_BYTES = 1 << 23  # a copy of so many tells how fast memory is
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class FoundGeneration:
 
     Args:
         recovery: brings it.
-        newest: the generation, and who has its parts.
+        newest: the generation, and the ranks that have its parts.
         comm: all ranks.
     """
 
@@ -137,11 +138,11 @@ class InMemory:
         self._channel = comm.channel("snapshots in memory")
         self._generations = Generations(self._channel, self._memory, self._runs[0])
         self._background = Background(self._failed)
-        self._number, self._is_new = 0, True  # of the next; no generation has been looked for
+        self._number: int | None = None  # the next generation's; None before any was looked for
         self._next, self._since = every, (0, time.perf_counter())
-        self.is_off = False  # there is no room
-        self._link: Link | None = None  # of this rank, once it is measured
-        self._skipped = 0  # generations, as the one before was still being copied
+        self._problem = ""  # the background thread sets it, and ranks agree on it later
+        self._link: Link | None = None  # unknown until it is measured
+        self._has_warned = False
         self.cost: MemoryCost | None = None
 
     def _known_runs(self, run: RunFolder) -> list[str]:
@@ -159,8 +160,8 @@ class InMemory:
                 try:
                     run.write_id(runs[0])
                     on_disk = True
-                except OSError:  # only rank 0 must be able to write there
-                    LOGGER.debug("the folder of checkpoints cannot be written on this host")
+                except OSError as error:
+                    LOGGER.info("this host does not keep the run's id on its disk: %s", error)
             self._memory.note_run(runs[0], on_disk=on_disk)
         return runs
 
@@ -168,14 +169,20 @@ class InMemory:
         return self._comm.rank == 0 or (self._is_first and "://" not in run.where(""))
 
     def is_due(self, step: int) -> bool:
-        """Return whether it is time for a generation."""
-        return not self.is_off and step >= self._next
+        """Return whether it is time for a generation, as on every rank."""
+        return step >= self._next
 
-    def newest(self, above: int) -> FoundGeneration | None:
-        """Return the newest complete generation of more than `above` steps (a collective)."""
+    def newest(self, above: int, run: RunFolder) -> FoundGeneration | None:
+        """Return the newest complete generation of more than `above` steps (a collective).
+
+        There is none if somebody has gone back to an earlier checkpoint on the disk.
+        """
+        own = agreed(self._comm, run.has_gone_back if self._sees(run) else _no, _OPENING)
+        if any(self._comm.gather_objects(own, _OPENING)):
+            above = sys.maxsize
         recovery = Recovery(self._comm, self._memory, self._runs)
         newest = recovery.newest(above)
-        self._number, self._is_new = recovery.last_number + 1, False
+        self._number = recovery.last_number + 1
         return None if newest is None else FoundGeneration(recovery, newest, self._comm)
 
     def goes_on(self, step: int, found_one: FoundGeneration | None) -> None:
@@ -195,24 +202,47 @@ class InMemory:
     @property
     def state(self) -> str:
         """The state that ranks tell each other when a generation is due."""
-        return "off" if self.is_off else "busy" if self._background.is_busy else "ready"
+        return "busy" if self._background.is_busy else "off" if self._problem else "ready"
 
     def decided(self, states: Sequence[str], objects: Mapping[str, Any], step: int) -> None:
         """Take a snapshot if all ranks are ready (a collective)."""
-        if "off" in states:
-            self.is_off = True
-        elif "busy" in states:
-            self.passed(step)
-            self._skipped += 1
+        if "busy" in states:
+            self._passed(step)
+            if self._comm.rank == 0 and not self._has_warned:
+                self._has_warned = True
+                LOGGER.warning(
+                    "a snapshot in memory takes longer than %d steps, so every second one or more "
+                    "is left out. Give a greater in_memory_every",
+                    self._every,
+                )
+        elif "off" in states:
+            self._stop()
         else:
             self.take(objects, step)
+
+    def _stop(self) -> None:
+        """Take no more snapshots, as all ranks have agreed."""
+        self._next = sys.maxsize
+        if self.cost is None and self._number is not None:
+            self._generations.remove(self._number - 1)
+        self._generations.forget()
+
+    def commit(self, objects: Mapping[str, Any], step: int) -> bool:
+        """Take a snapshot now, and return whether it counts on all ranks (a collective)."""
+        self.settle()
+        if self._next < sys.maxsize and not self._problem:
+            self.take(objects, step)
+            self.settle()
+        own = self.cost is not None and self.cost.step == step and not self._problem
+        return all(self._comm.gather_objects(own, _ENDING))
 
     def take(self, objects: Mapping[str, Any], step: int) -> None:
         """Take a snapshot, and begin to copy it (a collective)."""
         began_s = time.perf_counter()
-        if self._is_new and self._is_first:
+        if self._number is None and self._is_first:
             self._drop(-1)
-        self._is_new = False
+        number = self._number or 0
+        self._number = number + 1
         self._background.wait()
         session = found()
         if session is not None and session.cluster is not None:
@@ -221,27 +251,25 @@ class InMemory:
         with saving(objects):
             keeping = Keeping(Spread, owned=True)
             state = taken(snapshot, objects, self._comm, step, keeping=keeping)
-            mine = self._generations.take(self._number, snapshot, state)
+            mine = self._generations.take(number, snapshot, state)
         mine.kept.copy_s = time.perf_counter() - began_s
-        self._number += 1
         before, before_s = self._since
         step_s = (began_s - before_s) / max(1, step - before)
-        self.passed(step)
+        self._passed(step)
         work = partial(self._finish, mine, _SPREAD * self._every * step_s)
         self._background.start(work, alone=self._comm.size == 1)
 
-    def passed(self, step: int) -> None:
+    def _passed(self, step: int) -> None:
         """Note that a generation was due at a step, whether it is taken or not."""
         self._next, self._since = step + self._every, (step, time.perf_counter())
 
-    def _finish(self, mine: Taken, within_s: float) -> None:
+    def _finish(self, mine: TakenSnapshot, within_s: float) -> None:
         kept = self._generations.finish(mine, within_s)
         if kept.problem:
-            self.is_off = True
+            self._problem = kept.problem
             if self._comm.rank == 0:
                 LOGGER.warning(
-                    "no more snapshots in memory, checkpoints on the disk go on: %s. Make room, "
-                    "or leave out in_memory_every",
+                    "no more snapshots in memory, and checkpoints on the disk go on: %s",
                     kept.problem,
                 )
             return
@@ -261,15 +289,18 @@ class InMemory:
 
     def settle(self) -> None:
         """Wait for the generation that is being copied (a collective)."""
+        self._generations.hurries.set()
         agreed(self._comm, self._background.wait, _ENDING)
+        self._generations.hurries.clear()
 
     def close(self, *, ended: bool) -> None:
         """Give the memory back.
 
         Args:
-            ended: the run has ended in order, on all ranks. Else what is there stays, as the run
-                may go on from it.
+            ended: the run has ended in order, on all ranks. Else its generations stay, as the run
+                may go on from them.
         """
+        self._generations.hurries.set()
         self._background.wait(broken=not ended)
         self._generations.forget()
         self._memory.unlock(ended=ended)
@@ -284,6 +315,10 @@ def _address_of(run: RunFolder) -> str:
 
 def _no_id() -> str:
     return ""
+
+
+def _no() -> bool:
+    return False
 
 
 @cache
