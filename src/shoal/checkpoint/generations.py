@@ -291,7 +291,7 @@ class Generations:
         return marks
 
     def _brought(self, own: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
-        """Send a mark to the rank that copies the pieces, and return those of copies here."""
+        """Send a mark along with the pieces, and return the marks of copies here."""
         comm = self._comm
         coming = {r: torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in sizes.items()}
         pending = [comm.receive(words, source) for source, words in coming.items()]

@@ -7,7 +7,7 @@
     5  pieces are put together, whole tensors join them, and all is a checkpoint as any
 
 So any number of ranks can go on, and every host but one of two neighbours may be lost. Guarded by
-tests/checkpoint/test_recovery.py.
+tests/checkpoint/test_generations.py.
 """
 
 from __future__ import annotations

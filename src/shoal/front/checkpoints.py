@@ -61,11 +61,18 @@ class Checkpoints:
             hosts share one, or rank 0's host alone has it.
         signals: SIGTERM and SIGINT (Ctrl-C) have a checkpoint written, after which `step` returns
             True. A second one acts as always.
+        in_memory_every: steps from one generation in the hosts' memory to the next, as 20. A
+            generation is a snapshot in the form of a checkpoint, in which each rank's pieces stand
+            with their offsets. It is in /dev/shm, and copies of pieces are in that of the next
+            host. So it outlives any one host. Without, there are checkpoints on the disk alone.
         objects: as for `shoal.save`. Plain data are the values at the start: `step(epoch=2)` gives
             new ones.
 
     Raises:
-        UsageError: another job writes into the folder, or this one may not.
+        UsageError: another job writes into the folder, or this one may not. Or snapshots cannot be
+            kept in a host's memory.
+
+    Source: docs/reference/checkpoint-format.md has the form of both.
 
     Examples:
         >>> import shoal, torch, tempfile
@@ -77,6 +84,11 @@ class Checkpoints:
         ...         _ = checkpoints.step(epoch=epoch + 1)
         >>> checkpoints.steps
         3
+        >>> options = {"every_s": 600, "in_memory_every": 20}
+        >>> with shoal.Checkpoints(tempfile.mkdtemp(), **options, model=model) as checkpoints:
+        ...     checkpoints.commit()  # a generation now: 80 bytes of weights, and what files need
+        ...     checkpoints.memory_cost.sent_bytes  # to the next host: there is none
+        0
     """
 
     def __init__(
