@@ -6,7 +6,7 @@
     4  hosts are sent the units that they do not have, once a host
     5  pieces are put together, whole tensors join them, and all is a checkpoint as any
 
-So any number of ranks can go on, and every host but one of two neighbours may be lost. Guarded by
+So any number of ranks can go on. Of two neighbouring hosts one may be lost. Guarded by
 tests/checkpoint/test_generations.py.
 """
 

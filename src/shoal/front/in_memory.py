@@ -42,6 +42,7 @@ from shoal.session.session import found
 _OPENING = "shoal.Checkpoints: opening the hosts' memory"
 _ENDING = "shoal.Checkpoints: the last snapshot in memory"
 _SPREAD = 0.7  # pieces are copied in this share of the time to the next generation
+_OF_LINK = 10.0  # and over at most so many times as long as the link alone would take
 _TRIED_BYTES = 1 << 23  # a copy of so many tells how fast memory is
 
 
@@ -139,7 +140,8 @@ class InMemory:
         self._generations = Generations(self._channel, self._memory, self._runs[0])
         self._background = Background(self._failed)
         self._number: int | None = None  # the next generation's; None before any was looked for
-        self._next, self._since = every, (0, time.perf_counter())
+        self._next = every
+        self._since: tuple[int, float] | None = None  # the first step since the last generation
         self._problem = ""  # the background thread sets it, and ranks agree on it later
         self._link: Link | None = None  # unknown until it is measured
         self._has_warned = False
@@ -169,7 +171,9 @@ class InMemory:
         return self._comm.rank == 0 or (self._is_first and "://" not in run.where(""))
 
     def is_due(self, step: int) -> bool:
-        """Return whether it is time for a generation, as on every rank."""
+        """Return whether it is time for a generation, as on every rank; called each step."""
+        if self._since is None:
+            self._since = step, time.perf_counter()
         return step >= self._next
 
     def newest(self, above: int, run: RunFolder) -> FoundGeneration | None:
@@ -193,7 +197,6 @@ class InMemory:
         if self._is_first:
             self._drop(step)
         self._next = step + (self._every if found_one is None else 1)
-        self._since = step, time.perf_counter()
 
     def _drop(self, above: int) -> None:
         for slot in self._memory.slots():
@@ -207,12 +210,13 @@ class InMemory:
     def decided(self, states: Sequence[str], objects: Mapping[str, Any], step: int) -> None:
         """Take a snapshot if all ranks are ready (a collective)."""
         if "busy" in states:
-            self._passed(step)
+            self._generations.hurries.set()
+            self._next = step + max(1, self._every // 4)
             if self._comm.rank == 0 and not self._has_warned:
                 self._has_warned = True
                 LOGGER.warning(
-                    "a snapshot in memory takes longer than %d steps, so every second one or more "
-                    "is left out. Give a greater in_memory_every",
+                    "a snapshot in memory takes longer than %d steps, so the next one comes later. "
+                    "Give a greater in_memory_every",
                     self._every,
                 )
         elif "off" in states:
@@ -253,15 +257,23 @@ class InMemory:
             state = taken(snapshot, objects, self._comm, step, keeping=keeping)
             mine = self._generations.take(number, snapshot, state)
         mine.kept.copy_s = time.perf_counter() - began_s
-        before, before_s = self._since
-        step_s = (began_s - before_s) / max(1, step - before)
-        self._passed(step)
-        work = partial(self._finish, mine, _SPREAD * self._every * step_s)
-        self._background.start(work, alone=self._comm.size == 1)
+        within_s = self._within_s(mine, step, began_s)
+        self._next, self._since = step + self._every, None
+        self._generations.hurries.clear()
+        self._background.start(partial(self._finish, mine, within_s), alone=self._comm.size == 1)
 
-    def _passed(self, step: int) -> None:
-        """Note that a generation was due at a step, whether it is taken or not."""
-        self._next, self._since = step + self._every, (step, time.perf_counter())
+    def _within_s(self, mine: TakenSnapshot, step: int, now_s: float) -> float:
+        """Return the seconds over which pieces are copied, so that training has most of the link.
+
+        A generation that counts sooner loses fewer steps, so a tenth of the link is taken.
+        """
+        if self._since is None or self._since[0] == step:
+            return 0.0
+        before, before_s = self._since
+        within_s = _SPREAD * self._every * (now_s - before_s) / (step - before)
+        if self._link is not None and mine.own is not None:
+            within_s = min(within_s, _OF_LINK * len(mine.own.memory) / self._link.bytes_per_s)
+        return within_s
 
     def _finish(self, mine: TakenSnapshot, within_s: float) -> None:
         kept = self._generations.finish(mine, within_s)
@@ -291,7 +303,6 @@ class InMemory:
         """Wait for the generation that is being copied (a collective)."""
         self._generations.hurries.set()
         agreed(self._comm, self._background.wait, _ENDING)
-        self._generations.hurries.clear()
 
     def close(self, *, ended: bool) -> None:
         """Give the memory back.
