@@ -178,6 +178,8 @@ def test_a_host_killed_within_a_snapshot_leaves_the_one_before(tmp_path: Path) -
         rank.generations.take(3, snapshot, State(forms, random=[{}], step=7))  # and no further
 
     on_ranks(tmp_path, work)
+    marks = [path for path in tmp_path.glob("*/1/*.json") if path.name != "state.json"]
+    assert not marks, "before a file is written its mark goes"
     on_ranks(tmp_path, lambda rank: rank.check(5))
 
 

@@ -21,16 +21,18 @@ QUICK = [
     ("owners of parts", "AdamW", 3, "b", 2, "owners of parts"),
     ("head", "AdamW", 3, "a", 3, "head"),
     ("embedding", "SGD", 2, "a", 3, "factor"),
+]
+SLOW = [
     ("replicate", "AdamW", 3, "a", 2, "head"),
     ("factor", "SGD", 3, "b", 3, "factor"),
     ("owners of wholes", "SGD", 4, "b", 4, "owners of wholes"),
-]
-SLOW = [
-    (before, optimizer, ranks, lost, then, after)
-    for number, before in enumerate([*ALONE, "servers", "tables", "tail"])
-    for optimizer in ("AdamW", "SGD")
-    for ranks, lost, then in [((3, "a", 2), (2, "b", 3), (4, "b", 4))[number % 3], (3, "b", 3)]
-    for after in dict.fromkeys((before, ALONE[number % len(ALONE) - 1]))
+    *(
+        (before, optimizer, ranks, lost, then, after)
+        for number, before in enumerate([*ALONE, "servers", "tables", "tail"])
+        for optimizer in ("AdamW", "SGD")
+        for ranks, lost, then in [((3, "a", 2), (2, "b", 3), (4, "b", 4))[number % 3], (3, "b", 3)]
+        for after in dict.fromkeys((before, ALONE[number % len(ALONE) - 1]))
+    ),
 ]
 
 
