@@ -152,12 +152,15 @@ def on_ranks(
     way: Way,
     loop: Loop,
     before: Callable[[Script], None] = lambda script: None,
+    workers: tuple[str, ...] = (),
 ) -> list[Outcome]:
-    """Each rank's outcome of a loop; `before` runs before `parallelize`."""
+    """Each rank's outcome of a loop; `before` runs before `parallelize`, `workers` name hosts."""
     beside = way.servers + way.tail if ranks > 1 else 0
     start = built(Net)
     copies = [copy.deepcopy(start) for _ in range(ranks + beside)]
     cluster = cluster_of(ranks, way.servers if beside else 0)
+    if workers:
+        cluster = replace(cluster, topology=shoal.Topology(workers))
     if beside and way.tail:
         cluster = replace(cluster, tail=tuple(f"tail{t}" for t in range(way.tail)))
     sample = tuple(tensor[:BATCH] for tensor in data().tensors[1:])

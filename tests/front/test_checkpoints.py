@@ -11,51 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import cluster_of, features, rows_of
-from torch import nn, optim
+from saved_script import Script, on_ranks
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import shoal
 from shoal.checkpoint.folder import LATEST
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import ThreadComm
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
 from shoal_tools.testing.faulty import Faults
-
-
-class Script:
-    """A rank's training, parallelised."""
-
-    def __init__(self, comm: ThreadComm) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.model = nn.Linear(7, 3).double()
-        for parameter in self.model.parameters():
-            parameter.data.normal_(generator=generator)
-        self.optimizer = optim.AdamW(self.model.parameters())
-        self.rows = [rows_of(batch, comm.rank, comm.size) for batch in features(7, 3, steps=8)]
-        self.objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-
-    def start(self) -> None:
-        shoal.parallelize(self.model, F.cross_entropy, self.optimizer, sample=self.rows[0])
-
-    def step(self, number: int) -> None:
-        x, y = self.rows[number]
-        F.cross_entropy(self.model(x), y).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def on_ranks(ranks: int, work: Any, hosts: tuple[str, ...] = ()) -> list[Any]:
-    cluster = cluster_of(ranks)
-    if hosts:
-        cluster = shoal.Cluster(shoal.Topology(hosts), cluster.link)
-
-    def each(comm: ThreadComm) -> Any:
-        with using(comm, cluster):
-            return work(comm, Script(comm))
-
-    return run(ranks, each, timeout_s=20, hosts=cluster.topology.hosts)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

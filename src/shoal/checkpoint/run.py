@@ -3,6 +3,7 @@
     FOLDER/step-00000120/    a checkpoint
     FOLDER/LATEST            the name of the newest
     FOLDER/LOCK              locked while a job writes there; the kernel frees it, however that ends
+    FOLDER/RUN               the run's own id, if it has generations in the memory of hosts
 
 Guarded by tests/checkpoint/test_run.py.
 """
@@ -31,12 +32,13 @@ from shoal.checkpoint.folder import (
 )
 from shoal.checkpoint.store import Store
 from shoal.core.errors import UsageError
-from shoal.core.regular_files import open_regular
+from shoal.core.regular_files import open_regular, read_text
 
 MOST_STEPS = 10**18 - 1
-_LOCK = "LOCK"
+_LOCK, _ID = "LOCK", "RUN"
 _OWN = b"process "  # how the text in LOCK begins
 _NAME = re.compile(r"step-([0-9]{8,18})")
+_ID_FORM = re.compile(r"run ([0-9a-f]{32})\n")
 
 
 def name_of(step: int) -> str:
@@ -48,6 +50,19 @@ def step_of(name: str) -> int | None:
     """The number of steps, where it is such a name."""
     matched = _NAME.fullmatch(name)
     return int(matched[1]) if matched else None
+
+
+def id_in(folder: Path) -> str:
+    """Return the id of the run that is saved in a folder; "" if it has none."""
+    try:
+        return _id_of(read_text(folder / _ID))
+    except (OSError, ValueError):
+        return ""
+
+
+def _id_of(text: str) -> str:
+    matched = _ID_FORM.fullmatch(text)
+    return matched[1] if matched else ""
 
 
 class RunFolder:
@@ -70,6 +85,23 @@ class RunFolder:
     def where(self, name: str) -> str:
         """Return the address of a checkpoint, for messages."""
         return str(self.folder / name)
+
+    def read_id(self) -> str:
+        """Return the run's own id; "" if it has none. It is gone with the folder."""
+        return id_in(self.folder)
+
+    def write_id(self, run: str) -> None:
+        """Give the run an id.
+
+        Raises:
+            OSError: this process may not write there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / _ID, f"run {run}\n")
+
+    def has_gone_back(self) -> bool:
+        """Return whether somebody has let LATEST name an earlier checkpoint than the last."""
+        return _is_earlier(self.newest(), self._complete())
 
     def bring(self) -> None:
         """Bring the newest checkpoint into the folder, if it is elsewhere."""
@@ -178,6 +210,24 @@ class StoredRun(RunFolder):
     def where(self, name: str) -> str:
         return self._store.where(name)
 
+    def read_id(self) -> str:
+        try:
+            return _id_of(self._store.read_text(_ID))
+        except OSError as error:
+            raise unreadable(str(self._store), error) from error
+        except ValueError:
+            return ""
+
+    def write_id(self, run: str) -> None:
+        self._store.write_text(_ID, f"run {run}\n")
+
+    def has_gone_back(self) -> bool:
+        try:
+            stored = self._stored()
+            return _is_earlier(newest_of(stored, self._store.read_text(LATEST).strip()), stored)
+        except OSError as error:
+            raise unreadable(str(self._store), error) from error
+
     def bring(self) -> None:
         try:
             name = newest_of(self._stored(), self._store.read_text(LATEST).strip())
@@ -237,6 +287,10 @@ def newest_of(complete: Mapping[str, int], latest: str) -> str | None:
     if latest in complete:
         return latest
     return max(complete, key=complete.__getitem__, default=None)
+
+
+def _is_earlier(name: str | None, steps: Mapping[str, int]) -> bool:
+    return name is not None and steps[name] < max(steps.values())
 
 
 def left_over(steps: Mapping[str, int], name: str, keep: int) -> list[str]:

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import tensors
+from shoal.checkpoint.extents import Owned
 from shoal.checkpoint.folder import replacing
 from shoal.checkpoint.parts import Bringing, Spread
 from shoal.checkpoint.state import State, corrupted
@@ -57,6 +58,8 @@ class Snapshot:
     keeps: bool = True
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # by file and name
+    # values of optimizers' states that this rank owns, with the keys that lead to them
+    owned: list[tuple[Keys, Owned]] = field(default_factory=list)
     forms: dict[str, dict[str, tensors.TensorForm]] = field(default_factory=dict)
 
     def encoded(self, file: str, value: Any, strip: str = "") -> Any:
@@ -65,7 +68,25 @@ class Snapshot:
         Raises:
             UsageError: something in it is not plain data.
         """
+        value = self._without_owned(value, (file,))
         return encoded(value, partial(self._take, file, strip), (file,))  # save 7
+
+    def _without_owned(self, value: Any, path: Keys) -> Any:
+        """Take out the values that this rank owns, as other ranks know nothing of them."""
+        if type(value) is list:
+            return [self._without_owned(v, (*path, str(i))) for i, v in enumerate(value)]
+        if type(value) is not dict:
+            return value
+        kept = {}
+        for key, part in value.items():
+            here = (*path, str(key))
+            if isinstance(part, Owned):
+                self.owned.append((here, part))
+                continue
+            left = self._without_owned(part, here)
+            if type(left) is not dict or left or not part:
+                kept[key] = left
+        return kept
 
     def _take(self, file: str, strip: str, path: Keys, tensor: Tensor | Spread) -> str:
         wanted = "/".join(path[1:]).removeprefix(strip) or file
@@ -73,10 +94,11 @@ class Snapshot:
         while name in there:
             name, number = f"{wanted}#{number}", number + 1
         if isinstance(tensor, Spread):
-            assert self.copies is not None
             part = tensors.form_of(name, tensor.part)
             there[name] = tensors.TensorForm(part.dtype, tuple(tensor.shape))
-            kept = self.copies.copied(file, name, tensor.part)
+            kept = tensor.part
+            if self.copies is not None:
+                kept = self.copies.copied(file, name, tensor.part)
             self.spreads[file + SUFFIX, name] = Spread(kept, tensor.cut)
             return name
         there[name] = tensors.form_of(name, tensor)
@@ -130,6 +152,16 @@ class Snapshot:
             replace(state, files=files).write(folder)
 
 
+class Pieced(Protocol):
+    """Pieces of tensors and states, which are put together."""
+
+    def of_file(self, file: str) -> dict[str, Tensor]:
+        """Return the tensors of a file that ranks had in pieces."""
+
+    def put_into(self, keyword: str, value: Any) -> Any:
+        """Put the states that owners had into the value of an object, and return that."""
+
+
 @final
 class Saved:
     """A checkpoint that is read: each file once, when something in it is asked for.
@@ -138,13 +170,18 @@ class Saved:
         folder: where it is, or was on the rank that sent it.
         state: what its state.json holds.
         sent: the bytes of files that this rank was sent.
+        pieces: tensors and states that ranks had pieces of, if there are any.
     """
 
     def __init__(
-        self, folder: Path, state: State, sent: Mapping[str, bytes | None] | None = None
+        self,
+        folder: Path,
+        state: State,
+        sent: Mapping[str, bytes | None] | None = None,
+        pieces: Pieced | None = None,
     ) -> None:
         self.folder, self.state = folder, state
-        self._sent = sent or {}
+        self._sent, self._pieces = sent or {}, pieces
         self._read: dict[str, dict[str, Tensor]] = {}
 
     def value(self, keyword: str) -> Any:
@@ -153,7 +190,8 @@ class Saved:
         Raises:
             UsageError: a file is corrupted.
         """
-        return self.decoded(keyword, self.state.objects[keyword])
+        value = self.decoded(keyword, self.state.objects[keyword])
+        return value if self._pieces is None else self._pieces.put_into(keyword, value)
 
     def decoded(self, file: str, form: Any) -> Any:
         """The value of a form whose tensors are in that file.
@@ -178,5 +216,6 @@ class Saved:
                 raise ValueError(f"there are no checksums of {name}")
             content = self._sent.get(name)
             checksums = self.state.files[name]
-            self._read[name] = tensors.read(self.folder / name, checksums, content)
+            read = tensors.read(self.folder / name, checksums, content)
+            self._read[name] = read if self._pieces is None else read | self._pieces.of_file(name)
         return self._read[name]

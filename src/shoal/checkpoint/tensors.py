@@ -94,10 +94,10 @@ def write(
         The checksums.
     """
     names = ordered(forms)
-    header = _header(names, forms)
-    checksums = {HEADER: checksum(header)}
+    begin_of_file = header(forms)
+    checksums = {HEADER: checksum(begin_of_file)}
     with open(path, "wb") as file:
-        file.write(header)
+        file.write(begin_of_file)
         for name in names:  # save 13
             whole, crc = memory_of(tensor(name)), 0
             for begin in range(0, len(whole), CHUNK_BYTES):
@@ -115,10 +115,11 @@ def ordered(forms: Mapping[str, TensorForm]) -> list[str]:
     return sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
 
 
-def _header(names: list[str], forms: Mapping[str, TensorForm]) -> bytes:
+def header(forms: Mapping[str, TensorForm]) -> bytes:
+    """Return the bytes in front of a file's tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name in names:
+    for name in ordered(forms):
         form = forms[name]
         offsets = [at, at + form.nbytes]
         entries[name] = {"dtype": DTYPES[form.dtype], "shape": form.shape, "data_offsets": offsets}
@@ -156,8 +157,8 @@ def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict
         UsageError: it is not what was written, or cannot be read. It names the tensor.
     """
     try:
-        header = _read_header(path) if content is None else content[: _header_bytes(content[:8])]
-        if checksum(header) != checksums[HEADER]:
+        first = _read_header(path) if content is None else content[: _header_bytes(content[:8])]
+        if checksum(first) != checksums[HEADER]:
             raise _corrupted(path, "its header", _CHANGED)
         tensors = load_file(path) if content is None else load(content)
     except UsageError:

@@ -124,6 +124,11 @@ def host_name() -> str:
     return os.environ.get("SHOAL_HOST") or socket.gethostname()
 
 
+def memory_folder() -> str:
+    """Return the folder in this host's memory, also where several hosts of a lab share one."""
+    return os.environ.get("SHOAL_HOST_MEMORY") or "/dev/shm"
+
+
 def interface() -> str:
     """The network interfaces that the user asks for, with commas, or ""."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -20,19 +20,21 @@ from typing import Any, Self, final
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.clock import CheckpointClock
 from shoal.checkpoint.fetched import fetched, newest
-from shoal.checkpoint.parts import Bringing
-from shoal.checkpoint.run import name_of, run_at
-from shoal.checkpoint.snapshot import Copies, Snapshot
+from shoal.checkpoint.parts import Bringing, Spread
+from shoal.checkpoint.run import name_of, run_at, step_of
+from shoal.checkpoint.snapshot import Copies, Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import Store
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
-from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
+from shoal.core.numbers import MOST_SECONDS, check_whole, is_count, is_positive
+from shoal.front.in_memory import InMemory, MemoryCost
 from shoal.front.saving import checked_path, restored, saving, taken, writing
 from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
+from shoal.optim.part import Keeping
 from shoal.session.session import ranks
 
 _DECIDING = "shoal.Checkpoints.step: whether a checkpoint is due"
@@ -59,11 +61,18 @@ class Checkpoints:
             hosts share one, or rank 0's host alone has it.
         signals: SIGTERM and SIGINT (Ctrl-C) have a checkpoint written, after which `step` returns
             True. A second one acts as always.
+        in_memory_every: steps from one generation in the hosts' memory to the next, as 20. A
+            generation is a snapshot in the form of a checkpoint, in which each rank's pieces stand
+            with their offsets. It is in /dev/shm, and copies of pieces are in that of the next
+            host. So it outlives any one host. Without, there are checkpoints on the disk alone.
         objects: as for `shoal.save`. Plain data are the values at the start: `step(epoch=2)` gives
             new ones.
 
     Raises:
-        UsageError: another job writes into the folder, or this one may not.
+        UsageError: another job writes into the folder, or this one may not. Or snapshots cannot be
+            kept in a host's memory.
+
+    Source: docs/reference/checkpoint-format.md has the form of both.
 
     Examples:
         >>> import shoal, torch, tempfile
@@ -75,6 +84,11 @@ class Checkpoints:
         ...         _ = checkpoints.step(epoch=epoch + 1)
         >>> checkpoints.steps
         3
+        >>> options = {"every_s": 600, "in_memory_every": 20}
+        >>> with shoal.Checkpoints(tempfile.mkdtemp(), **options, model=model) as checkpoints:
+        ...     checkpoints.commit()  # a generation now: 80 bytes of weights, and what files need
+        ...     checkpoints.memory_cost.sent_bytes  # to the next host: there is none
+        0
     """
 
     def __init__(
@@ -86,6 +100,7 @@ class Checkpoints:
         keep: int = 3,
         local: bool = False,
         signals: bool = False,
+        in_memory_every: int | None = None,
         **objects: Any,
     ) -> None:
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
@@ -93,6 +108,7 @@ class Checkpoints:
         def checked() -> Path | Store:
             _check(every_s, keep)
             _check_flags(local=local, signals=signals)
+            _check_in_memory(in_memory_every)
             place = checked_path(folder, "shoal.Checkpoints", objects)
             _check_shared(place, local=local)
             return place
@@ -110,9 +126,22 @@ class Checkpoints:
         self._decides = 1  # the step at which ranks decide next
         self._has_ended = False  # a signal has asked for it
         agreed(self._comm, self._run.lock if self._writes else nothing, _OPENING)
+        self._memory = self._opened_memory(in_memory_every)
         self._signals = _Signals()
         if signals:
             self._signals.note()
+
+    def _opened_memory(self, every: int | None) -> InMemory | None:
+        try:
+            return None if every is None else InMemory(self._comm, self._run, every)
+        except BaseException:
+            self._run.unlock()
+            raise
+
+    @property
+    def memory_cost(self) -> MemoryCost | None:
+        """The cost of the newest generation in the hosts' memory; None before the first."""
+        return None if self._memory is None else self._memory.cost
 
     @property
     def _writes(self) -> bool:
@@ -123,7 +152,8 @@ class Checkpoints:
         """Go on from the newest checkpoint that is complete (a collective).
 
         If hosts have folders of their own, it is the one of most steps on any of them. Hosts that
-        do not see it are sent it.
+        do not see it are sent it. A generation in the hosts' memory of as many steps, or more, is
+        taken in its place.
 
         Returns:
             The plain data in it, or the values at the start where there is no checkpoint yet.
@@ -134,11 +164,9 @@ class Checkpoints:
         plain = {k: v for k, v in self._objects.items() if not any(members(v))}
         agreed(self._comm, nothing if self._comm.rank else self._run.bring, _BRINGING)
         try:
-            if (known := newest(self._comm, self._run.folder)) is None:
+            if (found := self._newest()) is None:
                 return plain
-            path, words = known
-            words = words.replace(str(path), self._run.where(path.name))
-            saved = fetched(self._comm, path, self._objects)
+            saved, words = found
             values = restored(saved, self._objects, self._comm)
         finally:
             self._run.sweep()
@@ -148,6 +176,21 @@ class Checkpoints:
         self._clock.next_decision(self.steps)
         Stages(speaks=self._comm.rank == 0).say(f"goes on from {words}")
         return values
+
+    def _newest(self) -> tuple[Saved, str] | None:
+        """Return the newest checkpoint, in memory or on the disk, and words about it."""
+        known, memory = newest(self._comm, self._run.folder), self._memory
+        on_disk = -1 if known is None else step_of(known[0].name) or 0
+        if memory is not None:
+            in_memory = memory.newest(on_disk - 1, self._run)
+            memory.goes_on(max(0, on_disk) if in_memory is None else in_memory.step, in_memory)
+            if in_memory is not None:
+                return in_memory.saved(), in_memory.words()
+        if known is None:
+            return None
+        path, words = known
+        words = words.replace(str(path), self._run.where(path.name))
+        return fetched(self._comm, path, self._objects), words
 
     def step(self, **values: Any) -> bool:
         """Count a step, and save if it is time: to be called behind `optimizer.step()`.
@@ -163,22 +206,29 @@ class Checkpoints:
             return True
         self.steps += 1
         self._objects |= values
-        if self.steps < self._decides:
+        memory = self._memory
+        in_memory = memory is not None and memory.is_due(self.steps)
+        if self.steps < self._decides and not in_memory:
             return False
         own = (
             self._clock.is_due,
             self._clock.next_decision(self.steps),
             self._background.is_busy,
             self._signals.received,
+            memory.state if memory is not None and in_memory else "",
         )
-        due, decisions, busy, ends = zip(*self._comm.gather_objects(own, _DECIDING), strict=True)
+        told = self._comm.gather_objects(own, _DECIDING)
+        due, decisions, busy, ends, states = zip(*told, strict=True)
         self._decides = decisions[0]
         if any(ends):
             self.save()
             self._has_ended = True
-        elif due[0] and not any(busy):
+            return True
+        if memory is not None and in_memory:
+            memory.decided(states, self._objects, self.steps)
+        if due[0] and not any(busy):
             self._start()
-        return any(ends)
+        return False
 
     def save(self, *, wait: bool = True, **values: Any) -> None:
         """Save now (a collective).
@@ -195,6 +245,22 @@ class Checkpoints:
         if wait:
             self._settle()
 
+    def commit(self, **values: Any) -> None:
+        """Save now where it takes least time, and wait until that counts (a collective).
+
+        With `in_memory_every` it is a generation in the hosts' memory, else a checkpoint on the
+        disk.
+
+        Args:
+            values: as for `step`.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        self._objects |= values
+        if self._memory is None or not self._memory.commit(self._objects, self.steps):
+            self.save()
+
     def close(self) -> None:
         """Wait for what is being written (a collective).
 
@@ -203,9 +269,14 @@ class Checkpoints:
             WorldError: a rank was lost meanwhile.
         """
         self._signals.restore()
+        has_ended = False
         try:
+            if self._memory is not None:
+                self._memory.settle()
             self._settle()
+            has_ended = True
         finally:
+            self._end_memory(ended=has_ended)
             self._run.unlock()
             if self._channel is not None:
                 self._channel.close()
@@ -225,7 +296,13 @@ class Checkpoints:
             return
         self._signals.restore()
         self._background.wait(broken=True)  # ranks may have parted: no collective
+        self._end_memory(ended=False)
         self._run.unlock()
+
+    def _end_memory(self, *, ended: bool) -> None:
+        if self._memory is not None:
+            self._memory.close(ended=ended)
+        self._memory = None
 
     def _start(self) -> None:
         """Take a snapshot, and begin to write it."""
@@ -234,7 +311,7 @@ class Checkpoints:
         self._clock.saved()
         snapshot = Snapshot(self._copies, keeps=self._writes)
         with saving(self._objects):
-            state = taken(snapshot, self._objects, self._comm, self.steps, spread=True)
+            state = taken(snapshot, self._objects, self._comm, self.steps, keeping=Keeping(Spread))
         spreads = snapshot.in_order()
         if spreads and self._channel is None:  # as on every rank
             self._channel = self._comm.channel("checkpoints")
@@ -285,6 +362,16 @@ def _check_shared(place: Path | Store, *, local: bool) -> None:
     if local and isinstance(place, Store):
         raise UsageError(
             "all hosts have one store", got=f"local=True and {place}", do="leave out local"
+        )
+
+
+def _check_in_memory(every: int | None) -> None:
+    if every is not None:
+        check_whole(
+            "in_memory_every is a number of steps",
+            every,
+            1,
+            do="give for instance 20, or leave it out",
         )
 
 

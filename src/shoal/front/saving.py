@@ -45,6 +45,7 @@ from shoal.front.stateful import (
     state_of,
 )
 from shoal.front.unlike_states import numbers_of, warn_of_unlike
+from shoal.optim.part import Keeping
 from shoal.session.pending import pending_of
 from shoal.session.session import Attached, current, found, ranks
 
@@ -151,18 +152,19 @@ def taken(
     comm: Comm,
     step: int | None = None,
     *,
-    spread: bool = False,
+    keeping: Keeping | None = None,
 ) -> State:
-    """Take everything to save, within `saving` (a collective). `spread` is as for `state_of`."""
+    """Take everything to save, within `saving` (a collective). `keeping` is as for `state_of`."""
     check_names(objects)  # `Checkpoints.step` may have new ones
     modules = modules_of(objects)
     forms = {}
     for keyword, value in objects.items():  # save 3
         optimizer = isinstance(value, Optimizer)
         forms[keyword] = snapshot.encoded(
-            keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
+            keyword, state_of(value, modules, keeping=keeping), strip="state/" if optimizer else ""
         )
-    states = _random_states(objects, forms, comm)  # save 9
+    is_in_memory = keeping is not None and keeping.owned  # warnings would come again and again
+    states = _random_states(objects, forms, comm, warns=not is_in_memory)  # save 9
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model
     for path, attached in _attached(objects):
         for name, attachment in attached.running.attachments.items():
@@ -195,11 +197,13 @@ def saving(objects: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _random_states(objects: Mapping[str, Any], forms: Mapping[str, Any], comm: Comm) -> list[Any]:
+def _random_states(
+    objects: Mapping[str, Any], forms: Mapping[str, Any], comm: Comm, *, warns: bool
+) -> list[Any]:
     """Gather the ranks' random states: one if all are alike. Warn of objects in unlike states."""
     drawn, numbers = randomness.drawn(), numbers_of(objects, forms)
     told = comm.gather_objects((drawn, numbers), "shoal.save: random states")
-    if comm.rank == 0 and all(attached.plan.in_step for attached in _concerned(objects)):
+    if warns and comm.rank == 0 and all(attached.plan.in_step for attached in _concerned(objects)):
         warn_of_unlike([of_rank for _, of_rank in told])
     states = [state for state, _ in told]
     alike = all(randomness.is_alike(states[0], state) for state in states)

@@ -32,6 +32,7 @@ from shoal.data.sharded import Positioned
 from shoal.front.stages import LOGGER
 from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
 from shoal.optim.extend import kept_state_dict
+from shoal.optim.part import Keeping
 from shoal.session.compiled import uncompiled
 from shoal.session.session import ranks
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
@@ -65,19 +66,19 @@ def modules_of(objects: Mapping[str, Any]) -> Modules:
     return [(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)]
 
 
-def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
+def state_of(value: Any, modules: Modules, *, keeping: Keeping | None = None) -> Any:
     """What is to be saved of a value: plain data and tensors (a collective).
 
     Args:
         value: an object with a state, such objects in lists or dicts, or plain data.
         modules: that optimizers' parameters have their names in.
-        spread: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
-            for each tensor.
+        keeping: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
+            for each tensor. It may leave owners' values where they are, too.
     """
     if isinstance(value, nn.Module):
-        return _of_module(uncompiled(value), spread=spread)  # save 4
+        return _of_module(uncompiled(value), spread=keeping is not None)  # save 4
     if isinstance(value, Optimizer):
-        state = kept_state_dict(value, Spread) if spread else value.state_dict()  # save 5
+        state = value.state_dict() if keeping is None else kept_state_dict(value, keeping)  # save 5
         return _named(value, state, modules)
     if isinstance(value, Positioned):
         return _of_loader(value)
@@ -86,8 +87,8 @@ def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
     if not any(members(value)):
         return value
     if isinstance(value, Mapping):
-        return {key: state_of(part, modules, spread=spread) for key, part in value.items()}
-    return [state_of(part, modules, spread=spread) for part in value]
+        return {key: state_of(part, modules, keeping=keeping) for key, part in value.items()}
+    return [state_of(part, modules, keeping=keeping) for part in value]
 
 
 def _of_module(module: nn.Module, *, spread: bool) -> Any:

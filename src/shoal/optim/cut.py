@@ -10,7 +10,7 @@ A part's update is the same part of the whole's update, or the layer would not h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from shoal.contracts.attendance import Wanted
 from shoal.contracts.comm import Comm
 from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
-from shoal.optim.part import Part, States
+from shoal.optim.part import Keeping, Part, States
 from shoal.profiling.updates import part_of as part_of_state
 from shoal.tensors.cut import Cut, SpreadCut, cut_of, is_cut, laid_as, opened, part_of
 
@@ -136,17 +136,17 @@ class CutPart(Part):
             purpose = "optimizer.state_dict(): state of parameters that are cut"
             if attendance.numbers((), purpose, Wanted.STATES) is None:
                 whole = attendance.whole
-                return self.kept_state(lambda part, cut: laid_as(cut.layout, whole(part)))
-        return self.kept_state(_whole)
+                return self.kept_state(Keeping(lambda part, cut: laid_as(cut.layout, whole(part))))
+        return self.kept_state(Keeping(_whole))
 
-    def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:
+    def kept_state(self, keeping: Keeping) -> States:
         kept: States = {}
         for parameter in self.parameters():
             if parameter in self._states:
                 cut, part = cut_of(parameter), part_of(parameter)
                 assert isinstance(cut, SpreadCut)
                 kept[parameter] = {
-                    name: spread(value, cut) if _is_part(value, part) else value
+                    name: keeping.spread(value, cut) if _is_part(value, part) else value
                     for name, value in self._states[parameter].items()
                 }
         return kept

@@ -38,9 +38,8 @@ from shoal.engine.engine import Engine
 from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
 from shoal.optim.closure_loss import LossOfRanks
 from shoal.optim.methods import Methods
-from shoal.optim.part import Part, put, shown
+from shoal.optim.part import Keeping, Part, put, shown
 from shoal.optim.whole import WholePart
-from shoal.tensors.cut import SpreadCut
 
 _EXTENSION = "_shoal_extension"
 
@@ -87,17 +86,15 @@ def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
         del optimizer.__dict__[_EXTENSION]
 
 
-def kept_state_dict(
-    optimizer: Optimizer, spread: Callable[[Tensor, SpreadCut], Any]
-) -> dict[str, Any]:
-    """`optimizer.state_dict()`, in which parts of this rank stand as `spread` has them.
+def kept_state_dict(optimizer: Optimizer, keeping: Keeping) -> dict[str, Any]:
+    """`optimizer.state_dict()`, in which parts of this rank stand as `keeping` says.
 
     Args:
         optimizer: any, also one without parts.
-        spread: is given a part of a tensor, and how that is cut.
+        keeping: the forms of parts.
     """
     extension: _Extension | None = optimizer.__dict__.get(_EXTENSION)
-    return optimizer.state_dict() if extension is None else extension.kept(spread)
+    return optimizer.state_dict() if extension is None else extension.kept(keeping)
 
 
 def scaler_of(optimizer: Optimizer) -> Mapping[str, float]:
@@ -136,7 +133,7 @@ class _Extension:
         self._accumulating: list[ExitStack] = []  # contexts that are open
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._hooks: list[RemovableHandle] = []
-        self._spread: Callable[[Tensor, SpreadCut], Any] | None = None  # while a state is taken
+        self._keeping: Keeping | None = None  # while a state is taken
         self.scaler = SeenScaler()
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
@@ -311,24 +308,24 @@ class _Extension:
         return total.to(first.device, first.dtype)
 
     def _state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        spread = self._spread
+        keeping = self._keeping
         for part in self._parts:
             part.absorb(part.parameters())
         of_parts = [  # save 5
-            part.whole_state() if spread is None else part.kept_state(spread)
+            part.whole_state() if keeping is None else part.kept_state(keeping)
             for part in self._parts
         ]
         states = {p: state for of_part in of_parts for p, state in of_part.items()}
         with shown(self._optimizer, states):
             return original()
 
-    def kept(self, spread: Callable[[Tensor, SpreadCut], Any]) -> dict[str, Any]:
-        """The optimizer's state, in which parts of this rank stand as `spread` has them."""
-        self._spread = spread
+    def kept(self, keeping: Keeping) -> dict[str, Any]:
+        """Return the optimizer's state, in which parts of this rank stand as `keeping` says."""
+        self._keeping = keeping
         try:
             return self._optimizer.state_dict()
         finally:
-            self._spread = None
+            self._keeping = None
 
     def _load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         original(state_dict)

@@ -19,12 +19,13 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.extents import Owned
 from shoal.contracts.attendance import Attendance, Wanted
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.engine.lanes import Errand
 from shoal.optim.owners import Owners, norms_of, scale
-from shoal.optim.part import Part, States
+from shoal.optim.part import Keeping, Part, States
 from shoal.optim.update import PieceUpdate, state_of_pieces, steps_of
 from shoal.profiling.updates import attributes, like, settings
 from shoal.remote.orders import GatherState, OfRank, TakeState, UpdatePieces
@@ -133,6 +134,19 @@ class OwnedPart(Part):
             gather = partial(update.gather_state, whole)
             self._owners.together(transfer, gather, "optimizer.state_dict(): state of")
         return {parameter: whole.get(parameter, {}) for parameter in self.parameters()}
+
+    def kept_state(self, keeping: Keeping) -> States:
+        if not keeping.owned or self._owners.served:
+            return self.whole_state()
+        self._owners.settle()
+        kept: States = {}
+        for transfer, update in self._updates.items():
+            for piece, state in zip(transfer.pieces, update.own_states()(), strict=True):
+                for name, (value, _) in state.items():
+                    values = kept.setdefault(piece.parameter, {})
+                    values.setdefault(name, Owned()).add(piece, value)
+        # an entry that is left where nothing is owned here would bring the state from its owners
+        return {parameter: kept.get(parameter, {}) for parameter in self.parameters()}
 
     def take_state(self) -> None:
         self._owners.settle()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 from weakref import ref
@@ -32,6 +33,19 @@ from shoal.optim.far_state import FarState, here
 from shoal.tensors.cut import SpreadCut, opened
 
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The forms in which parts of this rank stand in an optimizer's state.
+
+    Args:
+        spread: is given a part of a tensor, and how that is cut.
+        owned: whether values that ranks own in pieces stand as `Owned`. If not, all ranks get them.
+    """
+
+    spread: Callable[[Tensor, SpreadCut], Any]
+    owned: bool = False
 
 
 class Part(ABC):
@@ -70,8 +84,8 @@ class Part(ABC):
     def whole_state(self) -> States:
         """The state of these parameters in one-process form, on every rank (a collective)."""
 
-    def kept_state(self, spread: Callable[[Tensor, SpreadCut], Any]) -> States:
-        """The same, in which what ranks have parts of may be this rank's part, as `spread` has it.
+    def kept_state(self, keeping: Keeping) -> States:
+        """The same, in which what ranks have parts of may be this rank's part, as `keeping` says.
 
         A collective, where there is anything else.
         """
