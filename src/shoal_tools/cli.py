@@ -23,6 +23,7 @@ from shoal_tools.commands.lab import lab
 from shoal_tools.commands.plan import plan
 from shoal_tools.commands.probe import cache, probe
 from shoal_tools.commands.report import report
+from shoal_tools.commands.run_script import run
 from shoal_tools.commands.simulate import simulate
 from shoal_tools.commands.test import test
 from shoal_tools.commands.train import train
@@ -91,7 +92,7 @@ def main(traceback: bool) -> None:
 
 
 _MEASURING = plan, simulate, check, bench, report, probe, cache
-for _command in (train, test, features, *_MEASURING, doctor, lab):
+for _command in (train, run, test, features, *_MEASURING, doctor, lab):
     main.add_command(_command)
 
 
