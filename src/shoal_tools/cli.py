@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
 
+from shoal.comm.other_launchers import adopt
 from shoal.core.errors import ShoalError, UsageError
 from shoal.front.errors import exit_of_recipe, foreign, whole
 from shoal.session.session import leave, world
@@ -89,6 +91,8 @@ def _follows() -> bool:
 )
 def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
+    with suppress(UsageError):  # a command that has ranks says it
+        adopt()
 
 
 _MEASURING = plan, simulate, check, bench, report, probe, cache
