@@ -121,7 +121,7 @@ def launched(
         members=membership(options["nnodes"], len(hosts), restarts),
         address=options["master_addr"],
         port=options["master_port"],
-        ssh=tuple(shlex.split(options["ssh"])) or ("ssh",),
+        ssh=_words(options["ssh"]),
     )
     if (lacks := launcher.missing()) is not None:
         raise UsageError("ranks cannot be started from here", got=lacks, do="install that")
@@ -146,6 +146,15 @@ def _named(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
             do="give --hosts a,b or --hosts-file FILE; this machine is localhost",
         )
     return hosts_in_file(file) if file is not None else hosts_in(hosts)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text)) or ("ssh",)
+    except ValueError as error:
+        raise UsageError(
+            "--ssh is no command", got=f"{text!r}: {error}", do="write it as for a shell"
+        ) from None
 
 
 def _sent(names: Iterable[str]) -> dict[str, str]:

@@ -78,7 +78,7 @@ class _Problems:
     def error(self, of: int) -> UsageError:
         """Return one error that names every host and every problem."""
         lines = [
-            f"\n  {connection.host.name}: {problem}"
+            f"\n  {connection.host.login}: {problem}"
             for connection, problems in self.found.items()
             for problem in problems
         ]
@@ -235,13 +235,12 @@ def _judge_alike(
     usable = {connection: fact for connection, fact in facts.items() if "files" in fact}
     for connection, fact in facts.items():
         if machines[fact["machine"]] > 1:
-            names = [c.host.name for c, f in facts.items() if f["machine"] == fact["machine"]]
-            if connection.host.name != names[0]:
-                problems.add(
-                    connection,
-                    f"it is the same machine as {names[0]}",
-                    f"name it once, with its ranks: {names[0]}:{len(names)}",
-                )
+            same = [c for c, other in facts.items() if other["machine"] == fact["machine"]]
+            if connection is not same[0]:
+                slots = sum(each.host.slots for each in same)
+                name = same[0].host.login
+                do = f"name it once, with its ranks: {name}:{slots}"
+                problems.add(connection, f"it is the same machine as {name}", do)
     for package, name in (("torch", "torch"), ("shoal", "Shoal")):
         there = {c: fact[package] for c, fact in usable.items() if fact[package]}
         first = next(iter(there), None)
@@ -262,10 +261,11 @@ def _judge_file(
     here, where = _digest(path), "this machine"
     if not here:
         first = next((c for c, digest in digests.items() if digest), None)
-        here, where = (digests[first], first.host.name) if first else ("", "the one who wrote it")
+        here, where = (digests[first], first.host.name) if first else ("", "")
     far = str(Path(needs.folder, path))
     for connection, digest in digests.items():
-        copy = "let --send copy it" if _digest(path) else f"copy the one that {where} has"
+        copy = f"copy the one that {where} has" if where else "put it there, or look at the path"
+        copy = "let --send copy it" if _digest(path) else copy
         if not digest:
             problems.add(connection, f"the file is not there: {far}", copy)
         elif digest != here:

@@ -42,7 +42,7 @@ HELLO = b"shoal host 1\n"  # behind whatever the shell's own files print
 SILENT_S = 60.0  # a launcher that is silent for so long is gone
 REACH_S = 10.0
 _KILL_AFTER_S = 3.0
-_MARK = "SHOAL_JOB"
+_END = "SHOAL_END"  # the variable that all of this host's processes have, and no other's
 _KEPT = 1 << 16  # bytes of the agent's own lines that are kept
 
 # Runs a rank, its lines into pipes of its own, and leaves its exit code in a file. Torchrun's
@@ -171,7 +171,6 @@ class _Agent:
 
     def __init__(self, end: FarEnd, folder: Path, order: dict[str, Any]) -> None:
         self._end, self._folder, self._grace_s = end, folder, order["grace_s"]
-        self._mark = order["environment"][_MARK]
         self._selector = selectors.DefaultSelector()
         self._told: set[str] = set()  # files of exit codes that the launcher has heard of
         self._kill_s: float | None = None
@@ -184,7 +183,7 @@ class _Agent:
         polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *order["command"]],
-            env={**polite, **os.environ, **order["environment"], "SHOAL_END": str(folder)},
+            env={**polite, **os.environ, **order["environment"], _END: str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -244,11 +243,11 @@ class _Agent:
             self._kill_s = time.monotonic() + self._grace_s
 
     def _kill(self) -> None:
-        """Kill the agent, and all that has the job's mark, until nothing is left."""
+        """Kill the agent, and all that it has started here, until nothing is left."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         give_up = time.monotonic() + _KILL_AFTER_S
-        while (left := _marked(f"{_MARK}={self._mark}")) and time.monotonic() < give_up:
+        while (left := _marked(f"{_END}={self._folder}")) and time.monotonic() < give_up:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -46,8 +46,8 @@ class _HostState:
     label: str
     slots: int
     streams: Mapping[bytes, Lines]
-    ended: int | None = None  # the agent's exit code; that of a lost host
-    ended_s: float = 0.0
+    ended: int | None = None  # the agent's exit code
+    is_lost: bool = False
     exits: list[_Exit] = field(default_factory=list)
 
     @property
@@ -63,7 +63,7 @@ class _HostState:
 
     def codes(self, first: int) -> list[int]:
         """Exit codes of the ranks of this host, which count from `first`."""
-        other = self.ended if self.ended in (0, _LOST) else _ENDED
+        other = _LOST if self.is_lost else _ENDED if self.ended else 0
         last = {exit.rank: exit.code for exit in self.last}
         return [last.get(first + slot, other) for slot in range(self.slots)]
 
@@ -88,6 +88,7 @@ class HostRun:
             for connection in connections
         }
         self._failed: list[Connection] = []  # the first one first
+        self._is_ending = False
         self._ending: list[tuple[float, int]] = []  # what is still to be sent: (when, signal)
         self._obeyed = 0  # how many interrupts have been acted on
         self._beat_s = time.monotonic()
@@ -123,6 +124,7 @@ class HostRun:
         if not connection.is_open and state.ended is None:
             said = connection.complaint() or f"exit code {connection.code}"
             _say(f"{state.label} is lost: {said}")
+            state.is_lost = True
             self._host_ended(connection, _LOST, "")
 
     def _rank_ended(self, state: _HostState, message: Mapping[str, Any]) -> None:
@@ -133,15 +135,15 @@ class HostRun:
 
     def _host_ended(self, connection: Connection, code: int, lines: str) -> None:
         state = self._states[connection]
-        state.ended, state.ended_s = code, time.monotonic()
+        state.ended = code
         if code == 0:
             return
-        if state.failure is None and code != _LOST and not self._interrupts.received:
+        if state.failure is None and not self._interrupts.received:
             for line in lines.splitlines():  # the agent's own, as no rank says why
                 state.streams[b"e"].feed(line.encode() + b"\n")
         self._failed.append(connection)
         left = len(self._states) - len(self._failed)
-        if left < self._least and self._alive and not self._ending:
+        if left < self._least and self._alive and not self._is_ending:
             others = ", ".join(state.label for state in self._alive.values())
             _say(f"{state.label} has failed; {others}: {self._job.grace_s:g} s to end")
             self._end_after(self._job.grace_s, signal.SIGTERM)
@@ -162,6 +164,7 @@ class HostRun:
             f"{name} again ends them now"
         )
         self._send(number)
+        self._is_ending = True
         self._ending = [(time.monotonic() + self._job.grace_s, signal.SIGKILL)]
 
     def _send_due(self) -> None:
@@ -180,7 +183,7 @@ class HostRun:
                 self._give_up_s = now + _LEAVE_S
         if now > self._give_up_s:
             for state in self._alive.values():
-                state.ended, state.ended_s = _LOST, now
+                state.ended = _LOST
 
     def _send(self, number: int) -> None:
         for connection in self._alive:
@@ -188,6 +191,7 @@ class HostRun:
 
     def _end_after(self, delay_s: float, number: int) -> None:
         at = time.monotonic() + delay_s
+        self._is_ending = True
         self._ending = [(at, number), (at + KILL_AFTER_S, signal.SIGKILL)]
 
     def _result(self) -> Result:
@@ -206,7 +210,7 @@ class HostRun:
         states, starts = list(self._states.values()), [0]
         for state in states:
             starts.append(starts[-1] + state.slots)
-        lost = [start for state, start in zip(states, starts, strict=False) if state.ended == _LOST]
+        lost = [start for state, start in zip(states, starts, strict=False) if state.is_lost]
         if lost:
             return lost[0]
         exits = [exit for state in states for exit in state.last if exit.code]
