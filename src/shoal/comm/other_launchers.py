@@ -30,14 +30,17 @@ ALONE = "SHOAL_ALONE"
 _OURS = ("RANK", "WORLD_SIZE")  # torchrun's, which go before all others
 _YES = ("1", "true", "yes", "on")
 _USUAL_PORT = "29500"  # torchrun's
-_PORTS = 20_000, 10_000  # the first port, and how many: below those that the system picks
+_PORTS = (
+    20_000,
+    10_000,
+)  # the first port, and how many: all are below the ports that the system picks
 _FIRST_OF_LIST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # up to a comma outside brackets
 _FIRST_OF_RANGE = re.compile(r"\[([^\],-]+)[^\]]*\]")
 
 
 @dataclass(frozen=True)
 class _TaskVariables:
-    """The variables of one launcher, by what they say; "" where it says nothing."""
+    """Names of one launcher's variables, by meaning; "" where it has none."""
 
     launcher: str
     rank: str

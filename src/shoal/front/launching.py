@@ -1,7 +1,7 @@
 """Ranks of a notebook: processes of this machine that are forked from it.
 
     fork     so that a function of the notebook's own cells needs no pickle
-    store    in the notebook's process. It outlives every rank, and knows who failed first
+    store    in the notebook's process. It outlives every rank, and has the verdict
     result   a rank's own, by a pipe
 
 Why threads matter: a forked process has one thread, and none of its parent's pool. If PyTorch has
@@ -42,7 +42,7 @@ from shoal.session.session import found, leave
 T = TypeVar("T")
 
 _HERE = "127.0.0.1"
-_GRACE_S = 15.0  # for the other ranks to say why, once one has failed
+_GRACE_S = 15.0  # time for the other ranks to say why, once one has failed
 _KILL_AFTER_S = 3.0
 _TRIED_S = 5.0  # how long a first computation in a forked process may take
 _PDEATHSIG = 1
@@ -57,7 +57,7 @@ class _RankTraceback(Exception):
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _RankEnd:
     """The end of one rank: a value, or an error with its traceback."""
 
     value: Any = None
@@ -67,7 +67,7 @@ class _Ended:
 
 
 def launch(fn: Callable[..., T], num_ranks: int, args: Sequence[Any] = ()) -> list[T]:
-    """Run a function once a rank, on processes of this machine, and return what they return.
+    """Run a function once a rank, on processes of this machine, and return the results.
 
     It is for notebooks: the function may stand in a cell. It calls `shoal.init()`, and does all
     that a script would. Nothing is left of the ranks afterwards, also after an interrupt.
@@ -176,56 +176,54 @@ def _rank(fn: Callable[..., Any], args: Sequence[Any], pipe: Connection, threads
     os.environ.update(variables)
     torch.set_num_threads(threads)
     try:
-        end = pickle.dumps(_Ended(fn(*args)))
+        end = pickle.dumps(_RankEnd(fn(*args)))
     except SystemExit as error:  # also `Served`, of a server
-        end = pickle.dumps(_Ended() if not error.code else _failed(error))
+        end = pickle.dumps(_RankEnd() if not error.code else _failed(error))
     except BaseException as error:
         leave(error)
         end = pickle.dumps(_failed(error))
     pipe.send_bytes(end)
 
 
-def _failed(error: BaseException) -> _Ended:
+def _failed(error: BaseException) -> _RankEnd:
     said = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # of whatever kind: the error is another program's
-        return _Ended(None, None, said, trace)
-    return _Ended(None, error, said, trace)
+    except Exception:  # any kind: the error is another program's
+        return _RankEnd(None, None, said, trace)
+    return _RankEnd(None, error, said, trace)
 
 
 def _ends(
     ranks: Sequence[ForkProcess], pipes: Sequence[Connection]
-) -> tuple[list[_Ended], int | None]:
+) -> tuple[list[_RankEnd], int | None]:
     """Wait for all ranks; return how each ended, and the first one that failed."""
-    ended: dict[int, _Ended] = {}
+    ended: dict[int, _RankEnd] = {}
     first, deadline = None, float("inf")
-    running = {rank.sentinel: number for number, rank in enumerate(ranks)}
-    saying = {pipe: number for number, pipe in enumerate(pipes)}
-    while running and time.monotonic() < deadline:
-        for ready in wait([*running, *saying], 0.2):
-            if isinstance(ready, Connection):
-                number = saying.pop(ready)
-                with suppress(EOFError):  # it was killed
-                    ended[number] = pickle.loads(ready.recv_bytes())
-            else:
-                number = running.pop(ready)
-                if number not in ended and not pipes[number].poll():
+    left: dict[Any, int] = {rank.sentinel: number for number, rank in enumerate(ranks)}
+    left.update({pipe: number for number, pipe in enumerate(pipes)})
+    while left and time.monotonic() < deadline:
+        for ready in wait(list(left), 0.2):
+            number = left.pop(ready)
+            if number not in ended:
+                try:
+                    ended[number] = pickle.loads(pipes[number].recv_bytes())
+                except (EOFError, OSError):  # it was killed
                     ended[number] = _killed(ranks[number])
             if first is None and number in ended and ended[number].said:
                 first, deadline = number, time.monotonic() + _GRACE_S
-    return [ended.get(number, _Ended()) for number in range(len(ranks))], first
+    return [ended.get(number, _RankEnd()) for number in range(len(ranks))], first
 
 
-def _killed(rank: ForkProcess) -> _Ended:
+def _killed(rank: ForkProcess) -> _RankEnd:
     rank.join()
     code = rank.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
-    return _Ended(said=how)
+    return _RankEnd(said=how)
 
 
-def _error(rank: int, ended: Sequence[_Ended]) -> BaseException:
+def _error(rank: int, ended: Sequence[_RankEnd]) -> BaseException:
     """Return the error of a rank, with its traceback for a cause."""
     end = ended[rank]
     if not end.trace:

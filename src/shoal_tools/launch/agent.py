@@ -1,7 +1,7 @@
 """The command of one host's agent: torchrun, which starts the ranks of that host.
 
     N hosts        the static rendezvous: the first host's agent holds the store, without pickles
-    from m to N    `c10d`: hosts may leave, and ranks start again with those that are left
+    m to N hosts   `c10d`: hosts may leave, and ranks start again with those that are left
 
 Cost: torchrun's start, some seconds.
 """
@@ -16,8 +16,8 @@ from shoal_tools.launch.host_end import RANK_SCRIPT
 
 
 @dataclass(frozen=True)
-class Membership:
-    """How many hosts take part, and how often ranks start again."""
+class Members:
+    """The number of hosts that take part, and how often ranks start again."""
 
     least: int
     most: int
@@ -33,12 +33,12 @@ class Membership:
 class AgentPlace:
     """One host's place in its job."""
 
-    number: int  # of the host, the first one is 0
+    number: int  # counted from 0
     slots: int
     source: str  # its address towards the first host
 
 
-def membership(text: str, hosts: int, restarts: int) -> Membership:
+def membership(text: str, hosts: int, restarts: int) -> Members:
     """Read `--nnodes`: N, or MIN:MAX; '' for all hosts.
 
     Raises:
@@ -47,7 +47,7 @@ def membership(text: str, hosts: int, restarts: int) -> Membership:
     least, colon, most = text.partition(":")
     numbers = [whole(word) for word in ((least, most) if colon else (least, least))]
     if not text:
-        return Membership(hosts, hosts, restarts)
+        return Members(hosts, hosts, restarts)
     if None in numbers or not 0 < (numbers[0] or 0) <= (numbers[1] or 0) <= MOST_RANKS:
         raise UsageError(
             "--nnodes is a number of hosts, or the least and the most of them",
@@ -55,7 +55,7 @@ def membership(text: str, hosts: int, restarts: int) -> Membership:
             expected="N, or MIN:MAX",
             do=f"write --nnodes {hosts}, or --nnodes 1:{hosts}",
         )
-    found = Membership(numbers[0] or 0, numbers[1] or 0, restarts)
+    found = Members(numbers[0] or 0, numbers[1] or 0, restarts)
     if hosts < found.least or (not found.is_elastic and hosts != found.most):
         raise UsageError(
             "--nnodes asks for other hosts than are named",
@@ -67,7 +67,7 @@ def membership(text: str, hosts: int, restarts: int) -> Membership:
 
 def agent_command(
     python: str,
-    members: Membership,
+    members: Members,
     meeting: tuple[str, int],
     job: str,
     place: AgentPlace,

@@ -52,8 +52,8 @@ class Connection:
             command = (*ssh, *SSH_OPTIONS, "--", host.login, far)
         self.host = host
         self.messages: list[dict[str, Any]] = []
-        self.complaints = b""  # of ssh, the shell or Python
-        self.code: int | None = None  # of ssh, once it has ended
+        self.complaints = b""  # the words of ssh, the shell or Python
+        self.code: int | None = None  # the exit code of ssh, once it has ended
         self._said_hello, self._rest = False, b""
         self._lines: list[tuple[bytes, bytes]] = []
         environment = {name: text for name, text in os.environ.items() if name != TOKEN}
@@ -84,7 +84,7 @@ class Connection:
         self._write(json.dumps(order).encode() + b"\n")
 
     def read(self) -> None:
-        """Take what has come, without waiting; notice an end."""
+        """Read all that has come, without waiting; notice an end."""
         assert self.process.stdout is not None and self.process.stderr is not None
         for pipe in (self.process.stdout, self.process.stderr):
             os.set_blocking(pipe.fileno(), False)
@@ -98,7 +98,7 @@ class Connection:
                 self.code = self.process.returncode
 
     def take_lines(self) -> list[tuple[bytes, bytes]]:
-        """Return what ranks have printed since the last call: `o` or `e`, and the bytes."""
+        """Return the output of ranks since the last call: `o` or `e`, and the bytes."""
         lines, self._lines = self._lines, []
         return lines
 

@@ -41,22 +41,22 @@ _OTHER_REMEDY = "make this work first: ssh -o BatchMode=yes {login} true"
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What a job needs of each host."""
+    """Needs of a job on each host."""
 
     python: str
     folder: str
     program: str
-    port: int  # where ranks meet, on the first host; 0 for any
-    address: str = ""  # of the first host, where the user says it
+    port: int  # the meeting place on the first host; 0 for any
+    address: str = ""  # the first host's, if the user gives it
     ssh: tuple[str, ...] = ("ssh",)
-    path: tuple[str, ...] = ()  # of PYTHONPATH
+    path: tuple[str, ...] = ()  # the folders of PYTHONPATH
     same: tuple[str, ...] = ()  # files that must be there, equal
     sent: tuple[str, ...] = ()  # files that are put there
     modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyHosts:
     """Hosts that can start, and the place where their ranks meet."""
 
     connections: tuple[Connection, ...]
@@ -90,7 +90,7 @@ class _Problems:
 
 def ready_hosts(
     connections: Sequence[Connection], needs: HostNeeds, least: int, interrupts: Interrupts
-) -> tuple[Ready, str]:
+) -> tuple[ReadyHosts, str]:
     """Return the hosts that can start, and a line about those that cannot.
 
     Args:
@@ -120,7 +120,7 @@ def ready_hosts(
     if first not in sources or len(sources) < least:
         raise problems.error(all_hosts)
     said = problems.error(all_hosts).what if problems.found else ""
-    return Ready(tuple(sources), *place, sources), said
+    return ReadyHosts(tuple(sources), *place, sources), said
 
 
 def _sources(
@@ -202,7 +202,7 @@ def _no_contact(connection: Connection, needs: HostNeeds) -> tuple[str, str]:
 
 
 def _lacks(fact: Mapping[str, Any], needs: HostNeeds) -> Iterator[tuple[str, str]]:
-    """List what one host lacks by itself."""
+    """List the problems of one host by itself."""
     if fact["lacks"]:
         yield f"programs are not there: {', '.join(fact['lacks'])}", "install util-linux there"
     if "folder" in fact:

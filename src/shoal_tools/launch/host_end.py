@@ -1,12 +1,12 @@
 """The far end of a connection to a host: looks at the host, then runs one agent and ends with it.
 
 The launcher sends this file through ssh to the host's own Python, so it imports nothing but the
-standard library, and says clearly what the host lacks. It reads orders from its standard input, one
+standard library, and says clearly if the host lacks something. It reads orders from its standard input, one
 JSON object a line, and writes frames, `kind length\\n` and then the bytes:
 
-    look     the order that tells what to look at     m   a message, JSON
-    reach    tries the first host's port              o   what ranks print
-    start    runs the agent                           e   the same on standard error
+    look     tells of the job's needs                m   a message, JSON
+    reach    tries the first host's port             o   lines of ranks
+    start    runs the agent                          e   the same on standard error
     signal   is passed on to the agent
     beat     the launcher is alive
 
@@ -38,7 +38,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-HELLO = b"shoal host 1\n"  # behind whatever the shell's own files print
+HELLO = b"shoal host 1\n"  # comes after all that the shell's own files print
 SILENT_S = 60.0  # a launcher that is silent for so long is gone
 REACH_S = 10.0
 _KILL_AFTER_S = 3.0
@@ -121,7 +121,7 @@ class FarEnd:
                     return order
 
     def _look(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Say what this host has of what a job needs."""
+        """Say which of a job's needs this host has."""
         facts: dict[str, Any] = {"python": ".".join(map(str, sys.version_info[:3]))}
         facts["machine"] = _machine()
         facts["lacks"] = [tool for tool in ("sh", "setpriv") if shutil.which(tool) is None]
@@ -273,7 +273,7 @@ class _Agent:
 
 
 class _RankPipe:
-    """What the ranks of one place print, in whole lines; a bar's states pass as they come."""
+    """A pipe for lines of ranks: whole lines pass, and states of a bar as they come."""
 
     def __init__(self, path: Path, kind: bytes, write: Callable[[bytes, bytes], None]) -> None:
         os.mkfifo(path)

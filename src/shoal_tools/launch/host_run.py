@@ -1,8 +1,8 @@
 """The agents of all hosts, from their start to an end that leaves nothing: the launcher's loop.
 
-    what ranks print         comes with its host's name before it, whole lines
+    lines of ranks           come with its host's name before it, whole lines
     an agent that fails      the others have a job's grace to end, then are ended
-    a host that is lost      the same. What is left there ends by itself, since its input ends
+    a host that is lost      the same. Ranks that are left there end by themselves, since its input ends
     Ctrl-C, SIGTERM          go to all agents, which pass them on. A second one ends all now
 
 Where hosts may leave (`--nnodes MIN:MAX`), a failure ends the job only once too few are left.
@@ -25,7 +25,7 @@ from shoal_tools.launch.connection import BEAT_S, Connection, wait
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines
 
 _LOST, _ENDED = 137, 143  # exit codes of ranks that were lost, or ended: 128 + signal
-_LEAVE_S = 2.0  # for the far end to say its last, beyond a job's grace
+_LEAVE_S = 2.0  # time for the far end to say its last, beyond a job's grace
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Exit:
 
 @dataclass
 class _HostState:
-    """What the launcher has heard of one host."""
+    """News of one host."""
 
     label: str
     slots: int
@@ -89,7 +89,7 @@ class HostRun:
         }
         self._failed: list[Connection] = []  # the first one first
         self._is_ending = False
-        self._ending: list[tuple[float, int]] = []  # what is still to be sent: (when, signal)
+        self._ending: list[tuple[float, int]] = []  # signals that are due: (when, signal)
         self._obeyed = 0  # how many interrupts have been acted on
         self._beat_s = time.monotonic()
         self._give_up_s = math.inf
@@ -112,7 +112,7 @@ class HostRun:
         return {c: state for c, state in self._states.items() if state.ended is None}
 
     def _take(self, connection: Connection, state: _HostState) -> None:
-        """Act on what a host has said."""
+        """Act on the messages of a host."""
         for kind, data in connection.take_lines():
             state.streams[kind].feed(data)
         while connection.messages:

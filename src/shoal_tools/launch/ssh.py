@@ -24,18 +24,18 @@ from typing import ClassVar, final
 from shoal.comm.rendezvous import host_name, token_of
 from shoal.contracts.launcher import MARK, TOKEN, Job, Launcher, Result
 from shoal.core.errors import UsageError
-from shoal_tools.launch.agent import AgentPlace, Membership, agent_command
+from shoal_tools.launch.agent import AgentPlace, Members, agent_command
 from shoal_tools.launch.connection import Connection
-from shoal_tools.launch.host_checks import HostNeeds, Ready, ready_hosts
+from shoal_tools.launch.host_checks import HostNeeds, ReadyHosts, ready_hosts
 from shoal_tools.launch.host_list import SshHost, filled, hosts_in
 from shoal_tools.launch.host_run import HostRun
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, check, missing_tools
 
-PORT = 29500  # as torchrun's
+PORT = 29500  # torchrun has the same
 # Variables that go to every host: these names, and all that begin so.
 SHIPPED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
 SHIPPED_PREFIXES = ("SHOAL_", "TORCH_", "NCCL_", "GLOO_", "MKL_")
-_OF_A_HOST = ("SHOAL_HOST", "SHOAL_CORES", MARK, TOKEN)  # which another host has otherwise
+_OF_A_HOST = ("SHOAL_HOST", "SHOAL_CORES", MARK, TOKEN)  # these differ from host to host
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Ssh(Launcher):
     folder: str = ""
     same: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    members: Membership | None = None
+    members: Members | None = None
     address: str = ""
     port: int | None = None
     ssh: tuple[str, ...] = ("ssh",)
 
     def missing(self) -> str | None:
-        """What this machine lacks for it, or None."""
+        """Name what this machine lacks for it, or None."""
         return missing_tools("setpriv", "sh")
 
     def room(self, master: str) -> int:
-        """How many slots the hosts have."""
+        """Count the slots of the hosts."""
         return sum(host.slots for host in hosts_in(master)) if master else 1
 
     def launch(self, job: Job) -> Result:
@@ -88,7 +88,7 @@ class Ssh(Launcher):
         with Interrupts() as interrupts:
             connections = [Connection(host, self.ssh, self._python) for host in hosts]
             try:
-                members = self.members or Membership(len(hosts), len(hosts))
+                members = self.members or Members(len(hosts), len(hosts))
                 needs = self._needs(job, alone=len(hosts) == 1 and hosts[0].is_here)
                 ready, said = ready_hosts(connections, needs, members.least, interrupts)
                 if said:
@@ -145,12 +145,12 @@ class Ssh(Launcher):
         return tuple(self._python if word == sys.executable else word for word in command)
 
     def _start(
-        self, job: Job, members: Membership, ready: Ready, labels: Mapping[Connection, str]
+        self, job: Job, members: Members, ready: ReadyHosts, labels: Mapping[Connection, str]
     ) -> None:
         """Start the agent of each host."""
         job_id, token = uuid.uuid4().hex, token_of(job)
         hosts = len(ready.connections)
-        members = members if members.is_elastic else Membership(hosts, hosts, members.restarts)
+        members = members if members.is_elastic else Members(hosts, hosts, members.restarts)
         for number, connection in enumerate(ready.connections):
             host, label = connection.host, labels[connection]
             place = AgentPlace(number, host.slots, ready.sources[connection])
