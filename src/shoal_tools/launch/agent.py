@@ -1,7 +1,7 @@
 """The command of one host's agent: torchrun, which starts the ranks of that host.
 
     N hosts        the static rendezvous: the first host's agent holds the store, without pickles
-    m to N hosts   `c10d`: hosts may leave, and ranks start again with those that are left
+    m to N hosts   `c10d`: hosts may leave, and ranks start again without them
 
 Cost: torchrun's start, some seconds.
 """

@@ -91,7 +91,7 @@ class _Problems:
 def ready_hosts(
     connections: Sequence[Connection], needs: HostNeeds, least: int, interrupts: Interrupts
 ) -> tuple[ReadyHosts, str]:
-    """Return the hosts that can start, and a line about those that cannot.
+    """Return the hosts that can start, and a line about all others.
 
     Args:
         connections: to all hosts, just begun.

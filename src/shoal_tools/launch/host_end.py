@@ -1,8 +1,8 @@
 """The far end of a connection to a host: looks at the host, then runs one agent and ends with it.
 
 The launcher sends this file through ssh to the host's own Python, so it imports nothing but the
-standard library, and says clearly if the host lacks something. It reads orders from its standard input, one
-JSON object a line, and writes frames, `kind length\\n` and then the bytes:
+standard library, and says clearly if the host lacks something. It reads orders from its standard
+input, one JSON object a line, and writes frames, `kind length\\n` and then the bytes:
 
     look     tells of the job's needs                m   a message, JSON
     reach    tries the first host's port             o   lines of ranks

@@ -2,7 +2,7 @@
 
     lines of ranks           come with its host's name before it, whole lines
     an agent that fails      the others have a job's grace to end, then are ended
-    a host that is lost      the same. Ranks that are left there end by themselves, since its input ends
+    a host that is lost      the same. Ranks that are left there end by themselves
     Ctrl-C, SIGTERM          go to all agents, which pass them on. A second one ends all now
 
 Where hosts may leave (`--nnodes MIN:MAX`), a failure ends the job only once too few are left.

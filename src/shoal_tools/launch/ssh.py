@@ -68,7 +68,7 @@ class Ssh(Launcher):
     ssh: tuple[str, ...] = ("ssh",)
 
     def missing(self) -> str | None:
-        """Name what this machine lacks for it, or None."""
+        """Name programs that this machine lacks for it, or None."""
         return missing_tools("setpriv", "sh")
 
     def room(self, master: str) -> int:

@@ -28,7 +28,7 @@ from shoal_tools.launch.ssh import Ssh, shipped
 
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.quick,
+    pytest.mark.processes,
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 
@@ -152,6 +152,7 @@ def test_all_that_is_wrong_is_named_by_host_in_one_message(hosts: SshHosts) -> N
     only_servers(hosts)
 
 
+@pytest.mark.slow
 def test_files_that_differ_and_a_port_that_is_taken(hosts: SshHosts) -> None:
     hosts.at(0, f"echo 1 > {hosts.folder}/train.py")
     hosts.at(1, f"echo 2 > {hosts.folder}/train.py")
@@ -164,18 +165,21 @@ def test_files_that_differ_and_a_port_that_is_taken(hosts: SshHosts) -> None:
     assert "a: port 22 is taken: Address already in use" in said and "--master-port" in said
 
 
+@pytest.mark.slow
 def test_one_machine_under_two_names_is_named_once(hosts: SshHosts) -> None:
     launcher = Ssh(folder=str(hosts.folder), ssh=hosts.ssh)
     with pytest.raises(UsageError, match="root@a: it is the same machine as a"):
         launcher.launch(Job(("sh",), 2, master="a,root@a"))
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_reach_the_first_one(hosts: SshHosts) -> None:
     launcher = Ssh(folder=str(hosts.folder), ssh=hosts.ssh, address="127.0.0.1")
     with pytest.raises(UsageError, match=r"b: it does not reach a at 127\.0\.0\.1 port 29500"):
         launcher.launch(Job(("sh",), 2, master="a,b"))
 
 
+@pytest.mark.slow
 def test_files_are_sent(hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
@@ -204,6 +208,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_all(
     only_servers(hosts)
 
 
+@pytest.mark.slow
 def test_a_rank_that_others_blame_is_the_first_failure(hosts: SshHosts, tmp_path: Path) -> None:
     script = f"""
     test $RANK = 1 && {{ touch {tmp_path}/1; while test -e {tmp_path}/1; do :; done; exit 9; }}
