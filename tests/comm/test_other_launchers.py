@@ -77,6 +77,7 @@ SILENT = {
     "a shell of salloc": {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_STEP_NUM_TASKS": "1"},
     "srun --ntasks 1": {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     "mpirun -n 1": {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
+    "mpirun -n 1 inside a job of Slurm": {**SLURM, "OMPI_COMM_WORLD_SIZE": "1"},
     "no number": {"PMI_SIZE": "many", "OMPI_COMM_WORLD_SIZE": ""},
     "torchrun under srun": {**SLURM, "RANK": "0", "WORLD_SIZE": "1"},
     "half of torchrun's": {"OMPI_COMM_WORLD_SIZE": "2", "RANK": "0"},  # an error names the rest

@@ -111,8 +111,8 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
         size = whole(environment.get(variables.size, ""))
         if variables.rank == "SLURM_PROCID" and size is None and _is_in_step(environment):
             size = whole(environment.get("SLURM_NTASKS", ""))
-        if size is not None and size > 1:
-            return _as_torchrun(environment, variables, size)
+        if size is not None:  # the innermost launcher says it, also where that is one task
+            return _as_torchrun(environment, variables, size) if size > 1 else {}
     return {}
 
 

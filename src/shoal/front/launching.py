@@ -14,6 +14,8 @@ Cost: a process a rank. They share memory with the notebook until they write to 
 from __future__ import annotations
 
 import ctypes
+import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -31,6 +33,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import TCPStore
 
 from shoal.comm import rendezvous
 from shoal.contracts.launcher import MARK, TOKEN
@@ -94,19 +97,23 @@ def launch(fn: Callable[..., T], num_ranks: int, args: Sequence[Any] = ()) -> li
     _check_here()
     threads = max(1, int(min(bound_cores(), quota_cores()) // num_ranks))
     if threads > 1 and not _threads_work(threads):
+        logging.getLogger("shoal").warning(
+            f"shoal: torch has computed in this process, so each rank computes with 1 thread, and "
+            f"not with {threads}. In a fresh kernel it would have them"
+        )
         threads = 1
     job, token = uuid.uuid4().hex, secrets.token_hex(16)
     pipes = [_FORK.Pipe() for _ in range(num_ranks)]
     ranks = [
-        _FORK.Process(target=_rank, args=(fn, args, theirs, threads), name=f"rank {number}")
-        for number, (_, theirs) in enumerate(pipes)
+        _FORK.Process(target=_rank, args=(fn, args, pipes, number, threads))
+        for number in range(num_ranks)
     ]
     ours = [pipe for pipe, _ in pipes]
     try:
         _start(ranks)
         for _, theirs in pipes:
             theirs.close()
-        store = rendezvous.new_store(_HERE)  # its thread is not to be forked
+        store: TCPStore | None = rendezvous.new_store(_HERE)  # its thread is not to be forked
         for number, pipe in enumerate(ours):
             meeting = rendezvous.variables(_HERE, store.port, number, num_ranks, number, num_ranks)
             own = {TOKEN: token, MARK: job, "GLOO_SOCKET_IFNAME": "lo"}
@@ -118,6 +125,7 @@ def launch(fn: Callable[..., T], num_ranks: int, args: Sequence[Any] = ()) -> li
         blamed = verdict[1] if verdict and verdict[1] is not None else first
         raise _error(blamed if ended[blamed].said else first, ended)
     finally:
+        store = None  # an error's traceback would keep it, and later ranks would inherit it
         _end(ranks)
         for pipe in ours:
             pipe.close()
@@ -166,12 +174,22 @@ def _start(processes: Sequence[ForkProcess]) -> None:
             process.start()
 
 
-def _rank(fn: Callable[..., Any], args: Sequence[Any], pipe: Connection, threads: int) -> None:
+def _rank(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    pipes: Sequence[tuple[Connection, Connection]],
+    number: int,
+    threads: int,
+) -> None:
     """Be one rank, in its own process."""
     os.setsid()  # Ctrl-C reaches the notebook alone, which ends the ranks
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    pipe = pipes[number][1]
+    for other in {side for both in pipes for side in both} - {pipe}:
+        other.close()
+    gc.freeze()  # collecting the notebook's objects may join threads that are not here
     variables: Mapping[str, str] = pipe.recv()
     os.environ.update(variables)
     torch.set_num_threads(threads)
@@ -208,9 +226,11 @@ def _ends(
             number = left.pop(ready)
             if number not in ended:
                 try:
-                    ended[number] = pickle.loads(pipes[number].recv_bytes())
-                except (EOFError, OSError):  # it was killed
-                    ended[number] = _killed(ranks[number])
+                    has_told = pipes[number].poll()  # a rank's own child may keep its pipe open
+                    data = pipes[number].recv_bytes() if has_told else b""
+                except (EOFError, OSError):
+                    data = b""
+                ended[number] = pickle.loads(data) if data else _killed(ranks[number])
             if first is None and number in ended and ended[number].said:
                 first, deadline = number, time.monotonic() + _GRACE_S
     return [ended.get(number, _RankEnd()) for number in range(len(ranks))], first

@@ -23,6 +23,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -40,6 +41,7 @@ from typing import Any
 
 HELLO = b"shoal host 1\n"  # comes after all that the shell's own files print
 SILENT_S = 60.0  # a launcher that is silent for so long is gone
+_IDLE_S = 600.0  # the same before anything is started, while other hosts are looked at
 REACH_S = 10.0
 _KILL_AFTER_S = 3.0
 _END = "SHOAL_END"  # the variable that all of this host's processes have, and no other's
@@ -101,10 +103,9 @@ class FarEnd:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines if line]
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether the launcher has been silent for too long."""
-        return time.monotonic() > self._heard_s + SILENT_S
+    def is_silent(self, seconds: float) -> bool:
+        """Say whether the launcher has been silent for so long."""
+        return time.monotonic() > self._heard_s + seconds
 
     @property
     def orders(self) -> int:
@@ -112,13 +113,14 @@ class FarEnd:
         return self._orders
 
     def _next(self) -> dict[str, Any] | None:
-        while True:
+        while select.select([self._orders], [], [], _IDLE_S)[0]:
             orders = self.heard()
             if orders is None:
                 return None
             for order in orders:
                 if "beat" not in order:
                     return order
+        return None
 
     def _look(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Say which of a job's needs this host has."""
@@ -171,6 +173,7 @@ class _Agent:
 
     def __init__(self, end: FarEnd, folder: Path, order: dict[str, Any]) -> None:
         self._end, self._folder, self._grace_s = end, folder, order["grace_s"]
+        self._silent_s = order["silent_s"]
         self._selector = selectors.DefaultSelector()
         self._told: set[str] = set()  # files of exit codes that the launcher has heard of
         self._kill_s: float | None = None
@@ -203,7 +206,7 @@ class _Agent:
             for key, _ in self._selector.select(timeout=0.1):
                 key.data()
             self._tell_exits()
-            if self._end.is_silent:
+            if self._end.is_silent(self._silent_s):
                 self._leave()
             if self._kill_s is not None and time.monotonic() > self._kill_s:
                 self._kill()

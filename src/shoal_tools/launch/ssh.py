@@ -27,6 +27,7 @@ from shoal.core.errors import UsageError
 from shoal_tools.launch.agent import AgentPlace, Members, agent_command
 from shoal_tools.launch.connection import Connection
 from shoal_tools.launch.host_checks import HostNeeds, ReadyHosts, ready_hosts
+from shoal_tools.launch.host_end import SILENT_S
 from shoal_tools.launch.host_list import SshHost, filled, hosts_in
 from shoal_tools.launch.host_run import HostRun
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, check, missing_tools
@@ -178,6 +179,7 @@ class Ssh(Launcher):
                     "command": command,
                     "environment": environment,
                     "grace_s": job.grace_s,
+                    "silent_s": SILENT_S,
                     "slots": host.slots,
                 }
             )
