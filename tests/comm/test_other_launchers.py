@@ -165,9 +165,11 @@ def test_a_process_is_then_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCRIPT = """
+import torch
 import shoal
 world = shoal.init()
-print("rank", world.rank, "of", world.size, shoal.gather(world.rank), flush=True)
+gathered = shoal.gather(torch.tensor([world.rank])).tolist()
+print("rank", world.rank, "of", world.size, gathered, flush=True)
 """
 
 

@@ -33,7 +33,6 @@ from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import TCPStore
 
 from shoal.comm import rendezvous
 from shoal.contracts.launcher import MARK, TOKEN
@@ -102,7 +101,6 @@ def launch(fn: Callable[..., T], num_ranks: int, args: Sequence[Any] = ()) -> li
             f"not with {threads}. In a fresh kernel it would have them"
         )
         threads = 1
-    job, token = uuid.uuid4().hex, secrets.token_hex(16)
     pipes = [_FORK.Pipe() for _ in range(num_ranks)]
     ranks = [
         _FORK.Process(target=_rank, args=(fn, args, pipes, number, threads))
@@ -113,22 +111,33 @@ def launch(fn: Callable[..., T], num_ranks: int, args: Sequence[Any] = ()) -> li
         _start(ranks)
         for _, theirs in pipes:
             theirs.close()
-        store: TCPStore | None = rendezvous.new_store(_HERE)  # its thread is not to be forked
-        for number, pipe in enumerate(ours):
-            meeting = rendezvous.variables(_HERE, store.port, number, num_ranks, number, num_ranks)
-            own = {TOKEN: token, MARK: job, "GLOO_SOCKET_IFNAME": "lo"}
-            pipe.send({**meeting, **own, "OMP_NUM_THREADS": str(threads)})
-        ended, first = _ends(ranks, ours)
-        if first is None:
-            return [end.value for end in ended]
-        verdict = rendezvous.agreed(store, token, job)
-        blamed = verdict[1] if verdict and verdict[1] is not None else first
-        raise _error(blamed if ended[blamed].said else first, ended)
+        ended, failed = _run(ranks, ours, threads)
+        if failed is not None:
+            raise _error(failed, ended)
+        return [end.value for end in ended]
     finally:
-        store = None  # an error's traceback would keep it, and later ranks would inherit it
         _end(ranks)
         for pipe in ours:
             pipe.close()
+
+
+def _run(
+    ranks: Sequence[ForkProcess], pipes: Sequence[Connection], threads: int
+) -> tuple[list[_RankEnd], int | None]:
+    """Let the ranks meet and work; return how each ended, and the one that failed first.
+
+    The store is of this call alone, because later ranks would inherit one that an error keeps.
+    """
+    job, token, size = uuid.uuid4().hex, secrets.token_hex(16), len(ranks)
+    store = rendezvous.new_store(_HERE)  # after the fork, as its thread is not forked
+    for number, pipe in enumerate(pipes):
+        meeting = rendezvous.variables(_HERE, store.port, number, size, number, size)
+        own = {TOKEN: token, MARK: job, "GLOO_SOCKET_IFNAME": "lo"}
+        pipe.send({**meeting, **own, "OMP_NUM_THREADS": str(threads)})
+    ended, first = _ends(ranks, pipes)
+    verdict = rendezvous.agreed(store, token, job) if first is not None else None
+    blamed = verdict[1] if verdict else None
+    return ended, first if blamed is None or not ended[blamed].said else blamed
 
 
 def _check_here() -> None:
