@@ -26,7 +26,6 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -270,13 +269,27 @@ def _error(rank: int, ended: Sequence[_RankEnd]) -> BaseException:
 
 
 def _end(ranks: Sequence[ForkProcess]) -> None:
-    """End all that is left of the ranks."""
+    """End all that is left of the ranks, with the processes that they have started."""
+    groups = [rank.pid for rank in ranks if rank.pid is not None]
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank in ranks:
-            if rank.pid is not None and (rank.is_alive() or number == signal.SIGKILL):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.pid, number)
         deadline = time.monotonic() + _KILL_AFTER_S
+        for group in groups:
+            _send(group, number)
         for rank in ranks:
             if rank.pid is not None:
+                if number == signal.SIGKILL:
+                    rank.kill()  # it may have no group of its own yet
                 rank.join(max(0.0, deadline - time.monotonic()))
+    while any(_send(group, 0) for group in groups) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _send(group: int, number: int) -> bool:
+    """Send a signal to a process group; say whether anything is left of it."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's by now
+        return False
+    return True
