@@ -36,6 +36,12 @@ def test_nothing_stands_at_an_old_name(old: str) -> None:
     assert new.with_suffix(".py").exists() or (new / "__init__.py").exists()
 
 
+def test_a_function_may_be_called_by_the_name_of_a_moved_package() -> None:
+    code = "import shoal, shoal.launch.local; print(shoal.launch(int, 1), shoal.launch.local.Local)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("[0] <class"), done.stderr
+
+
 def test_what_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("shoal.doctor.no_such_file")

@@ -32,6 +32,7 @@ from shoal.front.codec_report import CodecReport, codec_report
 from shoal.front.distributed_checkpoint import Stateful
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
+from shoal.front.launching import launch
 from shoal.front.outcomes import outcome
 from shoal.front.parallel import parallelize, plan
 from shoal.front.planned import is_parallelized, plan_of
@@ -84,6 +85,7 @@ __all__ = [
     "global_weights",
     "init",
     "is_parallelized",
+    "launch",
     "load",
     "mean",
     "memory",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
 
+from shoal.comm.other_launchers import adopt
 from shoal.core.errors import ShoalError, UsageError
 from shoal.front.errors import exit_of_recipe, foreign, whole
 from shoal.session.session import leave, world
@@ -23,6 +25,7 @@ from shoal_tools.commands.lab import lab
 from shoal_tools.commands.plan import plan
 from shoal_tools.commands.probe import cache, probe
 from shoal_tools.commands.report import report
+from shoal_tools.commands.run_script import run
 from shoal_tools.commands.simulate import simulate
 from shoal_tools.commands.test import test
 from shoal_tools.commands.train import train
@@ -88,10 +91,12 @@ def _follows() -> bool:
 )
 def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
+    with suppress(UsageError):  # a command that has ranks says it
+        adopt()
 
 
 _MEASURING = plan, simulate, check, bench, report, probe, cache
-for _command in (train, test, features, *_MEASURING, doctor, lab):
+for _command in (train, run, test, features, *_MEASURING, doctor, lab):
     main.add_command(_command)
 
 

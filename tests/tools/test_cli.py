@@ -30,6 +30,7 @@ COMMANDS = (
     "plan",
     "probe",
     "report",
+    "run",
     "simulate",
     "test",
     "train",

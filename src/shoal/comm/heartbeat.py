@@ -38,6 +38,7 @@ from shoal.comm.lookout import Lookout
 from shoal.comm.patience import USUAL, Patience
 from shoal.comm.places import ChannelRecord, Journal
 from shoal.comm.pulse import Pulses
+from shoal.comm.rendezvous import blame
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.store_values import Values
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
@@ -446,6 +447,7 @@ class Heartbeat:
 
     def _conclude(self, verdict: Verdict) -> None:
         self._case.close(verdict)
+        blame(verdict.rank)
         self._free()
 
     def _tell_of(self, verdict: Verdict) -> None:

@@ -12,11 +12,14 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
 from shoal.contracts.launcher import (
+    BLAMED,
     GO,
     MARK,
     SERVERS,
@@ -200,6 +203,14 @@ def _number(variable: str, default: str = "", most: int = MOST_RANKS) -> int:
             do="set it to how many of the ranks are that" if default else _START,
         )
     return number
+
+
+def blame(rank: int | None) -> None:
+    """Tell a launcher that cannot read the store which rank failed, where it asks for that."""
+    path = os.environ.get(BLAMED)
+    if path and rank is not None:
+        with suppress(OSError):  # the launcher is gone
+            Path(path).write_text(str(rank))
 
 
 def agreed(store: TCPStore, token: str, job: str) -> tuple[str, int | None] | None:

@@ -16,6 +16,8 @@ MARK = "SHOAL_JOB"
 TOKEN = "SHOAL_TOKEN"
 # how many of the ranks, the last ones, own parameters, or run the end of the model
 SERVERS, TAIL = "SHOAL_SERVERS", "SHOAL_TAIL"
+# a file for the number of the rank that failed, as this rank has heard
+BLAMED = "SHOAL_BLAMED"
 # in the ranks' store, what befell the job: `what`, and the `rank` that failed or null
 VERDICT = "verdict"
 # and the id of the start whose ranks have all come

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shoal.comm import rendezvous
 from shoal.comm.heartbeat import LEAST_LOST_S
-from shoal.comm.other_launchers import warn_if_one_of_many
+from shoal.comm.other_launchers import adopt
 from shoal.comm.process_group import has_joined, join
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
@@ -59,7 +59,9 @@ def init(
     start_timeout_s: float = 60.0,
     lost_after_s: float | None = None,
 ) -> World:
-    """Join the other ranks, as torchrun's environment says. Without it this process is alone.
+    """Join the other ranks, as the environment says: torchrun's, srun's or mpirun's variables.
+
+    Without them this process is alone.
 
     Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
     On those this call serves until the workers have ended, and then raises `Served`. Where
@@ -216,8 +218,9 @@ def _joined_ranks(
             do=f"give {LEAST_LOST_S:g} or more, or leave it out: a process that has ended is "
             "noticed within seconds all the same",
         )
+    if not has_joined():
+        adopt()
     if rendezvous.is_alone() and not has_joined():
-        warn_if_one_of_many()
         return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
     seat = rendezvous.seat(has_joined=has_joined())
     try:

@@ -39,13 +39,13 @@ _OPTIONS = [
     click.option(
         "--launcher",
         metavar="NAME",
-        help="What starts the ranks: local (by default), torchrun, spark, or one of your own.",
+        help="What starts the ranks: local (by default), torchrun, ssh, spark, or your own.",
     ),
     click.option(
         "--master",
         default="",
         metavar="URL",
-        help="With a launcher on a cluster: where that is, as spark://host:7077.",
+        help="Where a cluster is, as spark://host:7077; the hosts for ssh, as a,b:2.",
     ),
     click.option(
         "--servers",

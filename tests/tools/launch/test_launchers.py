@@ -32,7 +32,11 @@ exit 4
 """
 
 
-MARKS = {"lab": pytest.mark.lab, "spark": [pytest.mark.spark, pytest.mark.slow]}
+MARKS = {
+    "lab": pytest.mark.lab,
+    "spark": [pytest.mark.spark, pytest.mark.slow],
+    "ssh": pytest.mark.slow,
+}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in of(Launcher)])

@@ -1,0 +1,117 @@
+"""The far end of a connection: whatever ends it, nothing is left on the host."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal_tools.launch.connection import Connection, gathered, wait
+from shoal_tools.launch.host_list import SshHost
+from shoal_tools.launch.processes import Interrupts, marked
+
+pytestmark = [pytest.mark.quick, pytest.mark.processes]
+
+AGENT = """
+setsid sleep 607 &
+touch "$FOLDER/started"
+exec sleep 608
+"""
+
+
+@pytest.fixture
+def host() -> Iterator[Connection]:
+    connection = Connection(SshHost("localhost"), (), sys.executable)
+    yield connection
+    connection.close_input()
+    connection.end(20.0)
+
+
+def start(host: Connection, folder: Path, **options: Any) -> None:
+    order = {
+        "command": ["sh", "-c", AGENT],
+        "environment": {"FOLDER": str(folder), "SHOAL_JOB": folder.name},
+        "grace_s": 0.2,
+        "silent_s": 60.0,
+        "slots": 1,
+    }
+    host.order(start={**order, **options})
+    deadline = time.monotonic() + 30
+    while not (folder / "started").exists() and time.monotonic() < deadline:
+        wait([host], 0.02)
+    assert marked(f"FOLDER={folder}")
+
+
+def ended(host: Connection, folder: Path) -> None:
+    deadline = time.monotonic() + 30
+    while host.is_open and time.monotonic() < deadline:
+        wait([host], 0.05)
+    assert not host.is_open and marked(f"FOLDER={folder}") == []
+
+
+def test_a_launcher_that_is_gone_ends_all(host: Connection, tmp_path: Path) -> None:
+    start(host, tmp_path)
+    host.close_input()
+    ended(host, tmp_path)
+
+
+def test_a_launcher_that_is_silent_ends_all(host: Connection, tmp_path: Path) -> None:
+    start(host, tmp_path, silent_s=1.0)
+    ended(host, tmp_path)
+
+
+def test_an_agent_that_does_not_obey_is_killed(host: Connection, tmp_path: Path) -> None:
+    start(host, tmp_path, command=["sh", "-c", f"trap '' TERM\n{AGENT}"])
+    host.order(signal=int(signal.SIGTERM))
+    ended(host, tmp_path)
+    assert host.taken("ended") == {"ended": 137, "lines": ""}
+
+
+def test_a_far_end_that_is_killed_takes_its_agent_along(host: Connection, tmp_path: Path) -> None:
+    start(host, tmp_path, command=["sh", "-c", "touch $FOLDER/started; exec sleep 609"])
+    host.process.kill()
+    ended(host, tmp_path)
+
+
+def test_lines_that_come_in_pieces_and_bars_that_move(host: Connection, tmp_path: Path) -> None:
+    script = r"""
+    touch $FOLDER/started; exec >"$SHOAL_END/0.out" 2>"$SHOAL_END/0.err"
+    printf 'one '; printf 'two\nthr'; sleep 0.3; printf 'ee\n50 %%\r'; sleep 0.3
+    printf '100 %%\r\n'; echo wrong >&2; printf 'no end'; sleep 0.3
+    """
+    start(host, tmp_path, command=["sh", "-c", script])
+    ended(host, tmp_path)
+    frames = host.take_lines()
+    assert [data for kind, data in frames if kind == b"e"] == [b"wrong\n"]
+    lines = [data for kind, data in frames if kind == b"o"]
+    assert b"".join(lines) == b"one two\nthree\n50 %\r100 %\r\nno end\n"
+    assert all(data[-1:] in b"\n\r" for data in lines)
+
+
+def test_a_host_tells_what_it_has(host: Connection, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("x")
+    look = {
+        "chdir": str(tmp_path),
+        "path": [],
+        "files": ["there", "not-there"],
+        "modules": ["json", "not_there", "json.not_there"],
+        "program": "no-such-program",
+        "send": {},
+        "listen": [0, "proof"],
+    }
+    host.order(look=look)
+    with Interrupts() as interrupts:
+        (facts,) = gathered([host], "facts", 30, interrupts).values()
+        assert facts["torch"] and facts["shoal"] and not facts["lacks"]
+        assert [bool(text) for text in facts["files"].values()] == [True, False]
+        assert list(facts["modules"].values()) == [True, False, False]
+        assert facts["program"] == ""
+        for proof, answer in (("proof", "by"), ("other", "problem")):
+            host.order(reach=["127.0.0.1", facts["port"], proof])
+            (reached,) = gathered([host], "reached", 30, interrupts).values()
+            assert list(reached) == [answer]
