@@ -26,7 +26,9 @@ from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import Store
 from shoal.comm.agreement import agreed
+from shoal.comm.rendezvous import has_agent, is_asked_to_end
 from shoal.contracts.comm import Comm
+from shoal.contracts.launcher import CREW_ENDED
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
@@ -41,6 +43,18 @@ _BRINGING = "shoal.Checkpoints: bringing the newest checkpoint"
 _ENDING = "shoal.Checkpoints: the last checkpoint"
 _SOON_S = 1.0  # in which a signal is noticed
 _LATE = 1 / 60  # of the time between two checkpoints
+
+
+@final
+class CrewChanges(SystemExit):
+    """This rank has written a checkpoint and ends, because hosts come or go.
+
+    `Checkpoints.step` raises it under `shoal agent`, which starts the script again among the hosts
+    that are there then. It is a SystemExit: a script that does not catch it ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CREW_ENDED)
 
 
 @final
@@ -100,7 +114,7 @@ class Checkpoints:
         self._run = run_at(agreed(self._comm, checked, _OPENING))
         self._copies = Copies()
         self._clock = CheckpointClock(
-            every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s)
+            every_s, _SOON_S if signals or has_agent() else max(_SOON_S, _LATE * every_s)
         )
         self._background = Background(self._failed)
         first = self._comm.topology.local_ranks
@@ -158,6 +172,10 @@ class Checkpoints:
         Returns:
             Whether a signal has asked this run to end. A checkpoint is written: leave the loop.
             From then on steps are not counted, and it goes on returning True.
+
+        Raises:
+            CrewChanges: under `shoal agent`, hosts come or go. A checkpoint is written, and the
+                script ends here, to be started again.
         """
         if self._has_ended:
             return True
@@ -169,13 +187,15 @@ class Checkpoints:
             self._clock.is_due,
             self._clock.next_decision(self.steps),
             self._background.is_busy,
-            self._signals.received,
+            self._signals.received or is_asked_to_end(),
         )
         due, decisions, busy, ends = zip(*self._comm.gather_objects(own, _DECIDING), strict=True)
         self._decides = decisions[0]
         if any(ends):
             self.save()
             self._has_ended = True
+            if has_agent():
+                raise CrewChanges
         elif due[0] and not any(busy):
             self._start()
         return any(ends)
