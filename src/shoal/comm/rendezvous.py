@@ -166,6 +166,13 @@ def is_asked_to_end() -> bool:
     return bool(waiting.poll(0))
 
 
+def crew() -> tuple[str, int] | None:
+    """Return the job and the number of the crew that an agent has started this rank for."""
+    job, _, number = os.environ.get(MARK, "").rpartition("-")
+    counted = whole(number)
+    return (job, counted) if counted is not None and has_agent() else None
+
+
 def _agent_socket() -> int | None:
     """Return the agent's socket, if this process has it: others only inherit the variable."""
     number, _, inode = os.environ.get(AGENT, "").partition(":")

@@ -26,7 +26,7 @@ from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import Store
 from shoal.comm.agreement import agreed
-from shoal.comm.rendezvous import has_agent, is_asked_to_end
+from shoal.comm.rendezvous import crew, has_agent, is_asked_to_end
 from shoal.contracts.comm import Comm
 from shoal.contracts.launcher import CREW_ENDED
 from shoal.core.errors import UsageError
@@ -149,6 +149,7 @@ class Checkpoints:
         agreed(self._comm, nothing if self._comm.rank else self._run.bring, _BRINGING)
         try:
             if (known := newest(self._comm, self._run.folder)) is None:
+                self._warn_if_begun_before()
                 return plain
             path, words = known
             words = words.replace(str(path), self._run.where(path.name))
@@ -162,6 +163,15 @@ class Checkpoints:
         self._clock.next_decision(self.steps)
         Stages(speaks=self._comm.rank == 0).say(f"goes on from {words}")
         return values
+
+    def _warn_if_begun_before(self) -> None:
+        """Warn where a crew before this one may have had checkpoints that nobody sees now."""
+        own = crew()
+        if own is not None and own[1] > 1 and self._comm.rank == 0:
+            LOGGER.warning(
+                "no host sees a checkpoint, so the run begins anew. If there was one, it was on a "
+                "host that is gone: give Checkpoints(local=True), or a folder that all hosts see"
+            )
 
     def step(self, **values: Any) -> bool:
         """Count a step, and save if it is time: to be called behind `optimizer.step()`.

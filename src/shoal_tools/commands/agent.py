@@ -115,10 +115,11 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
     help="Seconds for ranks to commit, once this host is told to leave.",
 )
 @click.option(
-    "--spares/--no-spares",
+    "--fork/--no-fork",
+    "forks",
     default=True,
     show_default=True,
-    help="Keep a process a rank that has imported PyTorch, for the next start.",
+    help="Fork ranks from a process that has imported PyTorch, which saves seconds a start.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def agent(
@@ -130,7 +131,7 @@ def agent(
     restarts: int,
     slots: int,
     grace_s: float,
-    spares: bool,
+    forks: bool,
 ) -> None:
     """Run COMMAND on this host together with all hosts that are there, as they come and go.
 
@@ -150,7 +151,7 @@ def agent(
     if command == ("-m",):
         raise UsageError("-m stands before a module", do="give for instance: -m package.train")
     terms = Terms(least, most, wait_s, restarts)
-    options = AgentOptions(command, slots, terms, grace_s, spares)
+    options = AgentOptions(command, slots, terms, grace_s, forks)
     with Interrupts() as interrupts:
         own = Agent(_place(place), variables.token(), options, interrupts.received, _says("agent"))
         code = own.run()

@@ -1,6 +1,6 @@
 """The agent of one host: it starts this host's ranks as the meeting place says, and watches them.
 
-    Train     start ranks of that crew, from processes that wait with PyTorch imported
+    Train     start ranks of that crew, by a fork of a process that has imported PyTorch
     Commit    ask ranks to write a checkpoint at the end of a step, and end
     Halt      kill them: another host is lost, or its ranks have failed
     JobOver   end
@@ -36,7 +36,6 @@ from shoal_tools.elastic.messages import (
 from shoal_tools.elastic.ranks import HostRanks
 
 _TURN_S = 0.05
-_SPARES_S = 5.0  # after a crew has started, its successor's processes begin to wait
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,14 @@ class AgentOptions:
         slots: number of ranks on this host.
         terms: of the job, alike on all hosts.
         grace_s: seconds for ranks to commit, after this host was told to leave.
-        spares: whether the next crew's processes wait ahead of time.
+        forks: whether ranks are forked from a process that has imported PyTorch.
     """
 
     command: tuple[str, ...]
     slots: int = 1
     terms: Terms = field(default_factory=Terms)
     grace_s: float = 30.0
-    spares: bool = True
+    forks: bool = True
 
 
 @final
@@ -80,11 +79,10 @@ class Agent:
     ) -> None:
         self._id, self._options, self._say = uuid.uuid4().hex[:12], options, say
         self._interrupted = interrupted
-        self._ranks = HostRanks(options.command, options.slots, spares=options.spares)
+        self._ranks = HostRanks(options.command, options.slots, forks=options.forks)
         self._line = Line(place, token, self._hello, say)
         self._last: CrewEnded | None = None
         self._free = _FreePort()
-        self._spares_s = 0.0  # when the next crew's processes are started
         self._kill_s = float("inf")  # when the ranks of a host that leaves are killed
         self._leaves = False
 
@@ -141,14 +139,11 @@ class Agent:
         first, last = crew.first_rank(self._id), crew.first_rank(self._id) + self._options.slots - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         self._ranks.start(crew, self._id)
-        self._spares_s = time.monotonic() + _SPARES_S
         because = f"; {crew.why}" if crew.why else ""
         self._say(f"crew {crew.number} trains on {crew.names}, this host has {ranks}{because}")
 
     def _look(self, now_s: float) -> None:
         """Look at this host's ranks."""
-        if self._ranks.crew is None or now_s > self._spares_s:
-            self._ranks.prepare()
         if self._ranks.crew is None:
             return
         ended = self._ranks.ended()

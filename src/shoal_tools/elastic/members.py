@@ -163,8 +163,7 @@ class Membership:
             place.crew = crew.number
             self._out.append((hello.agent, Halt(crew.number, "the others go on without this host")))
         elif watch is not None and here:
-            ended = hello.outcome if hello.ended == watch.crew.number else "failed"
-            watch.ends[hello.agent] = CrewEnded(watch.crew.number, ended, hello.port)
+            watch.ends[hello.agent] = _end_of(watch.crew, hello)
         if known is None:
             self._say(f"host {hello.host} is here ({how_many(hello.slots, 'rank')})")
 
@@ -175,7 +174,10 @@ class Membership:
         self._watch = Watch(crew)
         self._say(f"takes up crew {crew.number}, which trains: {crew.names}")
         for member in crew.members:
-            if member.agent not in self._places:
+            place = self._places.get(member.agent)
+            if place is not None and place.hello.crew is None:
+                self._watch.ends[member.agent] = _end_of(crew, place.hello)
+            if place is None:
                 self._since_s = now_s
                 terms = self._terms or Terms()
                 hello = Hello(member.agent, member.host, member.slots, "", "", 0, terms, crew)
@@ -296,6 +298,12 @@ class Membership:
 
     def _tell_running(self, watch: Watch, message: FromPlace) -> None:
         self._out += [(member.agent, message) for member in watch.running]
+
+
+def _end_of(crew: Crew, hello: Hello) -> CrewEnded:
+    """Return how the ranks of a crew have ended on a host whose agent was not heard then."""
+    outcome = hello.outcome if hello.ended == crew.number else "failed"
+    return CrewEnded(crew.number, outcome, hello.port)
 
 
 def words_of(terms: Terms) -> str:

@@ -1,4 +1,7 @@
-"""The ranks of one host: started from spares, asked to commit, killed, and watched.
+"""The ranks of one host: started, asked to commit, killed, and watched.
+
+    forked    by a nursery that has imported PyTorch already
+    fresh     by Python, as torchrun does
 
 Each rank has a session of its own, a socket to its agent, and dies with it. What ranks leave
 behind, such as workers of a DataLoader, is found by a variable that all of it inherits.
@@ -6,51 +9,62 @@ behind, such as workers of a DataLoader, is found by a variable that all of it i
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import final
 
 from shoal.comm.rendezvous import agent_variable
 from shoal.contracts.launcher import CREW_ENDED, MARK
 from shoal_tools.elastic.messages import Crew, Outcome
+from shoal_tools.elastic.nursery import Nursery
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
 
 _OWNER = "SHOAL_AGENT_ID"  # a variable of all that a crew's ranks of this host start
-_PROGRAM = "shoal_tools.elastic.spare"
+_GONE_S = 5.0  # for a process that was killed to be gone
 
 
 @final
 class RankProcess:
-    """A process that waits to be a rank, or is one.
+    """One rank: a fork of the nursery, or a fresh process where there is none.
 
     Args:
-        environment: as long as it waits.
+        command: script and arguments.
+        environment: variables of the rank.
+        nursery: forks it.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: dict[str, str], nursery: Nursery | None
+    ) -> None:
         self._own, theirs = socket.socketpair()
+        self._nursery, self._fresh = nursery, None
         with theirs:
             number = theirs.fileno()
-            self.process = subprocess.Popen(
-                (*DIE_WITH_PARENT, sys.executable, "-m", _PROGRAM, str(number)),
-                env={**os.environ, **environment, **agent_variable(number)},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(number,),
-                start_new_session=True,
-            )
+            pid = None if nursery is None else nursery.start(command, environment, number)
+            if pid is None:
+                self._fresh = subprocess.Popen(
+                    (*DIE_WITH_PARENT, sys.executable, *command),
+                    env={**os.environ, **environment, **agent_variable(number)},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(number,),
+                    start_new_session=True,
+                )
+                pid = self._fresh.pid
+        self.pid = pid
 
-    def become(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run the command as a rank."""
-        order = {"command": list(command), "environment": dict(environment)}
-        with suppress(OSError):  # it has ended, which whoever watches it sees
-            self._own.sendall(json.dumps(order).encode() + b"\n")
+    def code(self) -> int | None:
+        """Return its exit code, -N for signal N; None while it runs."""
+        if self._fresh is not None:
+            return self._fresh.poll()
+        assert self._nursery is not None
+        return self._nursery.code(self.pid)
 
     def ask_to_commit(self) -> None:
         """Ask the rank to write a checkpoint with all others, and end."""
@@ -60,8 +74,10 @@ class RankProcess:
     def kill(self) -> None:
         """End it now, with its process group."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        until_s = time.monotonic() + _GONE_S
+        while self.code() is None and time.monotonic() < until_s:
+            time.sleep(0.005)
         self._own.close()
 
 
@@ -72,31 +88,23 @@ class HostRanks:
     Args:
         command: script and arguments.
         slots: number of ranks.
-        spares: whether processes wait ahead of time.
+        forks: whether ranks are forked by a nursery.
     """
 
-    def __init__(self, command: Sequence[str], slots: int, *, spares: bool) -> None:
-        self._command, self._slots, self._keeps = tuple(command), slots, spares
-        self._spares: list[RankProcess] = []
+    def __init__(self, command: Sequence[str], slots: int, *, forks: bool) -> None:
+        self._command, self._slots = tuple(command), slots
         self._ranks: list[RankProcess] = []
-        self._mark = {_OWNER: uuid.uuid4().hex}
+        self._mark = uuid.uuid4().hex
+        os.environ.update(_polite(slots))
+        self._nursery = Nursery() if forks else None
         self.crew: Crew | None = None
-
-    def prepare(self) -> None:
-        """Start a process for each rank that the next crew needs."""
-        self._spares = [spare for spare in self._spares if spare.process.poll() is None]
-        while self._keeps and len(self._spares) < self._slots:
-            self._spares.append(RankProcess({**_polite(self._slots), **self._mark}))
 
     def start(self, crew: Crew, agent: str) -> None:
         """Start the ranks of a crew."""
         self.crew = crew
         for local in range(self._slots):
-            fit = [spare for spare in self._spares if spare.process.poll() is None]
-            rank = fit[0] if fit else RankProcess({**_polite(self._slots), **self._mark})
-            self._spares = fit[1:]
-            self._ranks.append(rank)
-            rank.become(self._command, variables(crew, agent, local))
+            environment = {**variables(crew, agent, local), _OWNER: self._mark}
+            self._ranks.append(RankProcess(self._command, environment, self._nursery))
 
     def ask_to_commit(self) -> None:
         """Ask all of them to write a checkpoint, and end."""
@@ -105,8 +113,8 @@ class HostRanks:
 
     def ended(self) -> tuple[Outcome, str, int] | None:
         """Return how they ended, in words too, with an exit code; None while some run well."""
-        codes = [rank.process.poll() for rank in self._ranks]
-        bad = [c for c in codes if c not in (None, 0, CREW_ENDED)]
+        codes = [rank.code() for rank in self._ranks]
+        bad = [code for code in codes if code not in (None, 0, CREW_ENDED)]
         if bad:
             code = int(bad[0] or 0)
             name = signal.Signals(-code).name if code < 0 else ""
@@ -117,20 +125,18 @@ class HostRanks:
         return ("committed" if CREW_ENDED in codes else "done"), "", 0
 
     def kill(self) -> None:
-        """End what is left of the crew; spares go on waiting."""
+        """End what is left of the crew."""
         for rank in self._ranks:
             rank.kill()
-        known = {spare.process.pid for spare in self._spares}
         if self._ranks:
-            (owner,) = self._mark.items()
-            kill_all(lambda: [pid for pid in marked("=".join(owner)) if pid not in known])
+            kill_all(lambda: marked(f"{_OWNER}={self._mark}"))
         self._ranks, self.crew = [], None
 
     def close(self) -> None:
         """End everything."""
-        spares, self._spares = self._spares, []
-        self._ranks += spares
         self.kill()
+        if self._nursery is not None:
+            self._nursery.close()
 
 
 def variables(crew: Crew, agent: str, local: int) -> dict[str, str]:
@@ -155,6 +161,6 @@ def variables(crew: Crew, agent: str, local: int) -> dict[str, str]:
 
 def _polite(slots: int) -> dict[str, str]:
     """Return variables by which ranks share cores, where the user has not set them."""
-    threads = str(max(1, (len(os.sched_getaffinity(0))) // slots))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // slots))
     wanted = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
