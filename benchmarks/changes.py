@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -392,9 +393,17 @@ def rows_by_step(lines: Sequence[tuple[float, str, str]]) -> dict[int, list[int]
     return {step: sorted(of_step[max(of_step)]) for step, of_step in taken.items()}
 
 
+@contextmanager
+def made_folder() -> Iterator[str]:
+    """Make a folder, and remove it in this process only: forks end in other ways."""
+    folder = tempfile.mkdtemp(prefix="changes-")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def undisturbed(way: str, optimizer: str, epochs: int) -> tuple[dict[int, list[int]], Any]:
     """Run the job in one process; return the rows of each step, and the parameters."""
-    with tempfile.TemporaryDirectory() as folder:
+    with made_folder() as folder:
         out, printed = Path(folder, "out.pt"), Path(folder, "printed")
         pid = os.fork()
         if not pid:
@@ -419,7 +428,7 @@ def run(
     chance = random.Random(seed)
     name, said = f"{way}, {optimizer}, seed {seed}", Said()
     Path(OWN).mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=HOSTS, rate="none") as lab:
+    with made_folder() as folder, Lab(hosts=HOSTS, rate="none") as lab:
         out = Path(folder) / "out.pt"
         enough = Path(folder) / "enough"
         command = (str(JOB), way, optimizer, "9999", "0.1", f"{OWN}/run", str(out), str(enough))

@@ -55,6 +55,7 @@ class MeetingPlace:
                 got=str(error),
                 do="give another --port, or end the program that has it",
             ) from error
+        self._listener = listener
         self.port = int(listener.getsockname()[1])
         self._token = token
         self._members = Membership(lost_after_s, say)
@@ -86,6 +87,10 @@ class MeetingPlace:
             self._entrance.close()
             for wire in self._wires.values():
                 wire.end()
+
+    def forget(self) -> None:
+        """Close the port in this process: a fork serves there."""
+        self._listener.close()
 
     def _sign(self) -> None:
         """Send a sign of life to all, and hang up where nobody is any more."""
