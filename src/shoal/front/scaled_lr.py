@@ -124,7 +124,7 @@ class ScaledLR(LinearLR):
         """Take a position from a checkpoint, and keep the rates of this batch."""
         kept = {name: getattr(self, name) for name in ("base_lrs", "start_factor", "total_iters")}
         super().load_state_dict(state_dict)
-        self._loaded = list(self.base_lrs), self.start_factor, self.total_iters
+        self._loaded = [float(rate) for rate in self.base_lrs], self.start_factor, self.total_iters
         self.__dict__.update(kept)
         self._follow()
 

@@ -26,12 +26,18 @@ import threading
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, final
 
 import torch
 
 from shoal.comm.rendezvous import agent_variable
+from shoal.contracts.codec import Codec
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.feature import Feature
+from shoal.contracts.strategy import Strategy
 from shoal.core.numbers import whole
+from shoal.core.registry import of
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.05  # how often it looks for ranks that have ended
@@ -99,6 +105,7 @@ def _serve(agent: socket.socket) -> None:
     """Fork ranks until the agent ends; a rank runs its script here, and ends its process."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    _warm_up()
     while True:
         if not select.select([agent], [], [], _LOOK_S)[0]:
             _tell_ended(agent)
@@ -116,6 +123,14 @@ def _serve(agent: socket.socket) -> None:
             _become_rank(parent, numbers[0], json.loads(order))
         os.close(numbers[0])
         agent.send(json.dumps({"pid": pid}).encode())
+
+
+def _warm_up() -> None:
+    """Import everything that a rank's first optimizer and first plan would import."""
+    import_module("torch._dynamo")
+    contracts: tuple[Any, ...] = (Strategy, Exchange, Codec, Feature)
+    for contract in contracts:
+        of(contract)
 
 
 def _tell_ended(agent: socket.socket) -> None:
@@ -157,10 +172,11 @@ def _run(command: list[str]) -> int:
             print(error.code, file=sys.stderr)
         return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
+        error.__traceback__ = frames
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         sys.excepthook(type(error), error, frames)
         return 1
     return 0
