@@ -45,7 +45,7 @@ import torch
 from change_job import OPTIMIZERS, WAYS
 
 from shoal_tools.elastic.agent import Agent, AgentOptions
-from shoal_tools.elastic.messages import Terms
+from shoal_tools.elastic.messages import CrewTerms
 from shoal_tools.elastic.place import MeetingPlace
 from shoal_tools.launch.lab import SWITCH_ADDRESS, Lab
 from shoal_tools.launch.namespaces import attempt, enter
@@ -71,7 +71,7 @@ class Fault:
 
     run: str
     kind: str
-    host: int
+    hosts: tuple[int, ...]
     before: int  # hosts that trained
     after: int = 0
     named_s: float | None = None  # the meeting place said it
@@ -192,7 +192,7 @@ class Hosts:
         """Start a host's agent, in mounts of its own."""
 
         def serve(told_to_end: list[int]) -> int:
-            options = AgentOptions(self._command, terms=Terms(1, HOSTS))
+            options = AgentOptions(self._command, terms=CrewTerms(1, HOSTS))
             return Agent((SWITCH_ADDRESS, PORT), TOKEN, options, told_to_end, say).run()
 
         self.agents[host] = Forked(self.lab.namespaces[host], f"h{host}", serve, self.said)
@@ -239,29 +239,37 @@ class Run:
         self._name, self._hosts, self._chance, self._kinds = name, hosts, chance, kinds
         self.faults: list[Fault] = []
 
-    def fault(self, kind: str, host: int) -> Fault:
+    def fault(self, kind: str, struck: tuple[int, ...]) -> Fault:
         """Strike, and wait until a crew trains again as it should."""
         hosts, said = self._hosts, self._hosts.said
-        fault = Fault(self._name, kind, host, len(hosts.agents))
-        since, reached = len(said.lines), self._reached()
-        began_s = time.time()
+        fault = Fault(self._name, kind, struck, len(hosts.agents))
+        since, began_s = len(said.lines), time.time()
         members = set(hosts.agents)
+        members = members | {*struck} if kind == "join" else members - {*struck}
+        for host in struck:
+            self._strike(kind, host)
+        fault.after = len(members)
+        if kind in ("blink", "place"):
+            self._still(fault, {*hosts.agents})
+        else:
+            self._again(fault, members, since, began_s)
+        self.faults.append(fault)
+        if kind in ("stop", "cut") and not fault.complaint:
+            self._come_back(fault, members | {*struck})
+        return fault
+
+    def _strike(self, kind: str, host: int) -> None:
+        hosts = self._hosts
         if kind == "kill":
             hosts.kill(host)
-            members -= {host}
         elif kind == "stop":
             hosts.signal_all(host, signal.SIGSTOP)
-            members -= {host}
         elif kind == "cut":
             hosts.link(host, "down")
-            members -= {host}
         elif kind == "leave":
-            left = hosts.agents.pop(host)
-            os.kill(left.pid, signal.SIGTERM)
-            members -= {host}
+            os.kill(hosts.agents.pop(host).pid, signal.SIGTERM)
         elif kind == "join":
             hosts.start(host)
-            members |= {host}
         elif kind == "blink":
             hosts.link(host, "down")
             time.sleep(3)
@@ -271,31 +279,21 @@ class Run:
             hosts.place.wait()
             time.sleep(1 + 2 * self._chance.random())
             hosts.start_place()
-        fault.after = len(members)
-        if kind in ("blink", "place"):
-            self._still(fault, members)
-        else:
-            self._again(fault, members, since, began_s, reached)
-        if kind in ("stop", "cut") and not fault.complaint:
-            self._comes_back(fault, kind, host, members | {host})
-        self.faults.append(fault)
-        return fault
 
-    def _comes_back(self, fault: Fault, kind: str, host: int, members: set[int]) -> None:
-        """Let a host go on that the others do without: it joins them again."""
+    def _come_back(self, fault: Fault, members: set[int]) -> None:
+        """Let hosts go on that the others do without: they join them again."""
         since, began_s = len(self._hosts.said.lines), time.time()
-        if kind == "stop":
-            self._hosts.signal_all(host, signal.SIGCONT)
-        else:
-            self._hosts.link(host, "up")
-        back = Fault(self._name, f"back from {kind}", host, fault.after, len(members))
-        self._again(back, members, since, began_s, self._reached())
+        for host in fault.hosts:
+            if fault.kind == "stop":
+                self._hosts.signal_all(host, signal.SIGCONT)
+            else:
+                self._hosts.link(host, "up")
+        back = Fault(self._name, f"back from {fault.kind}", fault.hosts, fault.after, len(members))
+        self._again(back, members, since, began_s)
         self.faults.append(back)
         fault.complaint = back.complaint
 
-    def _again(
-        self, fault: Fault, members: set[int], since: int, began_s: float, reached: int
-    ) -> None:
+    def _again(self, fault: Fault, members: set[int], since: int, began_s: float) -> None:
         """Wait for the first step of a crew of these hosts, and note the seconds of each part."""
         lines = self._hosts.said.lines
         names = {f"h{host}" for host in members}
@@ -327,7 +325,7 @@ class Run:
         if self._hosts.said.wait(is_step, crew, LIMIT_S) is None:
             fault.complaint = "no step of the new crew"
             return
-        host = f"host h{fault.host} "
+        host = f"host h{fault.hosts[0]} "
         named = [at for at, who, line in lines[since:crew] if who == "place" and host in line]
         fault.named_s = round(named[0] - began_s, 2) if named else None
         fault.crew_s = round(lines[crew - 1][0] - began_s, 2)
@@ -335,7 +333,7 @@ class Run:
             if seen[what]:
                 fault.parts_s[what] = round(max(seen[what].values()) - began_s, 2)
         fault.again_s = round(max(seen["step"].values()) - began_s, 2)
-        fault.lost_steps = max(0, reached - first + 1)
+        fault.lost_steps = max(0, self._reached(crew) - first + 1)
 
     def _still(self, fault: Fault, members: set[int]) -> None:
         """See that the same crew goes on."""
@@ -354,18 +352,20 @@ class Run:
         if fresh:
             fault.complaint = f"hosts changed: {fresh[0]}"
 
-    def _reached(self) -> int:
-        steps = [told(line).get("step", 0) for _, _, line in self._hosts.said.lines[-60:]]
-        return max(steps, default=0)
+    def _reached(self, before: int) -> int:
+        """Return the last step that some rank has made, by lines before that number."""
+        lines = self._hosts.said.lines[max(0, before - 500) : before]
+        said = [told(line) for _, _, line in lines]
+        return max((each["step"] for each in said if each.get("is") == "step"), default=0)
 
-    def next(self) -> tuple[str, int] | None:
+    def next(self) -> tuple[str, tuple[int, ...]] | None:
         """Draw a fault that can be: somebody must be left, or there must be room."""
         here, absent = set(self._hosts.agents), set(range(HOSTS)) - set(self._hosts.agents)
         fit = [kind for kind in self._kinds if (absent if kind == "join" else len(here) > 1)]
         if not fit:
-            return ("join", min(absent)) if absent else None
+            return ("join", (min(absent),)) if absent else None
         kind = self._chance.choice(fit)
-        return kind, self._chance.choice(sorted(absent if kind == "join" else here))
+        return kind, (self._chance.choice(sorted(absent if kind == "join" else here)),)
 
 
 def told(line: str) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def undisturbed(way: str, optimizer: str, epochs: int) -> tuple[dict[int, list[i
 def run(
     way: str,
     optimizer: str,
-    faults: Sequence[tuple[str, int] | None],
+    faults: Sequence[tuple[str, tuple[int, ...]] | None],
     seed: int,
     kinds: Sequence[str],
 ) -> tuple[list[Fault], str]:
@@ -445,7 +445,7 @@ def run(
             if drawn is not None:
                 fault = one.fault(*drawn)
                 if fault.complaint:
-                    return one.faults, f"{fault.kind} of h{fault.host}: {fault.complaint}"
+                    return one.faults, f"{fault.kind} of {fault.hosts}: {fault.complaint}"
         enough.touch()
         return one.faults, complaint_of(hosts, out, way, optimizer)
 
@@ -476,6 +476,12 @@ def ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / max(float(expected.abs().max()), 0.01))
 
 
+def listed(fault: str) -> tuple[str, tuple[int, ...]] | None:
+    """Return kind and hosts of a fault as it is written on the command line."""
+    kind, _, hosts = fault.partition(":")
+    return kind, tuple(int(host) for host in hosts.split(","))
+
+
 def plans(asked: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     """Yield way, optimizer and seed of each run."""
     ways = [asked.way] if asked.way else list(WAYS)
@@ -494,15 +500,21 @@ def main() -> int:
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--optimizer", choices=OPTIMIZERS)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument(
+        "--sequence",
+        nargs="+",
+        help="these faults in place of drawn ones: kill:1,2 join:1,2 place:0",
+    )
     parser.add_argument("--json", type=Path, help="a file to add a line a fault to")
     asked = parser.parse_args()
     if (lacks := Lab().missing()) is not None:
         print(f"there is no lab here: {lacks}")
         return 1
+    sequence = [listed(fault) for fault in asked.sequence or ()] or [None] * asked.faults
     every: list[Fault] = []
     bad = 0
     for way, optimizer, seed in plans(asked):
-        faults, complaint = run(way, optimizer, [None] * asked.faults, seed, asked.only)
+        faults, complaint = run(way, optimizer, sequence, seed, asked.only)
         every += faults
         bad += bool(complaint)
         for fault in faults:

@@ -95,7 +95,7 @@ def scaled_lr(
 
 @final
 class ScaledLR(LinearLR):
-    """A warm-up to the rates of a batch, also where a checkpoint has those of another one.
+    """A warm-up to the rates of a batch, also if a checkpoint has the rates of another one.
 
     A checkpoint's optimizer may take its state before this scheduler or after it. Either way its
     groups then say with `initial_lr` for which batch their rates are.
@@ -129,7 +129,7 @@ class ScaledLR(LinearLR):
         self._follow()
 
     def _follow(self) -> None:
-        """Give each group that has the rates of the checkpoint's batch those of this one."""
+        """Give the rates of this batch to each group that has the checkpoint's."""
         if self._loaded is None:
             return
         bases, start, length = self._loaded

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -15,7 +16,8 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS, MOST_RANKS_HERE, MOST_SECONDS, whole
 from shoal_tools.commands.options import Finite
 from shoal_tools.elastic.agent import Agent, AgentOptions
-from shoal_tools.elastic.messages import Terms
+from shoal_tools.elastic.members import words_of
+from shoal_tools.elastic.messages import CrewTerms
 from shoal_tools.elastic.place import PORT, MeetingPlace
 from shoal_tools.launch.processes import Interrupts, missing_tools
 
@@ -43,7 +45,7 @@ _MOST_PORT = 65535
     help="Seconds without a sign of life after which a host is lost.",
 )
 def rendezvous(address: str, port: int, lost_after_s: float) -> None:
-    """Keep the list of hosts for `shoal agent`, and say who trains together.
+    """Keep the list of hosts for `shoal agent`, and say which of them train together.
 
     It trains nothing, and may stand on any host. If it ends, ranks go on: start it again.
     """
@@ -123,15 +125,7 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def agent(
-    command: tuple[str, ...],
-    place: str,
-    least: int,
-    most: int,
-    wait_s: float,
-    restarts: int,
-    slots: int,
-    grace_s: float,
-    forks: bool,
+    command: tuple[str, ...], place: str, slots: int, grace_s: float, forks: bool, **terms: Any
 ) -> None:
     """Run COMMAND on this host together with all hosts that are there, as they come and go.
 
@@ -142,16 +136,16 @@ def agent(
     """
     if (lacks := missing_tools("setpriv")) is not None:
         raise UsageError("an agent cannot run here", got=lacks)
-    if most < least:
-        raise UsageError("--max is less than --min", got=f"--min {least} --max {most}")
+    agreed = CrewTerms(**terms)
+    if agreed.most < agreed.least:
+        raise UsageError("--max is less than --min", got=words_of(agreed))
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise UsageError(
             "there is no such script", got=command[0], do="give a script's path, or -m MODULE"
         )
     if command == ("-m",):
         raise UsageError("-m stands before a module", do="give for instance: -m package.train")
-    terms = Terms(least, most, wait_s, restarts)
-    options = AgentOptions(command, slots, terms, grace_s, forks)
+    options = AgentOptions(command, slots, agreed, grace_s, forks)
     with Interrupts() as interrupts:
         own = Agent(_place(place), variables.token(), options, interrupts.received, _says("agent"))
         code = own.run()

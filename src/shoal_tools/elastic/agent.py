@@ -20,20 +20,20 @@ from typing import final
 
 from shoal.comm.rendezvous import host_name
 from shoal.core.interfaces import is_loopback
-from shoal_tools.elastic.line import Line
 from shoal_tools.elastic.messages import (
     Commit,
     CrewEnded,
+    CrewTerms,
     FromPlace,
     Halt,
     Hello,
     JobOver,
     Leave,
     Outcome,
-    Terms,
     Train,
 )
 from shoal_tools.elastic.ranks import HostRanks
+from shoal_tools.elastic.uplink import Uplink
 
 _TURN_S = 0.05
 
@@ -52,7 +52,7 @@ class AgentOptions:
 
     command: tuple[str, ...]
     slots: int = 1
-    terms: Terms = field(default_factory=Terms)
+    terms: CrewTerms = field(default_factory=CrewTerms)
     grace_s: float = 30.0
     forks: bool = True
 
@@ -80,7 +80,7 @@ class Agent:
         self._id, self._options, self._say = uuid.uuid4().hex[:12], options, say
         self._interrupted = interrupted
         self._ranks = HostRanks(options.command, options.slots, forks=options.forks)
-        self._line = Line(place, token, self._hello, say)
+        self._line = Uplink(place, token, self._hello, say)
         self._last: CrewEnded | None = None
         self._free = _FreePort()
         self._kill_s = float("inf")  # when the ranks of a host that leaves are killed
@@ -99,7 +99,7 @@ class Agent:
             self._free.close()
 
     def _turn(self) -> int | None:
-        """Act on what has happened; return the exit code at the end."""
+        """Act on all news; return the exit code at the end."""
         for message in self._line.heard():
             if isinstance(message, JobOver):
                 self._say(f"the job is over: {message.why}")
@@ -135,7 +135,7 @@ class Agent:
         crew = message.crew
         if self._ranks.crew is not None:  # no order of events leads here
             self._ranks.kill()
-        self._free.close()  # for rank 0 to take it
+        self._free.close()  # rank 0 takes it
         first, last = crew.first_rank(self._id), crew.first_rank(self._id) + self._options.slots - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         self._ranks.start(crew, self._id)

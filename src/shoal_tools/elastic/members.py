@@ -23,6 +23,7 @@ from shoal_tools.elastic.messages import (
     Commit,
     Crew,
     CrewEnded,
+    CrewTerms,
     FromAgent,
     FromPlace,
     Halt,
@@ -30,13 +31,12 @@ from shoal_tools.elastic.messages import (
     JobOver,
     Leave,
     Member,
-    Terms,
     Train,
 )
 
 FIRST_SETTLE_S = 5.0  # without a new host, before the first crew starts with fewer than the most
 SETTLE_S = 1.0  # without another new host, before a crew commits to take them in
-RETURN_S = 1.0  # for an agent to come again after its connection has broken
+RETURN_S = 1.0  # time for an agent to come again after its connection has broken
 HALTING_S = 6.0  # without a sign of life, while a crew ends: lost
 
 
@@ -48,7 +48,7 @@ class AgentPlace:
     came_s: float
     heard_s: float
     port: int
-    crew: int = 0  # number of the crew whose ranks run there; 0 for none
+    crew: int = 0  # number of the crew that runs there; 0 for none
     leaves: bool = False
     broke_s: float | None = None  # time at which its connection broke
 
@@ -59,23 +59,23 @@ class AgentPlace:
 
 
 @dataclass
-class Watch:
+class CrewWatch:
     """The crew that trains now, and how its members have ended so far."""
 
     crew: Crew
-    ends: dict[str, CrewEnded] = field(default_factory=dict)  # by agent
+    ends: dict[str, CrewEnded] = field(default_factory=dict)  # ends by agent
     lost: dict[str, str] = field(default_factory=dict)  # words, by agent
     halts: str = ""  # the reason for which all were told to halt
     commits: bool = False  # all were told to commit
 
     @property
     def running(self) -> list[Member]:
-        """Members whose ranks may run still."""
+        """Members with ranks that may run still."""
         return [m for m in self.crew.members if m.agent not in {*self.ends, *self.lost}]
 
 
 @final
-class Membership:
+class Members:
     """The members of one job.
 
     Args:
@@ -87,8 +87,8 @@ class Membership:
         self.over: JobOver | None = None
         self._lost_after_s, self._say = lost_after_s, say
         self._places: dict[str, AgentPlace] = {}
-        self._watch: Watch | None = None
-        self._terms: Terms | None = None
+        self._watch: CrewWatch | None = None
+        self._terms: CrewTerms | None = None
         self._job, self._number, self._failures = uuid.uuid4().hex[:12], 0, 0
         self._since_s = 0.0  # when hosts began to wait for a crew
         self._order: tuple[str, ...] = ()  # agents of the last crew
@@ -125,7 +125,7 @@ class Membership:
             place.heard_s = now_s
 
     def turn(self, now_s: float) -> list[tuple[str, FromPlace]]:
-        """Act on the time, and on what was heard; return messages by agent."""
+        """Act on the time, and on all that was heard; return messages by agent."""
         if self.over is None:
             self._drop(now_s)
             if self._watch is not None:
@@ -171,7 +171,7 @@ class Membership:
         """Take up a crew that trains already: this meeting place was started again."""
         self._job, self._number = crew.job, crew.number
         self._order = tuple(member.agent for member in crew.members)
-        self._watch = Watch(crew)
+        self._watch = CrewWatch(crew)
         self._say(f"takes up crew {crew.number}, which trains: {crew.names}")
         for member in crew.members:
             place = self._places.get(member.agent)
@@ -179,7 +179,7 @@ class Membership:
                 self._watch.ends[member.agent] = _end_of(crew, place.hello)
             if place is None:
                 self._since_s = now_s
-                terms = self._terms or Terms()
+                terms = self._terms or CrewTerms()
                 hello = Hello(member.agent, member.host, member.slots, "", "", 0, terms, crew)
                 place = AgentPlace(hello, now_s, now_s, 0, crew=crew.number)
                 self._places[member.agent] = place
@@ -207,7 +207,7 @@ class Membership:
             if member and self._watch is not None:
                 self._watch.lost[agent] = line
 
-    def _look(self, watch: Watch, now_s: float) -> None:
+    def _look(self, watch: CrewWatch, now_s: float) -> None:
         """Look at the crew that trains."""
         failed = [(a, end) for a, end in watch.ends.items() if end.outcome == "failed"]
         if (watch.lost or failed) and not watch.halts:
@@ -221,26 +221,26 @@ class Membership:
         if not watch.running:
             self._conclude(watch, failed, now_s)
 
-    def _said(self, watch: Watch, agent: str, end: CrewEnded) -> str:
+    def _said(self, watch: CrewWatch, agent: str, end: CrewEnded) -> str:
         host = next(m.host for m in watch.crew.members if m.agent == agent)
         return f"a rank of host {host} {end.said or 'failed'}"
 
-    def _change(self, watch: Watch, now_s: float) -> str:
+    def _change(self, watch: CrewWatch, now_s: float) -> str:
         """Return words about the change for which the crew is to commit, if there is one."""
         members = {member.agent for member in watch.crew.members}
         leaving = [p for a, p in self._places.items() if a in members and p.leaves]
         if leaving:
             return f"{_hosts(leaving)} left"
-        terms = self._terms or Terms()
+        terms = self._terms or CrewTerms()
         new = [p for a, p in self._places.items() if a not in members and not (p.leaves or p.crew)]
         new = new[: terms.most - len(members)]
         settled = all(now_s - place.came_s >= SETTLE_S for place in new)
         return f"{_hosts(new)} came" if new and settled else ""
 
-    def _conclude(self, watch: Watch, failed: Sequence[object], now_s: float) -> None:
+    def _conclude(self, watch: CrewWatch, failed: Sequence[object], now_s: float) -> None:
         """The crew has ended everywhere: the job is over, or another crew follows."""
         self._watch, self._since_s = None, now_s
-        terms, ends = self._terms or Terms(), list(watch.ends.values())
+        terms, ends = self._terms or CrewTerms(), list(watch.ends.values())
         if not watch.lost and all(end.outcome == "done" for end in ends):
             self._end(JobOver(0, "all ranks have ended their work"))
             return
@@ -253,7 +253,7 @@ class Membership:
             why = f"{watch.halts}, and has failed {how_many(self._failures, 'time')}"
             self._end(JobOver(code or 1, why))
 
-    def _form(self, terms: Terms, now_s: float) -> None:
+    def _form(self, terms: CrewTerms, now_s: float) -> None:
         """Start a crew of the hosts that wait, if they are enough."""
         waiting = {a: p for a, p in self._places.items() if not (p.leaves or p.crew)}
         known = [a for a in self._order if a in waiting]
@@ -275,7 +275,7 @@ class Membership:
             first.port,
             "; ".join(dict.fromkeys(self._news)),
         )
-        self._news, self._order, self._watch = [], tuple(agents), Watch(crew)
+        self._news, self._order, self._watch = [], tuple(agents), CrewWatch(crew)
         for agent in agents:
             waiting[agent].crew = crew.number
             self._out.append((agent, Train(crew)))
@@ -283,7 +283,7 @@ class Membership:
         because = f" ({crew.why})" if crew.why else ""
         self._say(f"crew {crew.number}: {hosts}, {ranks}: {crew.names}{because}")
 
-    def _too_few(self, terms: Terms, agents: Sequence[str]) -> str:
+    def _too_few(self, terms: CrewTerms, agents: Sequence[str]) -> str:
         here = ", ".join(self._places[agent].hello.host for agent in agents) or "none"
         lost = "; ".join(dict.fromkeys(self._news))
         return (
@@ -296,17 +296,17 @@ class Membership:
         self._say(f"the job is over: {over.why}")
         self._out += [(agent, over) for agent in self._places]
 
-    def _tell_running(self, watch: Watch, message: FromPlace) -> None:
+    def _tell_running(self, watch: CrewWatch, message: FromPlace) -> None:
         self._out += [(member.agent, message) for member in watch.running]
 
 
 def _end_of(crew: Crew, hello: Hello) -> CrewEnded:
-    """Return how the ranks of a crew have ended on a host whose agent was not heard then."""
+    """Return how the ranks of a crew have ended on a host, as its agent says later."""
     outcome = hello.outcome if hello.ended == crew.number else "failed"
     return CrewEnded(crew.number, outcome, hello.port)
 
 
-def words_of(terms: Terms) -> str:
+def words_of(terms: CrewTerms) -> str:
     """Return terms as the options that give them."""
     return (
         f"--min {terms.least} --max {terms.most} --wait-for {terms.wait_s:g} "

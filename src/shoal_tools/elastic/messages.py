@@ -59,8 +59,8 @@ class Crew(msgspec.Struct, frozen=True):
         return sum(member.slots for member in self.members[:place])
 
 
-class Terms(msgspec.Struct, frozen=True):
-    """Terms of a job, which all agents must give alike.
+class CrewTerms(msgspec.Struct, frozen=True):
+    """CrewTerms of a job, which all agents must give alike.
 
     Args:
         least: fewest hosts that train.
@@ -86,8 +86,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         reached: address of the meeting place as this agent sees it.
         port: a free one, for ranks to meet.
         terms: of the job.
-        crew: whose ranks run there now.
-        ended: number of the last crew whose ranks have ended there.
+        crew: the one that runs there now.
+        ended: number of the last crew that has ended there.
         outcome: how they ended.
         leaves: the host was told to leave.
     """
@@ -98,7 +98,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     address: str
     reached: str
     port: int
-    terms: Terms
+    terms: CrewTerms
     crew: Crew | None = None
     ended: int = 0
     outcome: Outcome = "halted"
@@ -165,12 +165,12 @@ def write(message: Message) -> bytes:
 
 
 def from_agent(text: bytes) -> FromAgent:
-    """Read what an agent says (ValueError for anything else)."""
+    """Read a message of an agent (ValueError for anything else)."""
     said: FromAgent = _READERS["agent"].decode(text)
     return said
 
 
 def from_place(text: bytes) -> FromPlace:
-    """Read what the meeting place says (ValueError for anything else)."""
+    """Read a message of the meeting place (ValueError for anything else)."""
     said: FromPlace = _READERS["place"].decode(text)
     return said

@@ -41,7 +41,7 @@ from shoal.core.registry import of
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.05  # how often it looks for ranks that have ended
-_MOST_BYTES = 1 << 20  # of an order
+_MOST_BYTES = 1 << 20  # length of an order
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -151,7 +151,7 @@ def _become_rank(parent: int, number: int, order: Mapping[str, Any]) -> None:
     os.environ.update({**order["environment"], **agent_variable(number)})
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(write_through=True)  # as PYTHONUNBUFFERED, which came too late
+            stream.reconfigure(write_through=True)  # PYTHONUNBUFFERED came too late
     if threads := whole(os.environ.get("OMP_NUM_THREADS", "")):
         torch.set_num_threads(threads)  # the variable came too late, too
     if "numpy" in sys.modules:  # else all forks draw the same numbers

@@ -1,7 +1,7 @@
-"""The meeting place: agents call it, and it tells them who trains together.
+"""The meeting place: agents call it, and it tells them which hosts train together.
 
 It trains nothing and holds no weights. When it ends, ranks go on, and agents call until one
-listens there again. What it knows then is what they say. The rules are in members.py.
+listens there again. All that it knows then it has from them. The rules are in members.py.
 
 Cost: a thread an agent, which sleeps, and two small messages an agent twice a second.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from shoal.core.errors import UsageError
-from shoal_tools.elastic.members import Membership
+from shoal_tools.elastic.members import Members
 from shoal_tools.elastic.messages import FromAgent, Hello, JobOver, Sign, from_agent
 from shoal_tools.elastic.wire import Wire
 from shoal_tools.launch.entrance import Entrance
@@ -24,7 +24,7 @@ PORT = 29480
 SIGN_S = 0.5  # between two signs of life
 _TURN_S = 0.1
 _SLEPT_S = 3.0  # a turn that took longer: this process was stopped
-_TOLD_S = 2.0  # for agents to hear that the job is over
+_TOLD_S = 2.0  # time for agents to hear that the job is over
 _STRANGERS, _PROOF_S = 128, 10.0  # callers without a proof, and how long they may stay
 
 
@@ -58,7 +58,7 @@ class MeetingPlace:
         self._listener = listener
         self.port = int(listener.getsockname()[1])
         self._token = token
-        self._members = Membership(lost_after_s, say)
+        self._members = Members(lost_after_s, say)
         self._entrance = Entrance([listener], self._serve, _STRANGERS, _PROOF_S, "shoal agents")
         self._said: queue.SimpleQueue[tuple[str, Wire, FromAgent | None]] = queue.SimpleQueue()
         self._wires: dict[str, Wire] = {}  # the newest of each agent
@@ -101,7 +101,7 @@ class MeetingPlace:
                 self._wires.pop(agent).end()
 
     def _hear(self) -> None:
-        """Take what agents have said, and wait a turn for the first of it."""
+        """Take all that agents have said, and wait a turn for the first message."""
         wait_s = _TURN_S
         while True:
             try:

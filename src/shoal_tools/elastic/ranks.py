@@ -3,8 +3,8 @@
     forked    by a nursery that has imported PyTorch already
     fresh     by Python, as torchrun does
 
-Each rank has a session of its own, a socket to its agent, and dies with it. What ranks leave
-behind, such as workers of a DataLoader, is found by a variable that all of it inherits.
+Each rank has a session of its own, a socket to its agent, and dies with it. Processes that
+ranks leave behind are found by a variable that all of it inherits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal_tools.elastic.nursery import Nursery
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
 
 _OWNER = "SHOAL_AGENT_ID"  # a variable of all that a crew's ranks of this host start
-_GONE_S = 5.0  # for a process that was killed to be gone
+_GONE_S = 5.0  # time for a process to go after it was killed
 
 
 @final
@@ -125,7 +125,7 @@ class HostRanks:
         return ("committed" if CREW_ENDED in codes else "done"), "", 0
 
     def kill(self) -> None:
-        """End what is left of the crew."""
+        """End all that is left of the crew."""
         for rank in self._ranks:
             rank.kill()
         if self._ranks:

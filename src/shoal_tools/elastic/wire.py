@@ -15,7 +15,7 @@ from typing import Any, final
 
 from shoal_tools.elastic.messages import MOST_BYTES, Message, write
 
-CALL_S = 3.0  # to connect, and to prove oneself
+CALL_S = 3.0  # time to connect, and to prove oneself
 
 
 @final

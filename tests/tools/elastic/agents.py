@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal_tools.elastic.agent import Agent, AgentOptions
-from shoal_tools.elastic.messages import Terms
+from shoal_tools.elastic.messages import CrewTerms
 from shoal_tools.elastic.place import MeetingPlace
 
 HERE, TOKEN = "127.0.0.1", "0123abcd"
@@ -60,7 +60,7 @@ def forked(work: Callable[[list[int]], int], printed: Path) -> int:
 class Processes:
     """A meeting place and agents, with a folder in which scripts leave files."""
 
-    def __init__(self, folder: Path, terms: Terms = Terms(most=2)) -> None:  # noqa: B008
+    def __init__(self, folder: Path, terms: CrewTerms = CrewTerms(most=2)) -> None:  # noqa: B008
         self.folder, self.terms = folder, terms
         self.port = 0
         self.pids: dict[str, int] = {}
@@ -129,9 +129,9 @@ class Processes:
 
 
 @contextmanager
-def up(folder: Path, *hosts: str, terms: Terms | None = None) -> Iterator[Processes]:
+def up(folder: Path, *hosts: str, terms: CrewTerms | None = None) -> Iterator[Processes]:
     """Start a meeting place and agents on hosts of these names; end all that is left."""
-    processes = Processes(folder, terms or Terms(most=len(hosts) or 2))
+    processes = Processes(folder, terms or CrewTerms(most=len(hosts) or 2))
     try:
         processes.start_place()
         for host in hosts:

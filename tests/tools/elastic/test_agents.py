@@ -11,7 +11,7 @@ import pytest
 from agents import HERE, lives, up
 
 from shoal.core.errors import UsageError
-from shoal_tools.elastic.messages import Terms
+from shoal_tools.elastic.messages import CrewTerms
 from shoal_tools.elastic.place import MeetingPlace
 
 pytestmark = [pytest.mark.quick, pytest.mark.processes, pytest.mark.timeout(120)]
@@ -72,7 +72,7 @@ def test_ranks_go_on_without_the_meeting_place_which_takes_them_up_again(tmp_pat
 
 
 def test_a_rank_that_fails_by_itself_is_said_and_ends_the_job_with_its_code(tmp_path: Path) -> None:
-    with up(tmp_path, "a", terms=Terms(most=2, restarts=1)) as hosts:
+    with up(tmp_path, "a", terms=CrewTerms(most=2, restarts=1)) as hosts:
         hosts.start("b", command=(str(Path(__file__).with_name("failing.py")), str(tmp_path)))
         assert [hosts.code(who) for who in ("a", "b", "place")] == [7, 7, 7]
         assert "a rank of host b ended with exit code 7, and has failed 2 times" in hosts.printed(

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal_tools.elastic.members import FIRST_SETTLE_S, Membership
+from shoal_tools.elastic.members import FIRST_SETTLE_S, Members
 from shoal_tools.elastic.messages import (
     Commit,
     Crew,
     CrewEnded,
+    CrewTerms,
     FromPlace,
     Halt,
     Hello,
@@ -18,7 +19,6 @@ from shoal_tools.elastic.messages import (
     Leave,
     Outcome,
     Sign,
-    Terms,
     Train,
     from_agent,
     from_place,
@@ -43,10 +43,10 @@ class Hosts:
     commits: bool = True  # whether scripts have checkpoints
 
     def __post_init__(self) -> None:
-        self.place = Membership(LOST_S, self.lines.append)
+        self.place = Members(LOST_S, self.lines.append)
 
     def hello(self, host: str, **more: object) -> None:
-        terms = Terms(self.least, self.most, wait_s=60, restarts=1)
+        terms = CrewTerms(self.least, self.most, wait_s=60, restarts=1)
         address, port = f"10.0.0.{host[1:]}", 1000 + int(host[1:])
         hello = Hello(host, host, 2, address, "10.0.0.9", port, terms, **more)  # type: ignore[arg-type]
         self.place.hear(host, hello, self.now_s)
@@ -309,7 +309,7 @@ def test_an_agent_with_other_terms_is_refused() -> None:
 def test_messages_cross_as_they_are_and_others_are_refused() -> None:
     hosts = Hosts().began("h1")
     crew = hosts.crews["h1"]
-    hello = Hello("a", "h1", 1, "", "", 1, Terms(), crew, 3, "failed", True)
+    hello = Hello("a", "h1", 1, "", "", 1, CrewTerms(), crew, 3, "failed", True)
     for said in (hello, Sign(), CrewEnded(1, "done", 2), Leave()):
         assert from_agent(write(said)) == said
     for told in (Sign(), Train(crew), Halt(1, "x"), Commit(1, "x"), JobOver(1, "x")):

@@ -21,7 +21,7 @@ _ANOTHER_TOKEN = 3  # refusals in a row, after which it is no chance
 
 
 @final
-class Line:
+class Uplink:
     """The connection of one agent, made again whenever it breaks.
 
     Args:
@@ -44,7 +44,7 @@ class Line:
         self._read: queue.SimpleQueue[FromPlace | tuple[Wire, str, str] | str] = queue.SimpleQueue()
         self._ended, self._refused = threading.Event(), 0
         self.away_s: float | None = time.monotonic()  # time since when nobody answers
-        self._is_told = False  # that it is away
+        self._is_told = False  # the user knows that it is away
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Line:
             self._wire.send(message)
 
     def heard(self) -> list[FromPlace]:
-        """Return what has come, and say when the meeting place goes or comes."""
+        """Return all messages that have come, and say when the meeting place goes or comes."""
         found: list[FromPlace] = []
         with suppress(queue.Empty):
             while True:
@@ -131,7 +131,7 @@ class Line:
                 message = from_place(wire.read())
                 heard_s = time.monotonic()
                 self._read.put(message)
-        except Exception as error:  # of whatever kind: the connection is of no more use
+        except Exception as error:  # any kind: the connection is of no more use
             self._read.put(str(error) or "it has hung up")
         finally:
             over.set()
