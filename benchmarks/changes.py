@@ -52,7 +52,7 @@ from shoal_tools.launch.namespaces import attempt, enter
 
 JOB = Path(__file__).with_name("change_job.py")
 KINDS = ("kill", "stop", "cut", "leave", "join", "blink", "place")
-PORT, HOSTS, LOST_S = 29480, 4, 5.0
+PORT, HOSTS, LOST_S = 29480, 4, 8.0
 LIMIT_S = float(os.environ.get("CHANGES_LIMIT_S", "90"))  # until a crew trains again
 OWN = "/run/own"  # a host's folder, as its processes see it
 TOKEN = "changes"

@@ -16,7 +16,9 @@ from shoal_tools.elastic.place import SIGN_S
 from shoal_tools.elastic.wire import Wire, call
 
 _AGAIN_S = 0.3  # between two calls
-_SILENT_S = 10.0  # without a sign of life of the meeting place: call again
+# without a sign of life of the meeting place: call again. Behind a pause of the network a new
+# connection carries words sooner than an old one, which has come to wait for long
+_SILENT_S = 3.0
 _ANOTHER_TOKEN = 3  # refusals in a row, after which it is no chance
 
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from shoal_tools.elastic.messages import MOST_BYTES, Message, write
 
-CALL_S = 3.0  # time to connect, and to prove oneself
+CONNECT_S, PROOF_S = 1.5, 5.0  # time to connect, and to prove oneself
 
 
 @final
@@ -73,9 +73,9 @@ def call(place: tuple[str, int], token: str) -> tuple[Wire, str, str]:
         OSError, EOFError: nobody answers there.
         AuthenticationError: somebody with another token does.
     """
-    caller = socket.create_connection(place, timeout=CALL_S)
+    caller = socket.create_connection(place, timeout=CONNECT_S)
     wire = Wire(caller)
-    late = threading.Timer(CALL_S, wire.end)
+    late = threading.Timer(PROOF_S, wire.end)
     late.daemon = True
     try:
         caller.settimeout(None)
