@@ -138,7 +138,7 @@ def test_the_table_has_every_pair_once_and_in_order() -> None:
 def test_features_without_options_go_with_all() -> None:
     """Nobody asks for them, so they are there in every pair below, and refuse no plan."""
     without = [kind for name, kind in of(Feature).items() if name not in WITH_OPTIONS]
-    assert {kind.name for kind in without} == {"residuals", "stragglers"}
+    assert {kind.name for kind in without} == {"experience", "residuals", "stragglers"}
     for kind in without:
         assert kind.unasked() is not None
         assert kind.refuses is Feature.refuses and kind.plan is Feature.plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.known import KnownFigures
 from shoal.core.plan import Plan
+from shoal.features import experience
 from shoal.front import cluster, known_before
 from shoal.front.joining import using
 from shoal.profiling import steps
@@ -35,7 +37,7 @@ class Work:
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
     done = Work()
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    measured, found = steps._measured, known_before.known_plan
+    measured, found = steps._measured, known_before.plan_for
 
     def probe_link(comm: ThreadComm, **_: object) -> Link:
         done.links += comm.rank == 0
@@ -45,13 +47,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
         done.steps += comm.rank == 0
         return measured(sample, layers, comm, *rest)  # type: ignore[arg-type]
 
-    def plan(profile: object, there: object, among: object, find: object) -> Plan:
-        def counted() -> Plan:
-            done.searches += 1
-            made: Plan = find()  # type: ignore[operator]
-            return made
-
-        return found(profile, there, among, counted)  # type: ignore[arg-type]
+    def plan(profile: object, there: object, **among: object) -> Plan:
+        done.searches += 1
+        made: Plan = found(profile, there, **among)  # type: ignore[arg-type]
+        return made
 
     monkeypatch.setattr(cluster, "probe_link", probe_link)
     pace = Pace(Price(1e-4, 1e-8 / 3), Price(1e-5, 1e-9))
@@ -59,7 +58,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
     monkeypatch.setattr(cluster, "probe_moves", lambda *_, **__: pace)
     monkeypatch.setattr(cluster, "probe_now", lambda *_: done.carried)
     monkeypatch.setattr(steps, "_measured", measure)
-    monkeypatch.setattr("shoal.front.spreading.known_plan", plan)
+    monkeypatch.setattr(known_before, "plan_for", plan)
     # of the step to warm up, which other threads' work changes here
     monkeypatch.setattr(steps, "_ALIKE", 1e9)
     return done
@@ -82,16 +81,20 @@ class Changed(Own):
 Changed.__name__ = Changed.__qualname__ = "Own"
 
 
-def start(kind: type[nn.Module] = Own, rows: int = 4) -> Attached:
-    """Start a job anew; give what rank 0 has attached."""
+def start(kind: type[nn.Module] = Own, rows: int = 4, train: int = 0) -> Attached:
+    """Start a job anew, and train for some steps; give what rank 0 has attached."""
     models = [kind() for _ in range(RANKS)]
 
     def rank(comm: ThreadComm) -> Attached:
         model = models[comm.rank]
         with using(comm) as session:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            sample = torch.ones(rows, 4), torch.zeros(rows, 2)
-            shoal.parallelize(model, nn.MSELoss(), optimizer, sample=sample)
+            sample = torch.full((rows, 4), 1.0 + comm.rank), torch.zeros(rows, 2)
+            _, loss_fn, _ = shoal.parallelize(model, nn.MSELoss(), optimizer, sample=sample)
+            for _ in range(train):
+                optimizer.zero_grad()
+                loss_fn(model(sample[0]), sample[1]).backward()
+                optimizer.step()
             return session.attached[model]
 
     return run(RANKS, rank, timeout_s=60)[0]
@@ -189,6 +192,21 @@ def test_links_that_were_given_are_not_kept(work: Work, tmp_path: Path) -> None:
     run(RANKS, rank, hosts=["one", "other"], timeout_s=60)
     assert work.links == 0
     assert [*tmp_path.glob("links-*")] == []
+
+
+def test_steps_of_a_run_are_known_at_the_next_start(
+    work: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(train=experience._STEPS // 2 - 1)
+    assert [*tmp_path.glob("steps-*")] == []
+    start(train=experience._STEPS)
+    (path,) = tmp_path.glob("steps-*")
+    kept = json.loads(path.read_text())["value"]
+    assert kept["taken"] in kept["kinds"]
+    assert kept["kinds"][kept["taken"]]["steps"] > experience._STEPS / 2
+    with caplog.at_level(logging.INFO, "shoal"):
+        start()
+    assert "steps of an earlier run took" in caplog.text
 
 
 def test_files_hold_no_weights(work: Work, tmp_path: Path) -> None:

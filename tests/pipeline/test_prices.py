@@ -17,13 +17,14 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.cost import Pace, Price
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.core.foresight import BUBBLE, COMPUTE, Network, Question
 from shoal.pipeline.absent import Forms
-from shoal.pipeline.prices import StationWork, passage_s, stations_of
+from shoal.pipeline.prices import RowPassage, StationWork, passage_s, stations_of, step_of
 from shoal.pipeline.record import recorded
-from shoal.pipeline.uses import uses_of
+from shoal.pipeline.uses import LayerUse, uses_of
 from shoal.planner.explain import explain
 from shoal.planner.holders import holders_of, unasked_holders
 from shoal.planner.search import repredicted
@@ -67,6 +68,21 @@ def test_a_slow_link_is_a_station_too() -> None:
 def test_short_work_behind_a_crossing_that_takes_years_ends() -> None:
     works = [StationWork(0, 1e-5, 1e15), StationWork(1, 1e-5)]
     assert passage_s(works, 4, cluster(2, rate=1e5)) == pytest.approx(4e10)
+
+
+def test_messages_sums_of_gradients_and_meetings_have_their_seconds() -> None:
+    """Two even stations of one second each way, in one and in two parts of each rank's rows."""
+    uses = [LayerUse(name, 1.0, 1.0, 1e-9, {0: 0.0}, gradient_bytes=8.0) for name in "ab"]
+    moves = Pace(Price(0.5, 0.0), Price(0.2, 0.0))
+    there = cluster(2, moves=moves, pack_byte_s=0.01)
+    stations = stations_of(uses, {"a": 0, "b": 1})
+    message_s = 2 * 0.2 / 2  # flags and values; a move of two ranks is one message each way
+    sum_s = 8.0 * 0.01 * 1.5
+    forward_s, backward_s = step_of(stations, there)
+    assert forward_s == pytest.approx(5 * 0.5 + 3 * (1 + message_s))
+    assert backward_s == pytest.approx(0.5 + 3 * (1 + message_s + sum_s))
+    _, in_parts_s = step_of(stations, there, RowPassage(2))
+    assert in_parts_s == pytest.approx(0.5 + 5 * (0.5 + message_s + 8.0 * 0.01 * 2))
 
 
 def test_a_rank_with_two_stations_takes_one_after_the_other() -> None:

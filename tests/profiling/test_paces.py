@@ -25,7 +25,7 @@ from shoal.core.pieces import cut
 from shoal.exchange.direct import Direct
 from shoal.front.cluster import measured_cluster
 from shoal.front.joining import using
-from shoal.profiling.paces import probe_duplex, probe_moves, probe_paces, probe_pack
+from shoal.profiling.paces import _on_link, probe_duplex, probe_moves, probe_paces, probe_pack
 from shoal.servers.servers import serve
 
 LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)
@@ -130,6 +130,22 @@ def test_messages_of_a_large_bucket_are_counted_in_its_pace() -> None:
         if right_byte and walls[-1].round_s == pytest.approx(LINK.latency_s, rel=0.5):
             return
     pytest.fail(f"{walls} for {LINK}")
+
+
+def test_no_byte_is_cheaper_than_the_link_that_lanes_share() -> None:
+    """An all-reduce on three lanes at 490 Mbit/s: the line had twice the link's rate."""
+    link = Link(6e-4, 61.3e6)
+    small, large = 3 * 98_304 / 6, 3 * 393_216 / 6  # bytes of one of six messages
+    price = _on_link({small: 13.7e-3 / 6, large: 20.9e-3 / 6}, link)
+    assert price.byte_s == pytest.approx(1 / link.bytes_per_s)
+    assert 0.3e-3 < price.round_s < 1.5e-3
+
+
+def test_lanes_that_are_faster_than_one_link_are_priced_as_measured() -> None:
+    link = Link(1e-3, 1e7)
+    price = _on_link({1e5: 1e-3 + 1e5 / 3e7, 1e6: 1e-3 + 1e6 / 3e7}, link)
+    assert price.byte_s == pytest.approx(1 / 3e7)
+    assert price.round_s == pytest.approx(1e-3)
 
 
 def test_what_sends_nothing_costs_nothing() -> None:

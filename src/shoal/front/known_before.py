@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import msgspec
@@ -31,6 +31,10 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.known import KnownFigures
 from shoal.core.plan import Plan
 from shoal.front.stages import Stages
+from shoal.planner.experience import experiences, preferred
+from shoal.planner.options import known
+from shoal.planner.sharing import plan_for
+from shoal.planner.steady import strategies_of
 from shoal.profiling.identity import model_digest
 from shoal.profiling.saved import Measured
 from shoal.session.job import TrainingJob
@@ -151,19 +155,16 @@ def key_of_links(comm: Comm, device: torch.device) -> str:
     return json.dumps({**_versions(comm), "ranks": ranks})
 
 
-def known_plan(
-    profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any], search: Callable[[], Plan]
-) -> Plan:
+def known_plan(profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any]) -> Plan:
     """Return the plan that was found before from the same figures, else search for it.
 
     Args:
         profile: the model.
         cluster: the ranks.
-        among: constraints and options of the search.
-        search: the search, which gives the same plan each time.
+        among: constraints and options of the search, as `plan_for` takes them.
     """
     if cache_folder.folder() is None:
-        return search()
+        return plan_for(profile, cluster, **among)
     said = Stages(speaks=True).say
     key = json.dumps([versions().shoal, profile.digest, cluster.topology.hosts, repr(among)])
     figures = _digest([Measured(profile, cluster).to_json()])
@@ -173,9 +174,33 @@ def known_plan(
             return Plan.from_json(entry.value.get("plan", ""))
         except PlanError as error:  # somebody has edited the file
             said(f"a plan cannot be taken from {cache_folder.path_of(_PLAN, key)} ({error.what})")
-    plan = search()
+    plan = plan_for(profile, cluster, **among)
     if Plan.from_json(plan.to_json()) == plan:
         cache_folder.write(_PLAN, key, {"figures": figures, "plan": plan.to_json()}, said)
+    return plan
+
+
+def learned(
+    best: Plan, profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any], resumes: bool
+) -> Plan:
+    """Return the plan to take by the steps of earlier runs of this job.
+
+    Args:
+        best: the plan that is predicted to be the fastest.
+        profile: the model.
+        cluster: the ranks.
+        among: constraints and options of the search, as `plan_for` takes them.
+        resumes: whether the model goes on from a checkpoint.
+    """
+
+    def search(kinds: Sequence[str]) -> Plan:
+        strategies = strategies_of(kinds, known(among["strategies"]))
+        return known_plan(profile, cluster, {**among, "strategies": strategies})
+
+    say = Stages(speaks=True).say
+    earlier = experiences(profile, cluster.topology, say)
+    plan, why = preferred(best, earlier, search, resumes=resumes)
+    say(why)
     return plan
 
 

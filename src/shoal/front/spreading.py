@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -34,7 +33,7 @@ from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
-from shoal.front.known_before import KnownModel, key_of_model, known_plan
+from shoal.front.known_before import KnownModel, key_of_model, known_plan, learned
 from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
@@ -44,7 +43,7 @@ from shoal.optim.extend import extend
 from shoal.planner.dealt import way_of_dealing
 from shoal.planner.search import repredicted
 from shoal.planner.search_options import Constraints
-from shoal.planner.sharing import plan_for, with_sharing
+from shoal.planner.sharing import with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.tails import tail_of
@@ -332,7 +331,10 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             "options": options.search_options,
             "codecs": codecs_of(options.codecs),
         }
-        plan = known_plan(profile, cluster, among, partial(plan_for, profile, cluster, **among))
+        plan = known_plan(profile, cluster, among)
+        session = found()
+        if session is not None and not (anew or session.others):
+            plan = learned(plan, profile, cluster, among, facts.model in session.usual_rows)
         check_row_parts(plan, profile)
     check_buffers(plan, profile)
     return planned(plan, request.features, facts)

@@ -3,6 +3,9 @@
 Each rank computes its stations in order, of each all micro-batches. Values that cross go out over
 the link of their rank, in order. All forward, then all backward: the two are simulated alone.
 
+Beside the layers' own seconds, each micro-batch costs a station the messages before and behind it,
+and the sum of gradients that an earlier micro-batch has left. All ranks meet some times in a step.
+
 With S even stations and M micro-batches on processors of their own, where nothing crosses, a
 passage takes (M + S - 1) / M of the work of a rank: the bubble is (S - 1) / (M + S - 1).
 
@@ -52,6 +55,11 @@ class StationUses:
     def before_bytes(self) -> float:
         """Bytes that cross before it, for one rank's rows."""
         return self.uses[0].before_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of gradients that each micro-batch adds to."""
+        return sum(use.gradient_bytes for use in self.uses)
 
 
 def stations_at(layers: Sequence[LayerProfile], holders: Mapping[str, int]) -> list[StationUses]:
@@ -113,21 +121,44 @@ def step_of(
         passage: the way of rows through them.
     """
     parts, micro_batches = passage.parts, cluster.size * passage.parts
-    part = cluster.turn / parts
+    part, message_s = cluster.turn / parts, _message_s(cluster)
     before = [0.0, *(station.before_bytes / parts for station in stations[1:]), 0.0]
 
     def work(station: StationUses, seconds: float, come: float, go: float) -> StationWork:
         seconds = seconds * passage.slower * part + come * passage.read_s + go * passage.code_s
+        seconds += _MESSAGES * message_s * ((come > 0) + (go > 0))
         return StationWork(station.rank, seconds, go * passage.sent)
 
     ends = [*zip(stations, pairwise(before), strict=True)]
     there = [work(each, each.forward_s, come, go) for each, (come, go) in ends]
-    back = [work(each, each.backward_s, come, go) for each, (go, come) in ends]
+    back = [
+        work(each, each.backward_s + parts * _added_s(each, cluster, parts), come, go)
+        for each, (go, come) in ends
+    ]
     dealt_s = _input_bytes(stations) * (cluster.size - 1) / cluster.link.bytes_per_s
+    meeting_s = cluster.moves.wall.round_s if cluster.moves else 0.0
     return (
-        dealt_s + passage_s(there, micro_batches, cluster),
-        passage_s(back[::-1], micro_batches, cluster),
+        dealt_s + _FORWARD_MEETINGS * meeting_s + passage_s(there, micro_batches, cluster),
+        _BACKWARD_MEETINGS * meeting_s + passage_s(back[::-1], micro_batches, cluster),
     )
+
+
+def _message_s(cluster: Cluster) -> float:
+    """Return a processor's seconds for a message that a rank sends or receives."""
+    if cluster.moves is None or cluster.size == 1:
+        return 0.0
+    in_round = 2 * (cluster.size - 1)  # messages that a move among all ranks sends and receives
+    return cluster.moves.cpu.round_s / in_round
+
+
+def _added_s(station: StationUses, cluster: Cluster, parts: int) -> float:
+    """Return the seconds by which one micro-batch's gradients lengthen a station's backward.
+
+    They are added to those of the micro-batch before. Where a rank's rows go in parts, each part
+    writes gradients of its own; one writing is in the profile of the rank's rows.
+    """
+    passes = _SUM_PASSES + (parts - 1) / parts
+    return station.pace * station.gradient_bytes * cluster.pack_byte_s * passes
 
 
 def least_s(
@@ -262,4 +293,7 @@ class _Passage:
 
 
 _MESSAGES = 2  # flags that tell the values with a gradient, then the values
+# of all ranks: the forms of a call, its inputs, the use of an output, targets, and losses; slopes
+_FORWARD_MEETINGS, _BACKWARD_MEETINGS = 5, 1
+_SUM_PASSES = 1.5  # a sum reads two tensors and writes one; packing reads one and writes one
 _ROUNDING = 1e-9  # seconds

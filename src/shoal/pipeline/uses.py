@@ -87,6 +87,7 @@ class LayerUse:
         backward_s: seconds of the same in backward.
         before_bytes: bytes that cross before it, of one rank's rows.
         inputs: the bytes of each input of forward that it needs, by the input's number.
+        gradient_bytes: bytes of its layers' gradients, which each micro-batch adds to.
     """
 
     layer: str
@@ -94,6 +95,7 @@ class LayerUse:
     backward_s: float
     before_bytes: float
     inputs: Mapping[int, float]
+    gradient_bytes: float = 0.0
 
 
 def uses_of(layers: Sequence[LayerProfile]) -> list[LayerUse]:
@@ -123,6 +125,7 @@ def uses_of(layers: Sequence[LayerProfile]) -> list[LayerUse]:
             fmean(forward_s[other] for other in alike[use.kind]),
             fmean(backward_s[other] for other in alike[use.kind]),
             *use.crossing,
+            sum(layer.nbytes for layer in use.layers),
         )
         for use in uses
     ]

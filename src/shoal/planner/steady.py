@@ -21,6 +21,9 @@ from shoal.core.role import Role
 from shoal.planner.options import known
 from shoal.planner.search_options import Constraints
 
+# kinds of plans, the simplest first; a plan is of the highest kind that any of its layers has
+KINDS = ("all-reduce", "owners or factors", "cut layers", "a pipeline")
+_CUT = KINDS.index("cut layers")
 LEAD = 0.05  # share of the step
 LEAD_ON_FAST = 0.10
 _FAST = 125e6  # bytes a second of a link: 1 Gbit/s
@@ -51,19 +54,33 @@ def steadied(
     return best
 
 
+def kind_of(plan: Plan) -> str:
+    """Return the kind of a plan, one of `KINDS`."""
+    kinds = of(Strategy)
+    return KINDS[max(_level(kinds[choice.strategy].role) for choice in plan.choices)]
+
+
+def strategies_of(kinds: Sequence[str], allowed: Iterable[str]) -> tuple[str, ...]:
+    """Return the strategies that plans of these kinds may have, of those that are allowed."""
+    roles = of(Strategy)
+    return tuple(name for name in allowed if KINDS[_level(roles[name].role)] in kinds)
+
+
 def _simpler(plan: Plan, allowed: Sequence[str]) -> Iterable[tuple[str, ...]]:
     """Return sets of simpler strategies than a plan has, the simplest first."""
     kinds = of(Strategy)
     levels = {name: _level(kinds[name].role) for name in allowed}
-    highest = max(_level(kinds[choice.strategy].role) for choice in plan.choices)
-    for level in range(highest):
+    highest = KINDS.index(kind_of(plan))
+    for level in range(min(highest, _CUT)):
         names = tuple(name for name in allowed if levels[name] <= level)
         if names and level in levels.values():
             yield names
 
 
 def _level(role: Role) -> int:
-    """Return 0 for an all-reduce, 1 for whole parameters on every rank, and 2 for others."""
+    """Return the index in `KINDS` of a strategy's kind."""
     if role is Role.BUCKET:
         return 0
-    return 1 if role.is_updated_everywhere or role is Role.OWNED else 2
+    if role.names_ranks:
+        return _CUT + 1
+    return 1 if role.is_updated_everywhere or role is Role.OWNED else _CUT

@@ -24,7 +24,7 @@ from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
-SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3  # bytes of a message; so many after each of so many pauses
 _PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
@@ -41,7 +41,7 @@ _TRYING = "trying the links"
 
 
 def probe_link(
-    comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, budget_s: float = 3.0
+    comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, budget_s: float = 2.0
 ) -> Link:
     """Measure what one rank's way to the others carries while all of them use theirs.
 

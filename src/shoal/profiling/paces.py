@@ -40,6 +40,7 @@ _QUICK_S, _BUDGET_S = 0.12, 0.5
 _TIMES = 2
 _AGREE = 0.1  # what runs that agree differ by
 _MOST_ROUNDS = 64
+_ONE_LINK = 1.2  # times the link's rate: lanes that carry no more share it
 _PACK_S = 0.1
 _COLD = 64 << 20  # bytes that no cache holds beside as many others
 _DUPLEX_S = 1.0  # of each turn: what the queues of a link hold is used up in a tenth of it
@@ -114,9 +115,30 @@ def probe_paces(
                 cpu[sent / messages] = cpu_seconds / len(lanes) / messages
             processor = Price(*fit_line(cpu))
             at_least = replace(processor, byte_s=max(processor.byte_s, link.cpu_s_per_byte))
-            return Pace(Price(*fit_line(wall)), at_least)
+            return Pace(_on_link(wall, link), at_least)
 
         return {name: pace(exchange) for name, exchange in exchanges.items()}
+
+
+def _on_link(seconds: Mapping[float, float], link: Link) -> Price:
+    """Fit a price to measured sizes; no byte is cheaper than the link can carry it.
+
+    Small buckets wait for one another's messages, and a shaped link lets a burst pass after each
+    wait. A line through them and a larger bucket is too flat: by it, a large bucket would go faster
+    than the link. Lanes with links of their own are faster than one link, and are priced as they
+    are measured.
+
+    Args:
+        seconds: by bytes of a message on all lanes.
+        link: the link that lanes share.
+    """
+    round_s, byte_s = fit_line(seconds)
+    least_s, largest = 1 / link.bytes_per_s, max(seconds)
+    if byte_s >= least_s or largest * least_s > _ONE_LINK * seconds[largest]:
+        return Price(round_s, byte_s)
+    left = [(max(0.0, s - nbytes * least_s), 1 / max(s, 1e-9)) for nbytes, s in seconds.items()]
+    weights = sum(weight for _, weight in left)
+    return Price(sum(s * weight for s, weight in left) / weights, least_s)
 
 
 def _a_round(run: Callable[[int], tuple[float, ...]], first_s: float) -> list[float]:

@@ -1,16 +1,17 @@
 """Finds out whether a pipeline may cut a rank's batch into parts: the model treats rows apart.
 
 It runs the sample whole and in parts, compares, and takes the time. Done if parts are asked for, or
-if the planner may choose a pipeline, and with it parts. Costs four forwards.
+if the planner may choose a pipeline, and with it parts. Costs three forwards.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -75,7 +76,7 @@ class RowFacts(Facts):
             before = known.get(form, cut)
             known[form] = tuple(a and b for a, b in zip(before, cut, strict=True))
         reason = next((facts.reason for facts in tried if facts.reason), "")
-        rows, added = max(facts.rows for facts in tried), min(facts.added for facts in tried)
+        rows, added = max(facts.rows for facts in tried), median(facts.added for facts in tried)
         return cls(reason, tuple(known.items()), rows, added)
 
 
@@ -150,39 +151,56 @@ def _tried(trial: Trial) -> RowFacts:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return RowFacts(f"{name} normalises by all rows of a rank")
-    calls: list[tuple[Any, Any]] = []
+    slots = [slot for slot in states(model, None).values() if slot.is_buffer]
+    with _kept(slots) as put_back:
+        calls = _calls_of(trial)
+        for name, module in model.named_modules():
+            for attribute, value in kept_by(module).items():
+                if any(leaf.requires_grad and not leaf.dim() for leaf in tensors_in(value)):
+                    place = ".".join(filter(None, (name, attribute)))
+                    return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
+        found: dict[str, tuple[bool, ...]] = {}
+        parts, rows, added_now = trial.row_parts or _FEWEST, 0, 0.0
+        for call, output in calls:
+            rows = rows_of(call.shapes)
+            if rows < 2:
+                return RowFacts(_NO_ROWS)
+            trying = _RowTrial(model, call, output, slots, put_back)
+            reason = ""
+            for cut in dict.fromkeys(_cuts(call)):
+                its_reason, added_now = trying.differs(cut, parts)
+                if not its_reason:
+                    found[call.form] = cut
+                    break
+                reason = reason or its_reason
+            if call.form not in found:
+                return RowFacts(reason)
+    added = trial.known.figure("parts of rows", float, lambda: added_now)
+    return RowFacts("", tuple(found.items()), rows, added)
 
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(copied((args, kwargs)))
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+def _calls_of(trial: Trial) -> list[tuple[ModelCall, Any]]:
+    """Run the sample, and return each call of the model with its output."""
+    model, calls = trial.sample.model, list[Any]()
+    before = list[Any]()
+
+    def called(_: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append(copied((args, kwargs)))
+
+    def returned(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        args, kwargs = before.pop()
+        calls.append((ModelCall(args, kwargs, {}), copied(_detached(output))))
+
+    hooks = [
+        model.register_forward_pre_hook(called, with_kwargs=True),
+        model.register_forward_hook(returned, with_kwargs=True),
+    ]
     try:
         trial.sample.output()
     finally:
-        hook.remove()
-    for name, module in model.named_modules():
-        for attribute, value in kept_by(module).items():
-            if any(leaf.requires_grad and not leaf.dim() for leaf in tensors_in(value)):
-                place = ".".join(filter(None, (name, attribute)))
-                return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
-    found: dict[str, tuple[bool, ...]] = {}
-    parts, rows, added_now = trial.row_parts or _FEWEST, 0, 0.0
-    for args, kwargs in calls:
-        call = ModelCall(args, kwargs, {})
-        rows = rows_of(call.shapes)
-        if rows < 2:
-            return RowFacts(_NO_ROWS)
-        reason = ""
-        for cut in dict.fromkeys(_cuts(call)):
-            its_reason, added_now = _differs(model, call, cut, parts)
-            if not its_reason:
-                found[call.form] = cut
-                break
-            reason = reason or its_reason
-        if call.form not in found:
-            return RowFacts(reason)
-    added = trial.known.figure("parts of rows", float, lambda: added_now)
-    return RowFacts("", tuple(found.items()), rows, added)
+        for hook in hooks:
+            hook.remove()
+    return calls
 
 
 def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
@@ -200,24 +218,38 @@ def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
     return [every, without_squares]
 
 
-def _differs(
-    model: nn.Module, call: ModelCall, cut: tuple[bool, ...], count: int
-) -> tuple[str, float]:
-    """Return why parts of a call are not the call, '' if they are; and what a further part adds."""
-    slots = [slot for slot in states(model, None).values() if slot.is_buffer]
-    with _kept(slots) as put_back:
+class _RowTrial:
+    """One call of a model, which is tried whole and in parts of its rows.
 
-        def run(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-            put_back()
-            args, kwargs = call.with_tensors(copied(tensors))
-            output = _detached(model(*args, **kwargs))
-            return output, [slot.tensor.clone() for slot in slots if slot.tensor is not None]
+    Args:
+        model: the model.
+        call: the call.
+        output: the output that it has given once.
+        slots: the model's buffers.
+        put_back: gives the buffers their values from before.
+    """
 
-        with _repeating(model, lambda: run(call.tensors)[0]):
-            device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-            clock = [_now(device)]
-            whole, after = run(call.tensors)
-            clock.append(_now(device))
+    def __init__(
+        self,
+        model: nn.Module,
+        call: ModelCall,
+        output: Any,
+        slots: Sequence[TensorSlot],
+        put_back: Callable[[], None],
+    ) -> None:
+        self._model, self._call, self._first = model, call, output
+        self._slots, self._put_back = slots, put_back
+        self._device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
+
+    def differs(self, cut: tuple[bool, ...], count: int) -> tuple[str, float]:
+        """Return why parts of the call are not the call, '' if they are; and what a part adds."""
+        call, clock = self._call, [_now(self._device)]
+        whole, after = self._run(call.tensors)
+        clock.append(_now(self._device))
+        with self._repeating(whole) as is_repeated:
+            if not is_repeated:  # training draws random numbers
+                whole, after = self._run(call.tensors)
+                clock.append(_now(self._device))
             if any(leaf.is_floating_point() and not leaf.dim() for leaf in tensors_in(whole)):
                 return _OWN_LOSS, 0.0
             outputs, begin = [], 0
@@ -226,16 +258,40 @@ def _differs(
             for size in sizes:
                 part, begin = RowPart(0, begin, size, cut), begin + size
                 try:
-                    output, its = run([part.of(n, t) for n, t in enumerate(call.tensors)])
+                    output, its = self._run([part.of(n, t) for n, t in enumerate(call.tensors)])
                 except Exception as error:  # forward is somebody's own, and may raise anything
                     return f"the model does not take a part of the sample ({error})", 0.0
                 if not all(map(_same, after, its)):
                     return "forward changes a buffer by all rows of a rank", 0.0
                 outputs.append(output)
-            clock.append(_now(device))
-    whole_s, parts_s = (end - begin for begin, end in pairwise(clock))
-    added = max(0.0, parts_s / whole_s - 1) / (len(sizes) - 1)
-    return "" if _is_joined(whole, outputs) else _OTHERWISE, added
+            clock.append(_now(self._device))
+        whole_s, parts_s = [end - begin for begin, end in pairwise(clock)][-2:]
+        added = max(0.0, parts_s / whole_s - 1) / (len(sizes) - 1)
+        return "" if _is_joined(whole, outputs) else _OTHERWISE, added
+
+    def _run(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return the output for these tensors, and the buffers behind it."""
+        self._put_back()
+        args, kwargs = self._call.with_tensors(copied(tensors))
+        output = _detached(self._model(*args, **kwargs))
+        return output, [slot.tensor.clone() for slot in self._slots if slot.tensor is not None]
+
+    @contextmanager
+    def _repeating(self, second: Any) -> Iterator[bool]:
+        """Let the model give the same twice; tell whether it does so in training.
+
+        If training draws random numbers, the model is in evaluation inside.
+        """
+        modes = [(module, module.training) for module in self._model.modules()]
+        first, again = tensors_in(self._first), tensors_in(second)
+        same = len(first) == len(again) and all(map(_same, first, again))
+        if not same:
+            self._model.eval()
+        try:
+            yield same
+        finally:
+            for module, was in modes:
+                module.training = was
 
 
 def _now(device: torch.device) -> float:
@@ -255,20 +311,6 @@ def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
     return all(
         close(leaf, [own[number] for own in parts]) for number, leaf in enumerate(wholes)
     ) and len(tensors_in(joined(outputs))) == len(wholes)
-
-
-@contextmanager
-def _repeating(model: nn.Module, run: Any) -> Iterator[None]:
-    """Let a model give the same twice: in evaluation, if training draws random numbers."""
-    training = [(module, module.training) for module in model.modules()]
-    first, second = tensors_in(run()), tensors_in(run())
-    if not all(map(_same, first, second)):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training:
-            module.training = was
 
 
 @contextmanager
