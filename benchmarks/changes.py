@@ -245,12 +245,15 @@ class Run:
         fault = Fault(self._name, kind, struck, len(hosts.agents))
         since, began_s = len(said.lines), time.time()
         members = set(hosts.agents)
-        members = members | {*struck} if kind == "join" else members - {*struck}
+        if kind == "join":
+            members |= {*struck}
+        elif kind not in ("blink", "place"):
+            members -= {*struck}
         for host in struck:
             self._strike(kind, host)
         fault.after = len(members)
         if kind in ("blink", "place"):
-            self._still(fault, {*hosts.agents})
+            self._still(fault, members)
         else:
             self._again(fault, members, since, began_s)
         self.faults.append(fault)
