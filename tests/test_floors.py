@@ -41,7 +41,7 @@ TOOLS = {
     "contenders": 20,
     "doctor": 21,
     "report": 21,
-    "spark": 22,
+    **dict.fromkeys(["spark", "elastic"], 22),
     "commands": 23,
     "cli": 24,
 }

@@ -17,6 +17,7 @@ from shoal.comm.other_launchers import adopt
 from shoal.core.errors import ShoalError, UsageError
 from shoal.front.errors import exit_of_recipe, foreign, whole
 from shoal.session.session import leave, world
+from shoal_tools.commands.agent import agent, rendezvous
 from shoal_tools.commands.bench import bench
 from shoal_tools.commands.check import check
 from shoal_tools.commands.doctor import doctor
@@ -96,7 +97,7 @@ def main(traceback: bool) -> None:
 
 
 _MEASURING = plan, simulate, check, bench, report, probe, cache
-for _command in (train, run, test, features, *_MEASURING, doctor, lab):
+for _command in (train, run, test, features, *_MEASURING, doctor, lab, rendezvous, agent):
     main.add_command(_command)
 
 

@@ -195,3 +195,27 @@ def test_a_folder_that_was_removed_is_locked_again(tmp_path: Path) -> None:
             run.lock_again()
     other.unlock()
     run.unlock()
+
+
+def test_a_lock_of_an_earlier_crew_of_the_same_job_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be(own: tuple[str, int] | None) -> None:
+        monkeypatch.setattr("shoal.checkpoint.run.crew", lambda: own)
+
+    be(("job", 3))
+    stopped, later = RunFolder(tmp_path), RunFolder(tmp_path)
+    stopped.lock()
+    for own in (None, ("other", 4), ("job", 3), ("job", 2)):
+        be(own)
+        with pytest.raises(UsageError, match="another job"):
+            later.lock()
+    be(("job", 4))
+    later.lock()
+    be(("job", 3))
+    with pytest.raises(UsageError, match=r"another job(.|\n)*of job job crew 4"):
+        stopped.lock_again()
+    be(("job", 4))
+    later.lock_again()
+    later.unlock()
+    stopped.unlock()

@@ -6,6 +6,9 @@ import logging
 import os
 import shutil
 import signal
+import socket
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.checkpoint.folder import LATEST
-from shoal.comm.threads import ThreadComm
+from shoal.comm.rendezvous import agent_variable, has_agent, is_asked_to_end
+from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
 from shoal_tools.testing.faulty import Faults
@@ -176,6 +180,64 @@ def test_an_error_in_the_loop_lets_signals_act_as_before(tmp_path: Path) -> None
         assert signal.getsignal(signal.SIGINT) is not before
         raise KeyError
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Have an agent, as its ranks do; return its end of the socket."""
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        for name, value in agent_variable(theirs.fileno()).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SHOAL_JOB", "job-2")
+        yield own
+
+
+def test_all_ranks_end_at_one_step_with_a_checkpoint_when_an_agent_asks(
+    tmp_path: Path, agent: socket.socket
+) -> None:
+    def work(comm: ThreadComm, script: Script) -> tuple[Any, int]:
+        script.start()
+        ended: SystemExit | None = None
+        saved = shoal.Checkpoints(tmp_path, every_s=600, **script.objects)
+        try:
+            with saved:
+                for number in count():
+                    script.step(number % 8)
+                    if comm.rank == 0 and number == 2:
+                        agent.send(b"e")
+                    saved.step()
+        except SystemExit as error:
+            ended = error
+        return ended and ended.code, saved.steps
+
+    ((code, steps),) = set(on_ranks(2, work))
+    assert (code, (tmp_path / LATEST).read_text()) == (75, f"step-{steps:08d}\n")
+    assert steps >= 3
+
+
+def test_a_process_that_only_inherits_the_variable_has_no_agent(
+    tmp_path: Path, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.send(b"e")
+    assert has_agent() and is_asked_to_end()
+    number, _, inode = os.environ["SHOAL_AGENT"].partition(":")
+    for other in (f"{number}:{int(inode) + 1}", f"9999:{inode}", "x", f"{number}"):
+        monkeypatch.setenv("SHOAL_AGENT", other)
+        assert not has_agent() and not is_asked_to_end()
+
+
+def test_a_later_crew_that_finds_no_checkpoint_is_told_that_it_begins_anew(
+    tmp_path: Path, agent: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    with using(ThreadComm()), shoal.Checkpoints(tmp_path, model=model) as saved:
+        saved.resume()
+        assert "begins anew" in caplog.text and "local=True" in caplog.text
+        caplog.clear()
+        saved.save()
+        saved.resume()
+    assert "begins anew" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,42 @@ def test_what_is_saved_goes_on() -> None:
     assert before + rates(again, other, 3) == pytest.approx([0.1, 0.275, 0.45, 0.625, 0.8])
 
 
+@pytest.mark.parametrize("first", ["optimizer", "scheduler"])
+@pytest.mark.parametrize("steps", [2, 6])
+def test_rates_follow_the_batch_of_a_run_that_goes_on_with_more_ranks(
+    first: str, steps: int
+) -> None:
+    made, again = optimizer(), optimizer()
+    scheduler = shoal.scaled_lr(made, batch=128, base_batch=64, warmup_steps=4)
+    rates(made, scheduler, steps)
+    other = shoal.scaled_lr(again, batch=512, base_batch=64, warmup_steps=4)
+    if first == "scheduler":
+        other.load_state_dict(scheduler.state_dict())
+    again.load_state_dict(made.state_dict())
+    if first == "optimizer":
+        other.load_state_dict(scheduler.state_dict())
+    undisturbed = optimizer()
+    alone = shoal.scaled_lr(undisturbed, batch=512, base_batch=64, warmup_steps=4)
+    expected = rates(undisturbed, alone, steps + 5)[steps:]
+    assert rates(again, other, 5) == pytest.approx(expected)
+    assert again.param_groups[1]["lr"] == pytest.approx(0.02 * 8)
+
+
+def test_rates_follow_beside_another_schedule_and_back_to_the_first_batch() -> None:
+    def both(batch: int) -> tuple[SGD, Any]:
+        made = optimizer()
+        warm = shoal.scaled_lr(made, batch=batch, base_batch=64)
+        return made, lr_scheduler.ChainedScheduler([warm, lr_scheduler.StepLR(made, 3, 0.5)], made)
+
+    found, (made, scheduler) = [], both(256)
+    for batch in (128, 256, 64):
+        found += rates(made, scheduler, 2)
+        (old, state), (made, scheduler) = (made, scheduler.state_dict()), both(batch)
+        scheduler.load_state_dict(state)
+        made.load_state_dict(old.state_dict())
+    assert found == pytest.approx([0.4, 0.4, 0.2, 0.1, 0.2, 0.2])
+
+
 def test_both_batches_are_said(caplog: pytest.LogCaptureFixture) -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm):

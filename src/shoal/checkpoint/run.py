@@ -31,6 +31,7 @@ from shoal.checkpoint.folder import (
     write_text,
 )
 from shoal.checkpoint.store import Store
+from shoal.comm.rendezvous import crew
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import open_regular, read_text
 
@@ -148,6 +149,11 @@ class RunFolder:
             ) from error
         try:
             holder = self._held(lock)
+            if holder is None:
+                lock.close()
+                (self.folder / _LOCK).unlink()
+                lock = open_regular(self.folder / _LOCK, flags)
+                holder = self._held(lock) or b""
         except BaseException:
             lock.close()
             raise
@@ -162,19 +168,28 @@ class RunFolder:
         self._lock = lock
         with contextlib.suppress(OSError):  # a full disk; the text is for people only
             os.ftruncate(lock.fileno(), 0)
-            holder = b"%s%d on %s\n" % (_OWN, os.getpid(), os.fsencode(socket.gethostname()))
+            of_crew = " of job {} crew {}".format(*own) if (own := crew()) else ""
+            who = f"{os.getpid()} on {socket.gethostname()}{of_crew}\n"
+            holder = _OWN + os.fsencode(who)
             os.pwrite(lock.fileno(), holder, 0)
         clean_run(self.folder, _NAME.pattern)
 
-    def _held(self, lock: BinaryIO) -> bytes:
-        """Take the kernel's lock, and return the text that its last holder wrote."""
+    def _held(self, lock: BinaryIO) -> bytes | None:
+        """Take the kernel's lock, and return the text that its last holder wrote.
+
+        None means that an earlier crew of this very job has it: its host is stopped, or away. When
+        that goes on, `lock_again` finds that its lock was removed, and is refused.
+        """
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            text = lock.read(200).decode(errors="replace").strip()
+            if _is_of_earlier_crew(text):
+                return None
             raise UsageError(
                 "another job writes its checkpoints there",
                 where=str(self.folder),
-                got=lock.read(200).decode(errors="replace").strip() or "a lock of another process",
+                got=text or "a lock of another process",
                 do="give this job a folder of its own, or end the other one",
             ) from error
         except OSError:
@@ -275,6 +290,12 @@ class StoredRun(RunFolder):
 
     def unlock(self) -> None:
         self.sweep()
+
+
+def _is_of_earlier_crew(holder: str) -> bool:
+    """Whether an earlier crew of this process's job wrote that into a lock."""
+    found, own = re.search(r" of job (\S+) crew ([0-9]{1,9})$", holder), crew()
+    return bool(found and own and found[1] == own[0] and int(found[2]) < own[1])
 
 
 def run_at(place: Path | Store) -> RunFolder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from shoal.contracts.launcher import (
+    AGENT,
     BLAMED,
     GO,
     MARK,
@@ -150,6 +152,44 @@ def servers() -> int:
 def attempt() -> str:
     """How often the launcher has started the ranks again."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def agent_variable(number: int) -> dict[str, str]:
+    """Return the variable that leads a rank to its agent, by the number of its open socket."""
+    return {AGENT: f"{number}:{os.fstat(number).st_ino}"}
+
+
+def has_agent() -> bool:
+    """Whether an agent has started this rank, and starts it again when hosts come or go."""
+    return _agent_socket() is not None
+
+
+def is_asked_to_end() -> bool:
+    """Whether this host's agent asks for a checkpoint, so that other hosts can take part."""
+    number = _agent_socket()
+    if number is None:
+        return False
+    waiting = select.poll()
+    waiting.register(number, select.POLLIN)
+    return bool(waiting.poll(0))
+
+
+def crew() -> tuple[str, int] | None:
+    """Return the job and the number of the crew that an agent has started this rank for."""
+    job, _, number = os.environ.get(MARK, "").rpartition("-")
+    counted = whole(number)
+    return (job, counted) if counted is not None and has_agent() else None
+
+
+def _agent_socket() -> int | None:
+    """Return the agent's socket, if this process has it: others only inherit the variable."""
+    number, _, inode = os.environ.get(AGENT, "").partition(":")
+    if (found := whole(number)) is None:
+        return None
+    try:
+        return found if str(os.fstat(found).st_ino) == inode else None
+    except OSError:
+        return None
 
 
 def seat(*, has_joined: bool = False) -> Seat:

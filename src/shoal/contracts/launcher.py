@@ -18,6 +18,10 @@ TOKEN = "SHOAL_TOKEN"
 SERVERS, TAIL = "SHOAL_SERVERS", "SHOAL_TAIL"
 # a file for the number of the rank that failed, as this rank has heard
 BLAMED = "SHOAL_BLAMED"
+# how a rank reaches the agent of its host, if there is one: a socket's number and inode
+AGENT = "SHOAL_AGENT"
+# exit code of a rank that has written a checkpoint and ends so that other hosts can take part
+CREW_ENDED = 75
 # in the ranks' store, what befell the job: `what`, and the `rank` that failed or null
 VERDICT = "verdict"
 # and the id of the start whose ranks have all come

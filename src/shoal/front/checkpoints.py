@@ -26,7 +26,9 @@ from shoal.checkpoint.snapshot import Copies, Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import Store
 from shoal.comm.agreement import agreed
+from shoal.comm.rendezvous import crew, has_agent, is_asked_to_end
 from shoal.contracts.comm import Comm
+from shoal.contracts.launcher import CREW_ENDED
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, check_whole, is_count, is_positive
@@ -43,6 +45,18 @@ _BRINGING = "shoal.Checkpoints: bringing the newest checkpoint"
 _ENDING = "shoal.Checkpoints: the last checkpoint"
 _SOON_S = 1.0  # in which a signal is noticed
 _LATE = 1 / 60  # of the time between two checkpoints
+
+
+@final
+class CrewChanges(SystemExit):
+    """This rank has written a checkpoint and ends, because hosts come or go.
+
+    `Checkpoints.step` raises it under `shoal agent`, which starts the script again among the hosts
+    that are there then. It is a SystemExit: a script that does not catch it ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CREW_ENDED)
 
 
 @final
@@ -116,7 +130,7 @@ class Checkpoints:
         self._run = run_at(agreed(self._comm, checked, _OPENING))
         self._copies = Copies()
         self._clock = CheckpointClock(
-            every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s)
+            every_s, _SOON_S if signals or has_agent() else max(_SOON_S, _LATE * every_s)
         )
         self._background = Background(self._failed)
         first = self._comm.topology.local_ranks
@@ -165,6 +179,7 @@ class Checkpoints:
         agreed(self._comm, nothing if self._comm.rank else self._run.bring, _BRINGING)
         try:
             if (found := self._newest()) is None:
+                self._warn_if_begun_before()
                 return plain
             saved, words = found
             values = restored(saved, self._objects, self._comm)
@@ -192,6 +207,15 @@ class Checkpoints:
         words = words.replace(str(path), self._run.where(path.name))
         return fetched(self._comm, path, self._objects), words
 
+    def _warn_if_begun_before(self) -> None:
+        """Warn where a crew before this one may have had checkpoints that nobody sees now."""
+        own = crew()
+        if own is not None and own[1] > 1 and self._comm.rank == 0:
+            LOGGER.warning(
+                "no host sees a checkpoint, so the run begins anew. If there was one, it was on a "
+                "host that is gone: give Checkpoints(local=True), or a folder that all hosts see"
+            )
+
     def step(self, **values: Any) -> bool:
         """Count a step, and save if it is time: to be called behind `optimizer.step()`.
 
@@ -201,6 +225,10 @@ class Checkpoints:
         Returns:
             Whether a signal has asked this run to end. A checkpoint is written: leave the loop.
             From then on steps are not counted, and it goes on returning True.
+
+        Raises:
+            CrewChanges: under `shoal agent`, hosts come or go. A checkpoint is written, and the
+                script ends here, to be started again.
         """
         if self._has_ended:
             return True
@@ -214,15 +242,18 @@ class Checkpoints:
             self._clock.is_due,
             self._clock.next_decision(self.steps),
             self._background.is_busy,
-            self._signals.received,
+            self._signals.received or is_asked_to_end(),
             memory.state if memory is not None and in_memory else "",
         )
         told = self._comm.gather_objects(own, _DECIDING)
         due, decisions, busy, ends, states = zip(*told, strict=True)
         self._decides = decisions[0]
         if any(ends):
-            self.save()
             self._has_ended = True
+            if has_agent():
+                self.commit()
+                raise CrewChanges
+            self.save()
             return True
         if memory is not None and in_memory:
             memory.decided(states, self._objects, self.steps)

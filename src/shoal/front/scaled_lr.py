@@ -7,13 +7,17 @@
 References: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
 sections 2.1 and 2.2 (linear); Krizhevsky, "One weird trick for parallelizing convolutional neural
 networks", 2014, section 5 (sqrt).
+
+A run that goes on with another number of ranks has another batch, and a checkpoint has the rates of
+the one before. `ScaledLR` takes its position from there, and the rates of its own batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
-from typing import Any
+from math import isclose, sqrt
+from typing import Any, final
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -52,7 +56,8 @@ def scaled_lr(
             smaller than that there is no warm-up.
 
     Returns:
-        A scheduler of torch's. After the warm-up it leaves the rates alone.
+        A scheduler of torch's. After the warm-up it leaves the rates alone. If it takes the state
+        of one for another batch, the rates follow its own.
 
     Raises:
         UsageError: a number is none, or there is no such rule.
@@ -72,13 +77,7 @@ def scaled_lr(
     _check(optimizer, batch, base_batch, rule, warmup_steps)
     factor = _RULES[rule](batch / base_batch)
     for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr"):
-            if name not in group:
-                continue
-            if isinstance(group[name], Tensor):
-                group[name].mul_(factor)
-            else:
-                group[name] *= factor
+        _multiply(group, factor, "lr", "initial_lr")
     warms_up = warmup_steps > 0 and factor > 1
     comm = ranks()
     of_ranks = f" ({batch / comm.size:g} a rank on {comm.size} ranks)" if comm.size > 1 else ""
@@ -87,11 +86,76 @@ def scaled_lr(
         f"batch of all ranks {batch:g}{of_ranks}, base batch {base_batch:g}: learning rates "
         f"× {factor:g} ({rule}){warm_up}"
     )
-    return LinearLR(
+    return ScaledLR(
         optimizer,
         start_factor=1 / factor if warms_up else 1.0,
         total_iters=warmup_steps if warms_up else 1,
     )
+
+
+@final
+class ScaledLR(LinearLR):
+    """A warm-up to the rates of a batch, also if a checkpoint has the rates of another one.
+
+    A checkpoint's optimizer may take its state before this scheduler or after it. Either way its
+    groups then say with `initial_lr` for which batch their rates are.
+    """
+
+    _loaded: tuple[list[float], float, int] | None
+
+    def __init__(self, optimizer: Optimizer, start_factor: float, total_iters: int) -> None:
+        super().__init__(optimizer, start_factor=start_factor, total_iters=total_iters)
+        self._loaded = None  # bases, start factor and length of the warm-up in the checkpoint
+        own = ref(self)
+
+        def follow(_: Optimizer) -> None:
+            if (scheduler := own()) is not None:
+                scheduler._follow()
+
+        optimizer.register_load_state_dict_post_hook(follow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a LinearLR."""
+        state: dict[str, Any] = super().state_dict()
+        state.pop("_loaded", None)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a position from a checkpoint, and keep the rates of this batch."""
+        kept = {name: getattr(self, name) for name in ("base_lrs", "start_factor", "total_iters")}
+        super().load_state_dict(state_dict)
+        self._loaded = [float(rate) for rate in self.base_lrs], self.start_factor, self.total_iters
+        self.__dict__.update(kept)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Give the rates of this batch to each group that has the checkpoint's."""
+        if self._loaded is None:
+            return
+        bases, start, length = self._loaded
+        before = _warmed(start, length, self.last_epoch)
+        now = _warmed(self.start_factor, self.total_iters, self.last_epoch)
+        groups = zip(self.optimizer.param_groups, bases, self.base_lrs, strict=False)
+        for group, old, new in groups:
+            is_old = isclose(float(group.get("initial_lr", new)), float(old), rel_tol=1e-9)
+            if is_old and not isclose(float(old), float(new), rel_tol=1e-9):
+                _multiply(group, float(new) * now / (float(old) * before), "lr")
+                _multiply(group, float(new) / float(old), "initial_lr")
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _warmed(start: float, length: int, step: int) -> float:
+    """Return the factor of a warm-up at a step."""
+    return start + (1 - start) * min(step, length) / length
+
+
+def _multiply(group: dict[str, Any], factor: float, *names: str) -> None:
+    """Multiply rates of a group, in place where they are tensors."""
+    for name in names:
+        if isinstance(group.get(name), Tensor):
+            group[name].mul_(factor)
+        elif name in group:
+            group[name] *= factor
 
 
 def _check(optimizer: Any, batch: Any, base_batch: Any, rule: Any, warmup_steps: Any) -> None:

@@ -1,0 +1,89 @@
+"""A connection between agent and meeting place, after both have proved that they know the token.
+
+The proof is a challenge of HMAC, as at a desk of ranks (launch/desk.py). Each message has its
+length before it. A connection that is silent is ended by whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, final
+
+from shoal_tools.elastic.messages import MOST_BYTES, Message, write
+
+CONNECT_S, PROOF_S = 1.5, 5.0  # time to connect, and to prove oneself
+
+
+@final
+class Wire:
+    """One open connection. Any thread may send; one thread reads."""
+
+    def __init__(self, caller: socket.socket) -> None:
+        self._socket = caller
+        self._connection: Any = Connection(os.dup(caller.fileno()))
+        self._sending = threading.Lock()
+
+    def prove(self, token: str, *, asks_first: bool) -> None:
+        """Prove that both sides know the token.
+
+        Raises:
+            AuthenticationError: the other side has another one.
+            OSError, EOFError: it has hung up.
+        """
+        key = token.encode()
+        steps = [deliver_challenge, answer_challenge]
+        for step in steps if asks_first else reversed(steps):
+            step(self._connection, key)
+
+    def send(self, message: Message) -> None:
+        """Send a message, unless the other side is gone."""
+        with self._sending, suppress(OSError):
+            self._connection.send_bytes(write(message))
+
+    def read(self) -> bytes:
+        """Wait for the next message.
+
+        Raises:
+            OSError, EOFError: the connection has ended.
+        """
+        text: bytes = self._connection.recv_bytes(MOST_BYTES)
+        return text
+
+    def end(self) -> None:
+        """Wake the thread that reads."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the connection back: by the thread that reads."""
+        self.end()
+        with self._sending:
+            self._connection.close()
+        self._socket.close()
+
+
+def call(place: tuple[str, int], token: str) -> tuple[Wire, str, str]:
+    """Call the meeting place; return the wire, this side's address, and the other side's.
+
+    Raises:
+        OSError, EOFError: nobody answers there.
+        AuthenticationError: somebody with another token does.
+    """
+    caller = socket.create_connection(place, timeout=CONNECT_S)
+    wire = Wire(caller)
+    late = threading.Timer(PROOF_S, wire.end)
+    late.daemon = True
+    try:
+        caller.settimeout(None)
+        late.start()
+        wire.prove(token, asks_first=False)
+        return wire, caller.getsockname()[0], caller.getpeername()[0]
+    except BaseException:
+        wire.close()
+        raise
+    finally:
+        late.cancel()
