@@ -101,7 +101,7 @@ def install(pair: Pair, wheel: Path) -> Path:
     limits.write_text("\n".join(lowest(project["dependencies"]) if pair.is_lowest else []))
     python = pair.folder / "bin" / "python"
     wanted = [f"{wheel}[dev]", f"torch=={pair.torch}"]
-    options = ["--quiet", "--constraint", str(limits)]
+    options = ["--quiet", "--no-compile", "--constraint", str(limits)]
     subprocess.run([python, "-m", "pip", "install", *options, *wanted], check=True)
     return python
 
