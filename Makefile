@@ -83,9 +83,10 @@ release: .venv/ready
 
 PYTHONS ?= python3.11 python3.13
 TORCHES ?= 2.8.0 2.15.0
+LOWEST ?= --lowest
 
 matrix:
-	$(PYTHON) tests/matrix.py --python $(PYTHONS) --torch $(TORCHES)
+	$(PYTHON) tests/matrix.py --python $(PYTHONS) --torch $(TORCHES) $(LOWEST)
 
 lab: .venv/ready
 	$(BIN)/shoal lab --hosts 4 --rate 200mbit -- $(BIN)/shoal train examples/digits.py --epochs 24

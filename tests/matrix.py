@@ -2,12 +2,11 @@
 
     python tests/matrix.py --python python3.11 python3.13 --torch 2.8.0 2.15.0 --room optim
 
-Each pair gets an environment of its own in build/matrix: the wheel, its `dev` extra, that torch.
-The
-tests of ROOMS, or of each `--room`, run there against the installed wheel. Then the environment is
-removed. The first pair also gets the lowest release of every dependency that pyproject.toml allows,
-and the others get the newest. The last lines are a table for docs/lab/versions.md. The exit status
-is 1 if a test failed.
+Each pair gets an environment of its own in build/matrix: the wheel, its `dev` extra, and that
+release of torch. The tests of ROOMS, or of each `--room`, run there against the installed wheel.
+Then the environment is removed. All get the newest release of every other dependency. With
+`--lowest` the first pair gets the lowest that pyproject.toml allows. The last lines are a table for
+docs/lab/versions.md. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -141,12 +140,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Try the wheel with several Pythons and torches.")
     parser.add_argument("--python", nargs="+", default=[sys.executable])
     parser.add_argument("--torch", nargs="+", required=True)
+    parser.add_argument("--lowest", action="store_true", help="for the first pair")
     parser.add_argument("--room", nargs="+", default=ROOMS.split())
     chosen = parser.parse_args()
     wheel, table, is_whole = build_wheel(), [HEAD], True
     for torch in chosen.torch:
         for python in chosen.python:
-            pair = Pair(python, torch, not table[1:])
+            pair = Pair(python, torch, is_lowest=chosen.lowest and len(table) == 1)
             line, outcome = try_pair(pair, wheel, chosen.room)
             table.append(line)
             is_whole = is_whole and outcome.passed > 0 and not outcome.failed
