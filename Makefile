@@ -14,6 +14,8 @@
 #                 (SHOAL_FUZZ_SEED=N repeats one), the documentation, pages in Chromium: minutes
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
+# make release    wheel and source archive in dist/, tried from an empty folder
+# make matrix     the wheel with the oldest and the newest torch, on PYTHONS: gigabytes, minutes
 #
 # Each sets up what it needs in .venv first. PYTHON picks the interpreter (3.11 or newer).
 
@@ -30,7 +32,7 @@ ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --
 # Tests start a hundred programs: each compiles the library anew where none may keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest test-gpu test-spark test-trainers test-browser test-proof java lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark test-trainers test-browser test-proof java lint docs release matrix lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -75,6 +77,17 @@ docs: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+release: .venv/ready
+	$(BIN)/pip install --quiet build
+	$(BIN)/python tests/release.py
+
+PYTHONS ?= python3.11 python3.13
+TORCHES ?= 2.8.0 2.15.0
+LOWEST ?= --lowest
+
+matrix:
+	$(PYTHON) tests/matrix.py --python $(PYTHONS) --torch $(TORCHES) $(LOWEST)
+
 lab: .venv/ready
 	$(BIN)/shoal lab --hosts 4 --rate 200mbit -- $(BIN)/shoal train examples/digits.py --epochs 24
 
@@ -93,4 +106,4 @@ build/trainers/ready: constraints-trainers.txt .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

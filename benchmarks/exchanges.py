@@ -304,7 +304,7 @@ def hosts() -> None:
 
 
 def tabulate(rows: Sequence[dict]) -> None:
-    """The tables of docs/lab/benchmarks.md."""
+    """The tables of docs/lab/exchanges.md."""
     print(
         "| contender | hosts | rate | bucket | lanes | ms | least to most | CPU ms a rank | share "
         "| … of nominal |"

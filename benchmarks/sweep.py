@@ -215,7 +215,7 @@ def near(attached: Attached) -> list[Plan]:
 
 
 def row(recipe: str, rate: str, report: dict) -> str:
-    """One line of the table in docs/lab/benchmarks.md."""
+    """One line of the table in docs/lab/cut-layers.md."""
     ran = {name: figures for name, figures in report["plans"].items() if "ratio" in figures}
     others = [
         f"{name} {ran[name]['ratio']:.2f}"

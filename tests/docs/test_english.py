@@ -21,7 +21,8 @@ import shoal
 
 ROOT = Path(__file__).parents[2]
 # The lab book records what was measured and decided, figure by figure: it is not held to this.
-BOOK = {ROOT / "docs" / "lab" / f"{name}.md" for name in ("benchmarks", "decisions", "tried")}
+FIGURES = "benchmarks", "cut-layers", "exchanges", "memory-and-faults", "other-hosts"
+BOOK = {ROOT / "docs" / "lab" / f"{name}.md" for name in (*FIGURES, "decisions", "tried")}
 PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - BOOK)
 MEAN, LONGEST, SEMICOLONS = 18, 35, 0.05
 _FEW = 12  # sentences of which a mean says something

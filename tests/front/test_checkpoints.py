@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.checkpoint.folder import LATEST
 from shoal.comm.rendezvous import agent_variable, has_agent, is_asked_to_end
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import ThreadComm
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
 from shoal_tools.testing.faulty import Faults

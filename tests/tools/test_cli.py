@@ -21,6 +21,7 @@ from shoal_tools.launch.lab import Lab
 from shoal_tools.report.run_file import load
 
 COMMANDS = (
+    "agent",
     "bench",
     "cache",
     "check",
@@ -29,6 +30,7 @@ COMMANDS = (
     "lab",
     "plan",
     "probe",
+    "rendezvous",
     "report",
     "run",
     "simulate",

@@ -16,7 +16,7 @@ from shoal_tools.launch.host_end import RANK_SCRIPT
 
 
 @dataclass(frozen=True)
-class Members:
+class TorchrunMembers:
     """The number of hosts that take part, and how often ranks start again."""
 
     least: int
@@ -30,7 +30,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class AgentPlace:
+class TorchrunPlace:
     """One host's place in its job."""
 
     number: int  # counted from 0
@@ -38,7 +38,7 @@ class AgentPlace:
     source: str  # its address towards the first host
 
 
-def membership(text: str, hosts: int, restarts: int) -> Members:
+def membership(text: str, hosts: int, restarts: int) -> TorchrunMembers:
     """Read `--nnodes`: N, or MIN:MAX; '' for all hosts.
 
     Raises:
@@ -47,7 +47,7 @@ def membership(text: str, hosts: int, restarts: int) -> Members:
     least, colon, most = text.partition(":")
     numbers = [whole(word) for word in ((least, most) if colon else (least, least))]
     if not text:
-        return Members(hosts, hosts, restarts)
+        return TorchrunMembers(hosts, hosts, restarts)
     if None in numbers or not 0 < (numbers[0] or 0) <= (numbers[1] or 0) <= MOST_RANKS:
         raise UsageError(
             "--nnodes is a number of hosts, or the least and the most of them",
@@ -55,7 +55,7 @@ def membership(text: str, hosts: int, restarts: int) -> Members:
             expected="N, or MIN:MAX",
             do=f"write --nnodes {hosts}, or --nnodes 1:{hosts}",
         )
-    found = Members(numbers[0] or 0, numbers[1] or 0, restarts)
+    found = TorchrunMembers(numbers[0] or 0, numbers[1] or 0, restarts)
     if hosts < found.least or (not found.is_elastic and hosts != found.most):
         raise UsageError(
             "--nnodes asks for other hosts than are named",
@@ -67,10 +67,10 @@ def membership(text: str, hosts: int, restarts: int) -> Members:
 
 def agent_command(
     python: str,
-    members: Members,
+    members: TorchrunMembers,
     meeting: tuple[str, int],
     job: str,
-    place: AgentPlace,
+    place: TorchrunPlace,
     command: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Return the words that start one host's agent.

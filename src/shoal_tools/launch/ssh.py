@@ -24,7 +24,7 @@ from typing import ClassVar, final
 from shoal.comm.rendezvous import host_name, token_of
 from shoal.contracts.launcher import MARK, TOKEN, Job, Launcher, Result
 from shoal.core.errors import UsageError
-from shoal_tools.launch.agent import AgentPlace, Members, agent_command
+from shoal_tools.launch.agent import TorchrunPlace, TorchrunMembers, agent_command
 from shoal_tools.launch.connection import Connection
 from shoal_tools.launch.host_checks import HostNeeds, ReadyHosts, ready_hosts
 from shoal_tools.launch.host_end import SILENT_S
@@ -63,7 +63,7 @@ class Ssh(Launcher):
     folder: str = ""
     same: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    members: Members | None = None
+    members: TorchrunMembers | None = None
     address: str = ""
     port: int | None = None
     ssh: tuple[str, ...] = ("ssh",)
@@ -89,7 +89,7 @@ class Ssh(Launcher):
         with Interrupts() as interrupts:
             connections = [Connection(host, self.ssh, self._python) for host in hosts]
             try:
-                members = self.members or Members(len(hosts), len(hosts))
+                members = self.members or TorchrunMembers(len(hosts), len(hosts))
                 needs = self._needs(job, alone=len(hosts) == 1 and hosts[0].is_here)
                 ready, said = ready_hosts(connections, needs, members.least, interrupts)
                 if said:
@@ -146,15 +146,15 @@ class Ssh(Launcher):
         return tuple(self._python if word == sys.executable else word for word in command)
 
     def _start(
-        self, job: Job, members: Members, ready: ReadyHosts, labels: Mapping[Connection, str]
+        self, job: Job, members: TorchrunMembers, ready: ReadyHosts, labels: Mapping[Connection, str]
     ) -> None:
         """Start the agent of each host."""
         job_id, token = uuid.uuid4().hex, token_of(job)
         hosts = len(ready.connections)
-        members = members if members.is_elastic else Members(hosts, hosts, members.restarts)
+        members = members if members.is_elastic else TorchrunMembers(hosts, hosts, members.restarts)
         for number, connection in enumerate(ready.connections):
             host, label = connection.host, labels[connection]
-            place = AgentPlace(number, host.slots, ready.sources[connection])
+            place = TorchrunPlace(number, host.slots, ready.sources[connection])
             prefix = f"[{label}] " if hosts > 1 else ""
             environment = {
                 **shipped(os.environ),
