@@ -8,6 +8,8 @@ import importlib.util
 import os
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -49,7 +51,20 @@ def examples() -> Iterator[doctest.DocTest]:
 EXAMPLES = {example.name: example for example in examples() if example.examples}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+FORKS = "shoal.front.launching.launch"  # a process that has called shoal.init() starts no ranks
+
+
+def test_an_example_that_starts_ranks_gives_what_it_shows() -> None:
+    run_one = (
+        "import doctest, shoal; from shoal.front import launching;"
+        "(example,) = doctest.DocTestFinder().find(launching.launch, globs={});"
+        "result = doctest.DocTestRunner().run(example);"
+        "raise SystemExit(result.failed or not result.attempted)"
+    )
+    assert subprocess.run([sys.executable, "-c", run_one], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {FORKS}))
 def test_an_example_gives_what_it_shows(name: str) -> None:
     example = EXAMPLES[name]
     if "Example (root)" in (example.docstring or "") and (os.geteuid() or Lab().missing()):

@@ -36,7 +36,11 @@ class KeepExperience(Feature[Opening]):
         profile, cluster = opening.prepared.profile, opening.prepared.cluster
         if profile is None or cluster is None or opening.comm.rank or not has_terms(opening.plan):
             return None
-        return None if cache_folder.folder() is None else _RunExperience(opening.plan, profile, cluster)
+        return (
+            None
+            if cache_folder.folder() is None
+            else _RunExperience(opening.plan, profile, cluster)
+        )
 
 
 @final

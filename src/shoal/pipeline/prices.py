@@ -293,7 +293,7 @@ class _Passage:
 
 
 _MESSAGES = 2  # flags that tell the values with a gradient, then the values
-# of all ranks: the forms of a call, its inputs, the use of an output, targets, and losses; slopes
+# meetings of all ranks: forms of a call, inputs, use of an output, targets, losses; then slopes
 _FORWARD_MEETINGS, _BACKWARD_MEETINGS = 5, 1
 _SUM_PASSES = 1.5  # a sum reads two tensors and writes one; packing reads one and writes one
 _ROUNDING = 1e-9  # seconds

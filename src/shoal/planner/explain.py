@@ -107,7 +107,7 @@ def _parts(plan: Plan) -> tuple[str, ...]:
 
 
 def _sure(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Return a line that tells how far the ranks' measurements lie apart, and what that decides."""
+    """Return a line about the spread of the ranks' measurements, and the lead that decides."""
     if len(profile.rank_s) < 2 or not min(profile.rank_s):
         return ()
     least_s, most_s = min(profile.rank_s), max(profile.rank_s)

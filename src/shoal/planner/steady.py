@@ -66,7 +66,7 @@ def kind_of(plan: Plan) -> str:
 
 
 def strategies_of(kinds: Sequence[str], allowed: Iterable[str]) -> tuple[str, ...]:
-    """Return the strategies that plans of these kinds may have, of those that are allowed."""
+    """Return the allowed strategies that belong to these kinds."""
     roles = of(Strategy)
     return tuple(name for name in allowed if KINDS[_level(roles[name].role)] in kinds)
 

@@ -80,7 +80,7 @@ class FarEnd:
                 if self._listener is not None:
                     self._listener.close()
                 with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-                    _Agent(self, Path(folder), order["start"]).run()
+                    _HostAgent(self, Path(folder), order["start"]).run()
                 return
 
     def say(self, **message: Any) -> None:
@@ -168,7 +168,7 @@ class FarEnd:
         return {"port": listener.getsockname()[1]}
 
 
-class _Agent:
+class _HostAgent:
     """One agent with its ranks, from its start to an end that leaves nothing."""
 
     def __init__(self, end: FarEnd, folder: Path, order: dict[str, Any]) -> None:

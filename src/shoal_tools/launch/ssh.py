@@ -24,7 +24,7 @@ from typing import ClassVar, final
 from shoal.comm.rendezvous import host_name, token_of
 from shoal.contracts.launcher import MARK, TOKEN, Job, Launcher, Result
 from shoal.core.errors import UsageError
-from shoal_tools.launch.agent import TorchrunPlace, TorchrunMembers, agent_command
+from shoal_tools.launch.agent import TorchrunMembers, TorchrunPlace, agent_command
 from shoal_tools.launch.connection import Connection
 from shoal_tools.launch.host_checks import HostNeeds, ReadyHosts, ready_hosts
 from shoal_tools.launch.host_end import SILENT_S
@@ -146,7 +146,11 @@ class Ssh(Launcher):
         return tuple(self._python if word == sys.executable else word for word in command)
 
     def _start(
-        self, job: Job, members: TorchrunMembers, ready: ReadyHosts, labels: Mapping[Connection, str]
+        self,
+        job: Job,
+        members: TorchrunMembers,
+        ready: ReadyHosts,
+        labels: Mapping[Connection, str],
     ) -> None:
         """Start the agent of each host."""
         job_id, token = uuid.uuid4().hex, token_of(job)
@@ -166,14 +170,8 @@ class Ssh(Launcher):
                 MARK: job_id,
                 TOKEN: token,
             }
-            command = agent_command(
-                self._python,
-                members,
-                (ready.address, ready.port),
-                job_id,
-                place,
-                self._there(job.command),
-            )
+            address, words = (ready.address, ready.port), self._there(job.command)
+            command = agent_command(self._python, members, address, job_id, place, words)
             connection.order(
                 start={
                     "command": command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import UsageError
-from shoal_tools.launch.agent import TorchrunPlace, TorchrunMembers, agent_command, membership
+from shoal_tools.launch.agent import TorchrunMembers, TorchrunPlace, agent_command, membership
 
 
 @pytest.mark.parametrize(
