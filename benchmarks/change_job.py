@@ -3,7 +3,8 @@
     python benchmarks/change_job.py WAY OPTIMIZER EPOCHS PACE_S FOLDER RESULT [ENOUGH]
 
 It ends after so many epochs, or after one in which the file ENOUGH was there. Nothing in it is
-about hosts that come and go: it has `shoal.Checkpoints`, as any script.
+about hosts that come and go: it has `shoal.Checkpoints`, as any script. Checkpoints are on the
+disk, twice a second, or in memory, each CHANGES_IN_MEMORY_EVERY steps.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def main(
         DataLoader(Rows(), batch_size=BATCH, shuffle=True, generator=own_order), batch="global"
     )
     objects = {"model": model, "optimizer": optimizer, "loader": loader}
-    with shoal.Checkpoints(folder, every_s=0.5, local=True, **objects) as checkpoints:
+    every = int(os.environ.get("CHANGES_IN_MEMORY_EVERY", "0"))
+    rarely = {"every_s": 3600.0, "in_memory_every": every} if every else {"every_s": 0.5}
+    with shoal.Checkpoints(folder, local=True, **rarely, **objects) as checkpoints:
         checkpoints.resume()
         say("resumed", step=checkpoints.steps)
         sample = torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
