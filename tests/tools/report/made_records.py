@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, PredictedStep
 from shoal.core.foresight import Foresight, Help, Question, Scale
-from shoal.core.outcome import COMPUTE, EXCHANGES, Outcome, Term
+from shoal.core.outcome import BETWEEN, COMPUTE, EXCHANGES, OPTIMIZER, Outcome, Term
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import (
     PREDICTED,
@@ -188,7 +188,12 @@ def timed(layers: int) -> Record:
 
 def outcome() -> Outcome:
     """Of a prediction that knew too little of links."""
-    terms = Term(COMPUTE, 0.6, 0.62), Term(EXCHANGES, 0.06, 0.16)
+    terms = (
+        Term(COMPUTE, 0.6, 0.62),
+        Term(EXCHANGES, 0.06, 0.16),
+        Term(OPTIMIZER, 0.04, 0.04),
+        Term(BETWEEN, 0.0, 0.03),
+    )
     return Outcome(0.7, 0.82, 40, terms, ("site 3 (factor: head)", 0.1), (2, 0.05), (1e8, 5e7))
 
 
