@@ -37,10 +37,11 @@ from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
-from shoal.profiling.interfaces import carried, watching
+from shoal.profiling.interfaces import watching
 from shoal.profiling.processor import ProcessorTime
 from shoal.session.memory import Memory, memory, of_one_process
 from shoal.session.session import Attached, current
+from shoal_tools.commands.job_interfaces import sent_to_other_hosts
 from shoal_tools.commands.options import (
     COUNT,
     NEW_FILE,
@@ -268,20 +269,12 @@ def _turns(
 
 
 def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _TurnResult:
-    start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), _sent()
+    comm = current().comm
+    start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), sent_to_other_hosts(comm)
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
     busy = min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
-    return _TurnResult(step_s, busy, (_sent() - sent) / (steps + 1))
-
-
-def _sent() -> int:
-    """Bytes that this host's interfaces have sent to others until now."""
-    return sum(
-        nbytes
-        for name, nbytes in carried().items()
-        if name.endswith(", sent") and not name.startswith("lo,")
-    )
+    return _TurnResult(step_s, busy, (sent_to_other_hosts(comm) - sent) / (steps + 1))
 
 
 def _most_sent(turns: Mapping[str, Sequence[_TurnResult]]) -> dict[str, float]:
@@ -328,7 +321,10 @@ def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> N
     begins = (event.begin_s for event in measured[0].events if event.what == "backward")
     begin_s = next(begins, 0.0)
     events = {f"rank {rank}": track.events for rank, track in enumerate(measured)}
-    rates = {f"rank {rank}": track.rates for rank, track in enumerate(measured)}
+    rates = {
+        f"rank {rank}": tuple(rate for rate in track.rates if track.is_of_job(rate.link))
+        for rank, track in enumerate(measured)
+    }
     for track in predicted(attached):
         events[_EXPECTED] = tuple(
             replace(event, begin_s=begin_s + event.begin_s, end_s=begin_s + event.end_s)

@@ -43,6 +43,7 @@ from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.interfaces import watching
 from shoal.profiling.saved import Measured
 from shoal.session.session import Attached, current
+from shoal_tools.commands.job_interfaces import job_interfaces
 from shoal_tools.report.run_file import write
 from shoal_tools.simulate import explained
 
@@ -135,12 +136,20 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def gathered(comm: Comm, recorder: Recorder) -> tuple[Track, ...]:
     """What each rank has recorded (a collective)."""
-    ranks: list[Recorder] = comm.gather_objects(
-        recorder, "report: recorded steps", Recorder, TraceEvent, LinkRate
+    own = recorder, job_interfaces(comm)
+    ranks: list[tuple[Recorder, tuple[str, ...]]] = comm.gather_objects(
+        own, "report: recorded steps", Recorder, TraceEvent, LinkRate
     )
     return tuple(
-        Track(f"rank {rank} ({host})", tuple(noted.events), tuple(noted.rates))
-        for rank, (noted, host) in enumerate(zip(ranks, comm.topology.hosts, strict=False))
+        Track(
+            f"rank {rank} ({host})",
+            tuple(noted.events),
+            tuple(noted.rates),
+            interfaces=tuple(interfaces),
+        )
+        for rank, ((noted, interfaces), host) in enumerate(
+            zip(ranks, comm.topology.hosts, strict=False)
+        )
     )
 
 

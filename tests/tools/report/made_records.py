@@ -104,7 +104,8 @@ def track(name: str, exchanges: int, steps: int, slower: float = 1.0) -> Track:
         for start in starts
         for at in range(70)
     )
-    return Track(name, events, rates)
+    foreign = LinkRate("wg0, received", 0.0, 40.0), LinkRate("wg0, received", 0.1, 0.0)
+    return Track(name, events, (*rates, *foreign), interfaces=("eth0",))
 
 
 def predicted(exchanges: int) -> Track:
