@@ -99,6 +99,23 @@ def explained(
     return explain(last.plan, own, cluster, alternatives=False), timeline, cluster
 
 
+def ddp_step_s(
+    profile: ModelProfile, cluster: Cluster, usual: ModelProfile | None = None
+) -> float | None:
+    """Predict a step with an all-reduce of all layers, as DDP makes it; None if that cannot be.
+
+    Args:
+        profile: the model, by which buckets are chosen.
+        cluster: the ranks.
+        usual: the same of the slowest rank, if that is another profile.
+    """
+    try:
+        made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
+    except PlanError:
+        return None
+    return Predictor(as_planned(usual or profile, made), cluster).as_is(made).step_s
+
+
 class _Model:
     """One model and one question, for any number of hosts."""
 
@@ -153,12 +170,7 @@ class _Model:
 
     def _ddp_s(self, profile: ModelProfile, cluster: Cluster) -> float | None:
         """Return a step with an all-reduce of all layers; None if that cannot be."""
-        try:
-            made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
-        except PlanError:
-            return None
-        slow = as_planned(self._stretched(profile, cluster.size, _MEDIAN), made)
-        return Predictor(slow, cluster).as_is(made).step_s
+        return ddp_step_s(profile, cluster, self._stretched(profile, cluster.size, _MEDIAN))
 
     def helps(self, scales: Sequence[Scale]) -> list[Help]:
         """What would bring most at the largest number of hosts, under its plan or one like it."""

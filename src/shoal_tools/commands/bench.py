@@ -23,6 +23,7 @@ import click
 import torch
 
 from shoal.core.errors import UsageError
+from shoal.core.explanation import Explanation
 from shoal.core.numbers import MOST_COUNTED
 from shoal.core.outcome import Outcome
 from shoal.core.record import Track
@@ -51,7 +52,13 @@ from shoal_tools.commands.options import (
     in_a_folder,
     recipe_command,
 )
-from shoal_tools.commands.recording import gathered, machine, predicted, report_benchmark
+from shoal_tools.commands.recording import (
+    contenders_of,
+    gathered,
+    machine,
+    predicted,
+    report_benchmark,
+)
 from shoal_tools.commands.worker import at_own_device
 from shoal_tools.contenders.peers import (
     EXACT,
@@ -62,6 +69,8 @@ from shoal_tools.contenders.peers import (
     slowest_rank,
     step_times,
 )
+from shoal_tools.report.compared import in_words
+from shoal_tools.report.layers import strategies_of
 from shoal_tools.report.trace import chrome
 
 _BOOTSTRAPS = 10_000
@@ -380,7 +389,7 @@ def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(pairs), "low": low, "high": high}
 
 
-def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
+def _print(recipe: Recipe, report: dict[str, Any], explanation: Explanation) -> None:
     console = text.console()
     console.print(text.explained(explanation))
     rows = [("shoal", report["median_s"]["shoal"], "1")]
@@ -390,22 +399,25 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
     predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
     console.print(
-        f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one"
+        f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of Shoal's median"
     )
     if (outcome := report["outcome"]) and outcome["off"]:
         off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])
         console.print(
             f"off most: {off['name']}, {off['predicted_s'] * 1e3:.1f} ms predicted, "
-            f"{off['measured_s'] * 1e3:.1f} ms measured"
+            f"{off['measured_s'] * 1e3:.1f} ms measured (mean, {outcome['steps']} steps)"
         )
+    for line in in_words(contenders_of(report), strategies_of(explanation)):
+        console.print(line, soft_wrap=True)  # a pin in it is to be copied
     held = Memory(**report["memory_bytes"], process_peak=None)
     console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
     alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)
     console.print(f"one process would hold: {alone}")
     floor = report["floor_s"]
+    faster = "; compute was slower while the model was profiled" if measured < floor else ""
     console.print(
         f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured "
-        f"{measured / floor:.2f} of it"
+        f"{measured / floor:.2f} of it{faster}"
     )
     if any(report["sent_bytes"].values()):
         sent = ", ".join(

@@ -232,8 +232,22 @@ def report_benchmark(
         outcome: of the prediction.
     """
     attached = current().attached[model]
+    record = replace(
+        _begun(recipe),
+        explanation=explain(attached.plan, attached.profile, attached.cluster),
+        step_s=figures["median_s"]["shoal"],
+        tracks=(*predicted(attached), *kept(tracks)),
+        contenders=contenders_of(figures),
+        outcome=outcome,
+        codecs=codec_report(model).rows,
+    )
+    write(record, path)
+
+
+def contenders_of(figures: dict[str, Any]) -> tuple[Contender, ...]:
+    """Return Shoal and its peers, as `shoal bench --json` has their figures."""
     ratios = figures["ratio_to_shoal"]
-    contenders = tuple(
+    return tuple(
         Contender(
             name,
             figures["median_s"][key],
@@ -243,16 +257,6 @@ def report_benchmark(
         )
         for key, name in figures["contenders"].items()
     )
-    record = replace(
-        _begun(recipe),
-        explanation=explain(attached.plan, attached.profile, attached.cluster),
-        step_s=figures["median_s"]["shoal"],
-        tracks=(*predicted(attached), *kept(tracks)),
-        contenders=contenders,
-        outcome=outcome,
-        codecs=codec_report(model).rows,
-    )
-    write(record, path)
 
 
 def report_simulation(path: Path, source: Path, measured: Measured, answer: Foresight) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
 from shoal.core.errors import UsageError
-from shoal.core.facts import Cluster
+from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.outcome import Outcome
 from shoal.core.plan import Plan
 from shoal.features import SyncBatchNorm, global_weights
@@ -47,6 +47,8 @@ from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 from shoal_tools.commands.recording import History, report_training
 from shoal_tools.commands.run import Run, num_rows, timed_step
+from shoal_tools.report.compared import as_ddp
+from shoal_tools.simulate import ddp_step_s
 
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
@@ -159,6 +161,16 @@ def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
             attached.plan.save(save)
 
 
+def _show_beside_ddp(plan: Plan, profile: ModelProfile, cluster: Cluster, *, reasons: bool) -> None:
+    """Print a plan with its reasons, and whether DDP would do as well."""
+    explanation = explain(plan, profile, cluster, alternatives=reasons)
+    text.console().print(text.explained(explanation, reasons=reasons))
+    if plan.ranks > 1 and explanation.step.total_s and not (cluster.servers or cluster.tail):
+        ddp_s = ddp_step_s(profile, cluster)
+        if ddp_s is not None:
+            text.console().print(as_ddp(explanation.step.total_s, ddp_s))
+
+
 def _show_batch(own_rows: int) -> None:
     """Have rank 0 print the batch of a rank, and that of all ranks."""
     comm = current().comm
@@ -267,11 +279,7 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
-        text.console().print(
-            text.explained(
-                explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
-            )
-        )
+        _show_beside_ddp(attached.plan, attached.profile, attached.cluster, reasons=False)
     for batch in batches:
         timed_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
     with global_weights(model):
@@ -384,8 +392,7 @@ def plan(
     made = chosen(request, replace(request.facts, profile=profile, cluster=where))
     stages.done("planning")
     if is_first():
-        explanation = explain(made, profile, where, alternatives=reasons)
-        text.console().print(text.explained(explanation, reasons=reasons))
+        _show_beside_ddp(made, profile, where, reasons=reasons)
         text.console().print(text.summary(made))
         if save:
             made.save(save)

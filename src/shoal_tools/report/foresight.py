@@ -10,11 +10,11 @@ from rich.text import Text
 
 from shoal.core.foresight import COMPUTE, Flip, Foresight, Scale
 from shoal.core.numbers import how_many
+from shoal_tools.report.compared import AS_WELL, why_less
 from shoal_tools.report.drawing import duration
 
 _WORTH = 0.5  # of each host: what is less is not worth it
 _MOST = 5  # lines about flips
-_AS_WELL = 1.05  # times as long: another plan is then as good
 
 
 def foresight(answer: Foresight) -> RenderableType:
@@ -60,9 +60,9 @@ def _ddp(answer: Foresight) -> list[str]:
     told = [(scale.hosts, scale.ddp_s / scale.step_s) for scale in answer.scales if scale.ddp_s]
     if not told:
         return []
-    alike = [f"{hosts:,}" for hosts, times in told if times < _AS_WELL]
+    alike = [f"{hosts:,}" for hosts, times in told if times < AS_WELL]
     longer = [
-        f"{times:.2f} times as long on {hosts:,}" for hosts, times in told if times >= _AS_WELL
+        f"{times:.2f} times as long on {hosts:,}" for hosts, times in told if times >= AS_WELL
     ]
     said = [f"would do as well on {', '.join(alike)} hosts"] if alike else []
     said += [f"would take {', '.join(longer)} hosts"] if longer else []
@@ -79,13 +79,7 @@ def _beyond(answer: Foresight) -> list[str]:
     whole_s = answer.alone_s / (most.hosts if answer.question.strong else 1)
     of_whole = "its share of one host's step" if answer.question.strong else "one host alone"
     saved = duration(whole_s - most.limits[COMPUTE])
-    served = {choice.strategy for choice in most.plan.choices}
-    why = (
-        "gradients land in buckets that are there already, and take no new memory"
-        if served <= {"replicate"}
-        else "it updates or holds a part of the parameters, leaves work to other cores, or takes "
-        "no new memory for gradients"
-    )
+    why = why_less(choice.strategy for choice in most.plan.choices)
     hosts = ", ".join(f"{scale.hosts:,}" for scale in beyond)
     return [
         f"more than 100% of a host on {hosts} hosts: on {most.hosts:,} a rank computes {saved} "

@@ -18,9 +18,10 @@ from markupsafe import Markup
 from shoal.core.numbers import how_many
 from shoal.core.record import Contender, Curve, Record, Training
 from shoal_tools.report import drawing, scaling, tracks
+from shoal_tools.report.compared import in_words
 from shoal_tools.report.figures import measured_step, predicted_step_s
 from shoal_tools.report.foresight import limited, notes, verdict
-from shoal_tools.report.layers import ModelPicture, picture_of
+from shoal_tools.report.layers import ModelPicture, picture_of, strategies_of
 from shoal_tools.report.step_table import recorded_steps, step_table
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -60,6 +61,9 @@ def page(record: Record) -> str:
         recorded=recorded_steps(record.tracks),
         timeline=tracks.drawn(record.tracks) if record.tracks else None,
         contenders=_bars(record.contenders),
+        compared=in_words(
+            record.contenders, strategies_of(explanation) if explanation is not None else ()
+        ),
         training=_training(record.training, predicted_step_s(record)),
         scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars, "limit": limited},
         told=notes(simulation) if simulation is not None else (),
