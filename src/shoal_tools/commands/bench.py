@@ -50,7 +50,7 @@ from shoal_tools.commands.options import (
     RANKS,
     REPORT,
     in_a_folder,
-    recipe_command,
+    model_command,
 )
 from shoal_tools.commands.recording import (
     contenders_of,
@@ -92,7 +92,7 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
 
 
 @click.command()
-@recipe_command
+@model_command(copies=True)
 @RANKS
 @click.option(
     "--against",

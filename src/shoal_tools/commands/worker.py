@@ -34,7 +34,7 @@ from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
 from shoal.front.recipe import Recipe
-from shoal.front.request import Request, facts_for, request_of
+from shoal.front.request import Request, facts_for, listed, request_of
 from shoal.front.sharding import dealt
 from shoal.front.spreading import chosen, how_profiled, job_of, profiled
 from shoal.front.stages import Stages
@@ -420,7 +420,7 @@ def measured(
     objective = recipe.objective()
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     request = request_of(asked, model, facts_for(asked, model, cluster))
-    job = job_of(request, objective.loss_fn, [optimizer])
+    job = job_of(request, objective.loss_fn, listed(optimizer))
     at_tail = request.draft.micro_batches if session.other(TailHosts) else None
     how = how_profiled(request, at_tail)
     profile = profiled(job, sample, session.comm, request.features, how)
