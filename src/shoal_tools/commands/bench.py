@@ -92,7 +92,7 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
 
 
 @click.command()
-@model_command(copies=True)
+@model_command(compares=True)
 @RANKS
 @click.option(
     "--against",

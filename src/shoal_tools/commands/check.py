@@ -26,7 +26,7 @@ from shoal_tools.commands.options import (
 
 @click.command()
 @launching
-@model_command(copies=True, redraws=True)
+@model_command(compares=True)
 @RANKS
 @PLAN
 @feature_options

@@ -205,13 +205,12 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def model_command(
-    *, copies: bool = False, redraws: bool = False
+    *, compares: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make the decorator of a command on a recipe, or on a script's model.
 
     Args:
-        copies: whether the command makes several models of a script's.
-        redraws: whether its batches are to have other rows of a script's sample each.
+        compares: whether the command makes several models of a script's, and compares them.
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
@@ -230,7 +229,7 @@ def model_command(
             options = Options.of({} if loaded is None else {**loaded.asked, **given})
             _start(source.path, workers, plan, by)
             if loaded is None:
-                loaded = script = source.taken(copies=copies, redraws=redraws)
+                loaded = script = source.taken(compares=compares)
                 options = with_flags(script.given.options, given)
             function(loaded, options, **own)
 

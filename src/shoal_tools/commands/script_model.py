@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.contracts.batch import mapped, tensors_of
 from shoal.contracts.batch_loss import BatchLoss
 from shoal.core.errors import ShoalError, UsageError
+from shoal.core.numbers import how_many
 from shoal.core.option import options_of
 from shoal.front import parallel
 from shoal.front.first_batch import for_sample
@@ -64,13 +65,12 @@ class ScriptModel(Recipe):
 
     Args:
         call: the arguments.
-        copies: whether each model and optimizer is a copy, so that there can be several.
-        redraws: whether each batch has other rows of the sample, for each rank and step.
+        compares: whether several models are compared. Each is a copy then, and each batch has other
+            rows of the sample, for each rank and step.
     """
 
     call: ParallelizeCall | None = None
-    copies: bool = False
-    redraws: bool = False
+    compares: bool = False
 
     @property
     def given(self) -> ParallelizeCall:
@@ -84,13 +84,13 @@ class ScriptModel(Recipe):
 
     def data(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         """Return a loader of the sample."""
-        batches = _SampleBatches(self.given.sample, redraws=self.redraws)
+        batches = _SampleBatches(self.given.sample, redraws=self.compares)
         return DataLoader(batches, batch_size=None, collate_fn=_as_is), None
 
     def model(self) -> nn.Module:
         """Return the script's model, or a copy of it."""
         model = self.given.model
-        return copy.deepcopy(uncompiled(model)) if self.copies else model
+        return copy.deepcopy(uncompiled(model)) if self.compares else model
 
     def loss(self) -> Callable[..., Tensor] | None:
         """Return the script's loss_fn."""
@@ -98,7 +98,7 @@ class ScriptModel(Recipe):
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> Any:
         """Return the script's optimizer, or its like over other parameters in the same order."""
-        if not self.copies:
+        if not self.compares:
             return self.given.optimizer
         own = list(uncompiled(self.given.model).parameters())
         like = {id(old): new for old, new in zip(own, params, strict=True)}
@@ -183,12 +183,11 @@ class ModelSource:
             return load(self.path)
         return None
 
-    def taken(self, *, copies: bool = False, redraws: bool = False) -> ScriptModel:
+    def taken(self, *, compares: bool = False) -> ScriptModel:
         """Return what the script gives to `parallelize`, on a rank (a collective).
 
         Args:
-            copies: whether several models are to be made of it.
-            redraws: whether batches are to have other rows of the sample each.
+            compares: whether several models are made of it, and compared.
         """
         init()
         call = self._made() if self.function else self._run()
@@ -197,15 +196,14 @@ class ModelSource:
         if isinstance(compute_loss, BatchLoss) and not compute_loss.packed:
             compute_loss = compute_loss.function
         call = replace(call, options=replace(options, compute_loss=None, count=None))
-        _check(call, self.name, copies=copies)
+        _check(call, self.name, compares=compares)
         return ScriptModel(
             self.path,
             {},
             compute_loss=compute_loss,
             count=count,
             call=call,
-            copies=copies,
-            redraws=redraws,
+            compares=compares,
         )
 
     def _is_script(self) -> bool:
@@ -248,7 +246,7 @@ class ModelSource:
                 do=f"leave them out, or let the script run: {self.path} -- {' '.join(self.words)}",
             )
         make = getattr(execute(self.path), self.function)
-        if not callable(make):
+        if isinstance(make, nn.Module) or not callable(make):
             raise self._no_arguments(f"{self.function} is a {type(make).__name__}")
         try:
             inspect.signature(make).bind()
@@ -294,9 +292,9 @@ class ModelSource:
         except ShoalError:
             raise
         except SystemExit as error:
-            raise self._ended(f"sys.exit({error.code!r})", error) from error
+            raise self._ended(taker, f"sys.exit({error.code!r})", error) from error
         except Exception as error:
-            raise self._ended(f"{type(error).__name__}: {error}", error) from error
+            raise self._ended(taker, f"{type(error).__name__}: {error}", error) from error
         raise UsageError(
             f"the script calls parallelize {_times(taker.calls)}",
             where=str(self.path),
@@ -306,10 +304,11 @@ class ModelSource:
             f"{self.path}:make",
         )
 
-    def _ended(self, got: str, error: BaseException) -> UsageError:
+    def _ended(self, taker: _Taker, got: str, error: BaseException) -> UsageError:
         behind = f"shoal … {self.path} -- ARGUMENTS"
         return UsageError(
-            "the script ends before it calls parallelize",
+            f"the script ends before the call of parallelize that is to be taken; it made "
+            f"{how_many(taker.calls, 'call')}",
             where=line_in(self.path, error),
             got=got,
             do=f"see that it runs by itself; its own arguments stand behind --: {behind}",
@@ -402,7 +401,7 @@ def _as_main(path: Path, words: tuple[str, ...]) -> Iterator[ModuleType]:
         sys.argv, sys.modules["__main__"] = argv, main
 
 
-def _check(call: ParallelizeCall, name: str, *, copies: bool) -> None:
+def _check(call: ParallelizeCall, name: str, *, compares: bool) -> None:
     """Refuse a call that has no training step, or that cannot be copied where it must."""
     optimizers = listed(call.optimizer) if call.optimizer is not None else []
     if not optimizers:
@@ -422,7 +421,7 @@ def _check(call: ParallelizeCall, name: str, *, copies: bool) -> None:
             where=name,
             do="give sample=(x, y)",
         )
-    if not copies:
+    if not compares:
         return
     do = "shoal simulate and shoal plan take it"
     if len(optimizers) > 1:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from shoal.contracts.batch import mapped
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.numbers import how_many
 from shoal.core.outcome import Outcome
 from shoal.core.plan import Plan
 from shoal.features import SyncBatchNorm, global_weights
@@ -314,15 +315,18 @@ def _show_comparison(rows: list[_Compared], local: list[str], wanted: Comparison
         console.print(
             f"{', '.join(local)}: local to a rank in training, so set to evaluation for this check"
         )
+    ranks = current().comm.size
     is_judged = wanted.dtype == torch.float64 or wanted.within != CRITERION
     verdict = "the same" if worst <= wanted.within else "not the same"
     console.print(
-        f"{current().comm.size} ranks against one process, {wanted.steps} steps in "
+        f"{how_many(ranks, 'rank')} against one process, {how_many(wanted.steps, 'step')} in "
         f"{str(wanted.dtype).removeprefix('torch.')}: "
         f"largest relative difference {worst:.1e}" + (f" ({verdict})" if is_judged else "")
     )
+    if ranks == 1:
+        console.print("one rank is one process: add --ranks 2 to compare several")
     if wanted.json_path is not None:
-        told = {"ranks": current().comm.size, "parameters": [row._asdict() for row in rows]}
+        told = {"ranks": ranks, "parameters": [row._asdict() for row in rows]}
         wanted.json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 

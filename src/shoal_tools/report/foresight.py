@@ -15,6 +15,7 @@ from shoal_tools.report.drawing import duration
 
 _WORTH = 0.5  # of each host: what is less is not worth it
 _MOST = 5  # lines about flips
+_HELPS = 1.01  # times as fast: less is no help
 
 
 def foresight(answer: Foresight) -> RenderableType:
@@ -140,7 +141,9 @@ def _helps(answer: Foresight) -> list[str]:
     if not answer.helps:
         return []
     last = answer.scales[-1].hosts
-    told = [f"{help.change} {help.gain:.2f}" for help in answer.helps]
+    told = [f"{help.change} {help.gain:.2f}" for help in answer.helps if help.gain >= _HELPS]
+    if not told:
+        return [f"with {last} hosts none of {', '.join(h.change for h in answer.helps)} would help"]
     return [f"with {last} hosts, so many times as fast: {', '.join(told)}"]
 
 
