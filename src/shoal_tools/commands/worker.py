@@ -110,18 +110,20 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
     model, loss, optimizer = by_options(lambda: asked, model, objective.loss_fn, optimizer, sample)
     objective = objective.by(loss)
     _show_plan(model, wanted.save_plan, reasons=wanted.reasons)
-    _show_batch(num_rows(sample))
+    share = _show_batch(num_rows(sample))
     # 3  the ordinary loop
     history = History(model) if wanted.report else None
-    run = Run(recipe, loader, model, objective, optimizer, history)
-    median_step_s = run.train(epochs, num_steps, wanted.checkpoint, wanted.every_s)
+    run = Run(recipe, loader, model, objective, optimizer, history, share)
+    trained = run.train(epochs, num_steps, wanted.checkpoint, wanted.every_s)
     # 4  results
-    if median_step_s is not None:
-        outcome = _show_outcome(model, median_step_s, wanted.json_path)
+    if trained is not None:
+        outcome = _show_outcome(model, trained.median_step_s, wanted.json_path)
         if wanted.report and history:
             report_training(wanted.report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
+    if trained is not None and world().rank == 0:
+        text.console().print(trained.totals)
     current().finish()  # it warns, as long as the model lives
 
 
@@ -172,12 +174,13 @@ def _show_beside_ddp(plan: Plan, profile: ModelProfile, cluster: Cluster, *, rea
             text.console().print(as_ddp(explanation.step.total_s, ddp_s))
 
 
-def _show_batch(own_rows: int) -> None:
-    """Have rank 0 print the batch of a rank, and that of all ranks."""
+def _show_batch(own_rows: int) -> float:
+    """Have rank 0 print the batch of a rank, and of all ranks. Return this rank's part of it."""
     comm = current().comm
-    rows = comm.gather_objects(own_rows, "train: rows of a batch")
+    rows: list[int] = comm.gather_objects(own_rows, "train: rows of a batch")
     if comm.size > 1 and comm.rank == 0:
         text.console().print(text.batch(rows))
+    return own_rows / sum(rows) if own_rows else 1 / comm.size
 
 
 def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> Outcome | None:
@@ -189,7 +192,9 @@ def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None
     if outcome is None and attached is not None:  # one step alone
         outcome = Outcome(attached.plan.predicted_s, median_step_s, 1)
     if outcome is not None:
-        console.print(str(outcome), markup=False, highlight=False, soft_wrap=True)
+        console.print(str(outcome), soft_wrap=True)
+    else:
+        console.print(f"median step {median_step_s * 1e3:.1f} ms")
     if json_path is not None:
         told = {
             "command": ["shoal", *sys.argv[1:]],
