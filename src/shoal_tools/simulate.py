@@ -93,7 +93,7 @@ def explained(
     if last.hosts == 1:
         return None
     model = _Model(profile, measured, answer.question)
-    # as `scale` has it: the page shows the same seconds for the same step
+    # the profile of `scale`, so that a page shows the same seconds for the same step
     own, cluster = model.usual(last.hosts), model.hosts(last.hosts)
     timeline = Predictor(as_planned(own, last.plan), cluster).as_is(last.plan)
     return explain(last.plan, own, cluster, alternatives=False), timeline, cluster

@@ -83,7 +83,7 @@ class Job:
         return None if self.ranks_per_host is None else -(-self.ranks // self.ranks_per_host)
 
     def label(self, rank: int) -> str:
-        """Return what stands before each line of a rank.
+        """Return the text before each line of a rank.
 
         Examples:
             >>> Job(("true",), 2, first_speaks=True).label(0), Job(("true",), 2).label(1)

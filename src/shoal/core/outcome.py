@@ -147,7 +147,7 @@ class Outcome:
 
     @property
     def _counted(self) -> str:
-        """How the measured step comes of several: their middle half counts."""
+        """The number of steps behind the measured one: their middle half counts."""
         return f" (mean, {self.steps} steps)" if self.steps > 1 else ""
 
     def causes(self) -> list[str]:

@@ -75,7 +75,7 @@ def explain(
         bucket_bytes=plan.bucket_bytes,
         lanes=plan.lanes,
         step=PredictedStep(
-            # as an outcome counts them: what the main thread waits for is no compute
+            # an outcome counts the same way: waits of the main thread are no compute
             forward_s=timeline.computed_s - backward_s,
             backward_s=backward_s,
             exposed_s=timeline.exposed_s,

@@ -401,12 +401,7 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Explanation) -> 
     console.print(
         f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of Shoal's median"
     )
-    if (outcome := report["outcome"]) and outcome["off"]:
-        off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])
-        console.print(
-            f"off most: {off['name']}, {off['predicted_s'] * 1e3:.1f} ms predicted, "
-            f"{off['measured_s'] * 1e3:.1f} ms measured (mean, {outcome['steps']} steps)"
-        )
+    _print_most_off(report["outcome"])
     for line in in_words(contenders_of(report), strategies_of(explanation)):
         console.print(line, soft_wrap=True)  # a pin in it is to be copied
     held = Memory(**report["memory_bytes"], process_peak=None)
@@ -430,3 +425,14 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Explanation) -> 
             f"{share:.0%} under {name}" for name, share in report["processors_busy"].items()
         )
         console.print(f"processors of rank 0's machine were busy {shares}")
+
+
+def _print_most_off(outcome: dict[str, Any] | None) -> None:
+    """Print the part of the step whose prediction is off most, if any was measured."""
+    if not outcome or not outcome["off"]:
+        return
+    off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])
+    text.console().print(
+        f"off most: {off['name']}, {off['predicted_s'] * 1e3:.1f} ms predicted, "
+        f"{off['measured_s'] * 1e3:.1f} ms measured (mean, {outcome['steps']} steps)"
+    )

@@ -1,11 +1,11 @@
 """A script's model for the commands that take a recipe: the arguments of its `parallelize`.
 
-    train.py          runs until its call of `shoal.parallelize`, whose arguments are taken. It goes
+    train.py          runs until its call of `shoal.parallelize`, and gives the arguments. It goes
                       no further, so it trains no step
     train.py:make     make() returns the arguments: a dict of model, loss_fn, optimizer and sample,
                       with any option of `parallelize` beside them
 
-What is taken is a Recipe: its batches are the sample, its models and optimizers copies of the
+The result is a Recipe: its batches are the sample, its models and optimizers copies of the
 script's. Guarded by tests/tools/commands/test_script_model.py.
 """
 
@@ -43,7 +43,7 @@ from shoal.session.compiled import uncompiled
 from shoal.session.session import world
 
 _BUILDERS = {"data", "model", "loss", "compute_loss", "optimizer"}
-_RECIPE = 2  # of these functions make a file a recipe, though an incomplete one
+_RECIPE = 2  # builders make a file a recipe, though an incomplete one
 _NUM_BATCHES = 1 << 12
 _ARGUMENTS = '{"model": model, "loss_fn": loss_fn, "optimizer": optimizer, "sample": (x, y)}'
 
@@ -61,7 +61,7 @@ class ParallelizeCall:
 
 @dataclass(frozen=True)
 class ScriptModel(Recipe):
-    """A recipe of what a script gives to `parallelize`.
+    """A recipe of a script's model.
 
     Args:
         call: the arguments.
@@ -170,7 +170,7 @@ class ModelSource:
     def checked(self) -> Recipe | None:
         """Return the recipe, or None of a script that is there. Nothing of a script runs here."""
         if not self.path.is_file():
-            return load(self.path)  # which says so
+            return load(self.path)  # raises
         if self.function:
             self._require_function()
         elif not self._is_script():
@@ -184,7 +184,7 @@ class ModelSource:
         return None
 
     def taken(self, *, compares: bool = False) -> ScriptModel:
-        """Return what the script gives to `parallelize`, on a rank (a collective).
+        """Return the script's model as a recipe, on a rank (a collective).
 
         Args:
             compares: whether several models are made of it, and compared.
@@ -282,7 +282,7 @@ class ModelSource:
             with taker.taking(), _as_main(self.path, self.words) as module:
                 source = self.path.read_text(encoding="utf-8")
                 exec(compile(source, str(self.path), "exec"), module.__dict__)
-        except _Taken as taken:
+        except _CallTaken as taken:
             where = line_in(self.path, taken)
             more = "" if self.number else "; --call 2 takes the next one"
             Stages(speaks=world().is_main).say(
@@ -316,7 +316,7 @@ class ModelSource:
 
 
 def with_flags(options: Options, given: Mapping[str, Any]) -> Options:
-    """Return a script's options with those of the command line, which win.
+    """Return a script's options, with the command line's own in their place.
 
     Args:
         options: of the script's call.
@@ -331,7 +331,7 @@ def with_flags(options: Options, given: Mapping[str, Any]) -> Options:
     return replace(options, **core, features=(*kept, *own.features))
 
 
-class _Taken(BaseException):
+class _CallTaken(BaseException):
     """The call was made that the script ran for. No `except Exception` of the script stops it."""
 
     def __init__(self, call: ParallelizeCall) -> None:
@@ -374,14 +374,14 @@ class _Taker:
             return model, loss_fn if asked.compute_loss is None else asked.compute_loss, optimizer
         call = ParallelizeCall(model, loss_fn, optimizer, sample, asked)
         if sample is not None or asked.compute_loss is None:
-            raise _Taken(call)
+            raise _CallTaken(call)
 
         def first_batch(_: nn.Module, *batch: Any, **named: Any) -> NoReturn:
             """Take the first batch for a sample."""
             assert asked.compute_loss is not None
             function, own = BatchLoss(asked.compute_loss).of(batch, named)
             options = replace(asked, compute_loss=function, count=function.count(asked.count))
-            raise _Taken(replace(call, sample=own, options=options))
+            raise _CallTaken(replace(call, sample=own, options=options))
 
         return model, first_batch, optimizer
 

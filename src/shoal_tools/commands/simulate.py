@@ -168,8 +168,8 @@ def simulate(
 ) -> None:
     """Foresee RECIPE on any number of hosts: is it worth it, what limits, what would help.
 
-    RECIPE is a recipe, or a script: it runs until its call of shoal.parallelize, whose arguments
-    are taken. Or train.py:make, where make() returns these arguments as a dict.
+    RECIPE is a recipe, or a script: it runs until its call of shoal.parallelize, and its model is
+    taken. Or train.py:make, a function that returns parallelize's arguments as a dict.
 
     Under `shoal lab` or torchrun the links are measured too, and imagined ones are like them.
 

@@ -33,8 +33,8 @@ def show(
 
     Args:
         console: the terminal.
-        survey: what hosts have found.
-        findings: what is wrong.
+        survey: all facts of the hosts.
+        findings: faults, each with its cure.
         seconds: that the examination took.
         ignored: checks that are left out.
         verbose: whether every check gets a line.

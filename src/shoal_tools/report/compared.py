@@ -43,7 +43,7 @@ def in_words(contenders: Iterable[Contender], strategies: Iterable[str]) -> list
 
 
 def as_ddp(step_s: float, ddp_s: float) -> str:
-    """Say beside a predicted step what DDP would take.
+    """Compare a predicted step with DDP's.
 
     Examples:
         >>> as_ddp(0.100, 0.102)

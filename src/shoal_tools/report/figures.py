@@ -18,11 +18,11 @@ from shoal.core.record import Record
 
 @dataclass(frozen=True)
 class StepFigure:
-    """The time of a step, with what it counts.
+    """The time of a step, with the words for it.
 
     Args:
         seconds: the time.
-        counts: words for whose steps it is of, and how they are put together.
+        counts: the steps, and how their times become one figure.
     """
 
     seconds: float

@@ -76,7 +76,7 @@ def _beyond(answer: Foresight) -> list[str]:
     if not beyond:
         return []
     most = max(beyond, key=lambda scale: scale.efficiency)
-    # with the rows of one host for all, a host's share of the step is the measure
+    # a host's share of the step is the measure if all hosts share one host's rows
     whole_s = answer.alone_s / (most.hosts if answer.question.strong else 1)
     of_whole = "its share of one host's step" if answer.question.strong else "one host alone"
     saved = duration(whole_s - most.limits[COMPUTE])

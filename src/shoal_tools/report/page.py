@@ -88,7 +88,7 @@ def _answer(record: Record, model: ModelPicture | None) -> str:
 
 
 def _step(record: Record) -> str:
-    """Say what a step takes, and how far the prediction is off; "" if neither is known."""
+    """Say how long a step takes, and how far the prediction is off; "" if neither is known."""
     measured, predicted_s = measured_step(record), predicted_step_s(record)
     if measured is None:
         return (

@@ -41,7 +41,7 @@ class Progress:
         self._began_s = self._epoch_began_s = time.perf_counter()
         self._seconds: list[float] = []  # of each step
         self._losses: list[float] = []  # of each step of this epoch
-        self._rows = self._all_rows = 0.0  # of this epoch, and of all, on all ranks
+        self._rows = self._all_rows = 0.0  # all ranks' rows in this epoch, and in all epochs
         self._loss: float | None = None  # mean of the last epoch
 
     @property
@@ -87,7 +87,7 @@ class Progress:
         self._epoch_began_s = time.perf_counter()
 
     def end(self) -> str:
-        """Training is over. Return a line with the totals, such as what it took."""
+        """Return a line with the totals of training."""
         seconds = time.perf_counter() - self._began_s
         rows = self._all_rows / max(1, self.num_steps)
         loss = f", loss {self._loss:.4f}" if self._loss is not None else ""

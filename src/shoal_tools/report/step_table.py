@@ -1,6 +1,6 @@
-"""The step by its parts: as a table whose parts add up to its last row, and to the page's figure.
+"""The step by its parts: as a table that adds up to the page's figure.
 
-    account     what main threads did over many steps: compute, exchanges, optimizer (core/outcome)
+    account     main threads' time over many steps: compute, exchanges, optimizer (core/outcome)
     recorded    if there is no account: medians of the few steps that the timeline shows
 
 Of the two a page shows one. They are of other steps, so that their figures for one thing differ.
@@ -30,7 +30,7 @@ class StepTable:
 
     Args:
         parts: in the order of the step.
-        between: what passes between steps, which nobody predicts and no figure of a step counts.
+        between: the time between steps. Nobody predicts it, and no figure of a step counts it.
         counts: a sentence about the measured figures; "" if there are none.
         off: the part that was off most, with the causes that are known.
         causes: one line each.
@@ -53,7 +53,7 @@ class StepTable:
 
     @property
     def colours(self) -> tuple[int, ...]:
-        """The number of each part's colour: the timeline's, by what the parts are."""
+        """The numbers of the parts' colours, the same as in the timeline."""
         return _COLOURS[-len(self.parts) :]
 
     @property

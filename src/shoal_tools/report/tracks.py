@@ -137,7 +137,7 @@ def _lane(name: str, events: Sequence[TraceEvent], labels: dict[str, int]) -> di
 
 
 def _links(track: Track) -> list[dict[str, Any]]:
-    """List what interfaces carry; `own` are those of the job, which are shown unasked."""
+    """List the rates of interfaces; `own` says that one is the job's, and is shown unasked."""
     by_link: dict[str, list[LinkRate]] = defaultdict(list)
     for rate in track.rates:
         by_link[rate.link].append(rate)
