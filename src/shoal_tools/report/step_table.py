@@ -92,15 +92,14 @@ def _of_account(record: Record, outcome: Outcome) -> StepTable:
     between, off = parts.pop(BETWEEN, None), outcome.off
     counts = (
         f"Measured: {account(outcome)}. Compute is forward and backward without waits, exchanges "
-        "are what the main thread waits for. What passes between steps counts in no step."
+        "are what the main thread waits for. Data and the program itself, between steps, count in no step."
     )
     headline = measured_step(record)
     if headline is not None and headline.counts != account(outcome):
         counts += f" The {headline.counts}, is {duration(headline.seconds)}."
     return StepTable(
         tuple(parts.values()),
-        between
-        and StepPart("between steps: data, and the program itself", None, between.measured_s),
+        between and StepPart("between steps", None, between.measured_s),
         counts,
         parts[off.name] if off is not None else None,
         tuple(outcome.causes()),
