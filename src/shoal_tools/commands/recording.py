@@ -124,7 +124,7 @@ class History:
         )
 
     def tracks(self, comm: Comm) -> tuple[Track, ...]:
-        """What ranks have recorded (a collective)."""
+        """Gather the tracks of this run (a collective)."""
         return gathered(comm, self._recorded)
 
 
@@ -135,7 +135,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def gathered(comm: Comm, recorder: Recorder) -> tuple[Track, ...]:
-    """What each rank has recorded (a collective)."""
+    """Gather the tracks of all ranks (a collective)."""
     own = recorder, job_interfaces(comm)
     ranks: list[tuple[Recorder, tuple[str, ...]]] = comm.gather_objects(
         own, "report: recorded steps", Recorder, TraceEvent, LinkRate
@@ -228,7 +228,7 @@ def report_benchmark(
         recipe: that was timed.
         figures: what `shoal bench --json` writes.
         model: Shoal's.
-        tracks: what ranks have recorded.
+        tracks: those of the ranks.
         outcome: of the prediction.
     """
     attached = current().attached[model]

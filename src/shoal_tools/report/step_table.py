@@ -92,7 +92,8 @@ def _of_account(record: Record, outcome: Outcome) -> StepTable:
     between, off = parts.pop(BETWEEN, None), outcome.off
     counts = (
         f"Measured: {account(outcome)}. Compute is forward and backward without waits, exchanges "
-        "are what the main thread waits for. Data and the program itself, between steps, count in no step."
+        "are what the main thread waits for. Data and the program itself, between steps, count in "
+        "no step."
     )
     headline = measured_step(record)
     if headline is not None and headline.counts != account(outcome):
