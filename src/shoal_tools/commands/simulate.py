@@ -166,7 +166,7 @@ def simulate(
     report: Path | None,
     **imagined: Any,
 ) -> None:
-    """Foresee RECIPE on any number of hosts: is it worth it, what limits, what would help.
+    """Foresee RECIPE on any number of hosts, and what would help.
 
     RECIPE is a recipe, or a script: it runs until its call of shoal.parallelize, and its model is
     taken. Or train.py:make, a function that returns parallelize's arguments as a dict.
