@@ -67,6 +67,13 @@ class _Reporting(click.Group):
             click.echo(f"shoal: {foreign(error)}", err=True)
             sys.exit(1)
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands in groups, each with its whole first sentence."""
+        for title, commands in _GROUPS.items():
+            rows = [(str(each.name), each.get_short_help_str(_WHOLE)) for each in commands]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
     @staticmethod
     def _show_frames(context: click.Context, error: BaseException) -> None:
         if context.params["traceback"]:
@@ -96,9 +103,16 @@ def main(traceback: bool) -> None:
         adopt()
 
 
-_MEASURING = plan, simulate, check, bench, report, probe, cache
-for _command in (train, run, test, features, *_MEASURING, doctor, lab, rendezvous, agent):
-    main.add_command(_command)
+_WHOLE = 1000  # characters of a sentence about a command: none is cut
+_GROUPS: dict[str, tuple[click.Command, ...]] = {
+    "Train": (train, run, test, features),
+    "Hosts that come and go": (rendezvous, agent),
+    "Plan and compare": (plan, simulate, check, bench, report),
+    "Look at hosts and links": (doctor, probe, cache, lab),
+}
+for _commands in _GROUPS.values():
+    for _command in _commands:
+        main.add_command(_command)
 
 
 if __name__ == "__main__":

@@ -93,9 +93,27 @@ def explained(
     if last.hosts == 1:
         return None
     model = _Model(profile, measured, answer.question)
-    own, cluster = model.profile_on(last.hosts), model.hosts(last.hosts)
+    # the profile of `scale`, so that a page shows the same seconds for the same step
+    own, cluster = model.usual(last.hosts), model.hosts(last.hosts)
     timeline = Predictor(as_planned(own, last.plan), cluster).as_is(last.plan)
     return explain(last.plan, own, cluster, alternatives=False), timeline, cluster
+
+
+def ddp_step_s(
+    profile: ModelProfile, cluster: Cluster, usual: ModelProfile | None = None
+) -> float | None:
+    """Predict a step with an all-reduce of all layers, as DDP makes it; None if that cannot be.
+
+    Args:
+        profile: the model, by which buckets are chosen.
+        cluster: the ranks.
+        usual: the same of the slowest rank, if that is another profile.
+    """
+    try:
+        made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
+    except PlanError:
+        return None
+    return Predictor(as_planned(usual or profile, made), cluster).as_is(made).step_s
 
 
 class _Model:
@@ -112,6 +130,10 @@ class _Model:
     def profile_on(self, hosts: int) -> ModelProfile:
         """The model on one of so many."""
         return self._of_rows(1 / hosts if self._question.strong else 1)
+
+    def usual(self, hosts: int) -> ModelProfile:
+        """Return the model on the slowest of so many hosts, in the median step."""
+        return self._stretched(self.profile_on(hosts), hosts, _MEDIAN)
 
     def scale(self, hosts: int, plan: Plan | None = None) -> Scale:
         """What so many hosts take, under a plan made for them."""
@@ -131,13 +153,15 @@ class _Model:
             step_s(self._stretched(profile, hosts, chance)) for chance in (_MEDIAN, _UNLUCKY)
         )
         alike = self._stretched(profile, 1, _MEDIAN)
-        alike_s, free_s = step_s(alike), step_s(alike, _free(cluster))
+        # each step is at most as long as the one before, so that the limits add up to the step
+        alike_s = min(step_s(alike), usual_s)
+        free_s = min(step_s(alike, _free(cluster)), alike_s)
         compute_s = min(alike.step_s, free_s)
         limits = {
             COMPUTE: compute_s,
-            LINK: max(0.0, alike_s - free_s),
-            BUBBLE if is_dealt(made) else OWNERS: max(0.0, free_s - compute_s),
-            STRAGGLERS: max(0.0, usual_s - alike_s),
+            LINK: alike_s - free_s,
+            BUBBLE if is_dealt(made) else OWNERS: free_s - compute_s,
+            STRAGGLERS: usual_s - alike_s,
         }
         rows = 1 if question.strong else hosts  # as many as one host
         times = rows * self.alone_s / usual_s
@@ -146,12 +170,7 @@ class _Model:
 
     def _ddp_s(self, profile: ModelProfile, cluster: Cluster) -> float | None:
         """Return a step with an all-reduce of all layers; None if that cannot be."""
-        try:
-            made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
-        except PlanError:
-            return None
-        slow = as_planned(self._stretched(profile, cluster.size, _MEDIAN), made)
-        return Predictor(slow, cluster).as_is(made).step_s
+        return ddp_step_s(profile, cluster, self._stretched(profile, cluster.size, _MEDIAN))
 
     def helps(self, scales: Sequence[Scale]) -> list[Help]:
         """What would bring most at the largest number of hosts, under its plan or one like it."""

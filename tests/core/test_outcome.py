@@ -30,7 +30,7 @@ FOUND = Outcome(0.8, 0.89, 50, TERMS, ("site 0", 0.2), (2, 0.1), (1e8, 1e7))
 def test_the_term_that_was_off_most_is_named_with_its_seconds() -> None:
     assert FOUND.off == TERMS[2]
     shown = str(FOUND)
-    assert "predicted step 800.0 ms: 10% under the measured one, 890.0 ms" in shown
+    assert "predicted step 800.0 ms: 10% under the measured one, 890.0 ms (mean, 50 steps)" in shown
     assert "off most: optimizer, 100.0 ms predicted, 190.0 ms measured" in shown
     assert "200.0 ms of the waiting is for site 0" in shown
     assert "rank 2 is slowest, by 100.0 ms a step" in shown
@@ -43,7 +43,10 @@ def test_links_that_carry_about_as_much_are_not_named() -> None:
 
 def test_without_terms_there_is_the_step() -> None:
     bare = Outcome(1.0, 0.5, 3)
-    assert str(bare) == "predicted step 1000.0 ms: 100% over the measured one, 500.0 ms"
+    assert (
+        str(bare)
+        == "predicted step 1000.0 ms: 100% over the measured one, 500.0 ms (mean, 3 steps)"
+    )
     assert bare.off is None and bare.to_json()["off"] is None
 
 

@@ -11,9 +11,12 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.explanation import PredictedStep
 from shoal.core.outcome import Outcome
 from shoal.front.joining import using
 from shoal.front.outcomes import outcome_of_ranks
+from shoal.planner.explain import explain
+from shoal.session.session import current
 
 RANKS = 2
 BATCHES = features(7, 3, steps=12)
@@ -31,13 +34,15 @@ def trained(comm: ThreadComm, model: nn.Module, steps: int, **how: Any) -> nn.Mo
 def test_the_terms_of_measured_steps_add_up(pin: str) -> None:
     models = [built(mlp) for _ in range(RANKS)]
 
-    def work(comm: ThreadComm) -> tuple[Outcome | None, Outcome | None, str]:
+    def work(comm: ThreadComm) -> tuple[Outcome | None, Outcome | None, str, PredictedStep]:
         with using(comm, cluster_of(RANKS)):
             model = trained(comm, models[comm.rank], 12, pins={"*": "replicate", "0": pin})
             own = shoal.outcome(model) if comm.rank == 1 else None  # by itself
-            return own, outcome_of_ranks(model), shoal.explain(model)
+            attached = current().attached[model]
+            explained = explain(attached.plan, attached.profile, attached.cluster)
+            return own, outcome_of_ranks(model), shoal.explain(model), explained.step
 
-    (_, of_all, text), (own, same, _) = on_threads(RANKS, work)
+    (_, of_all, text, step), (own, same, _, _) = on_threads(RANKS, work)
     assert own is not None and of_all is not None
     assert of_all == same and of_all.steps == 11
     for found in (own, of_all):
@@ -45,6 +50,11 @@ def test_the_terms_of_measured_steps_add_up(pin: str) -> None:
         times = {term.name: term.measured_s for term in found.terms}
         assert sum(times.values()) == pytest.approx(found.measured_s + times["between steps"])
         assert times["compute"] > 0 and times["exchanges"] > 0 and times["optimizer"] > 0
+    # the plan's table and the outcome's say the same of the same step
+    predicted = {term.name: term.predicted_s for term in of_all.terms}
+    assert step.forward_s + step.backward_s == pytest.approx(predicted["compute"])
+    assert step.exposed_s == pytest.approx(predicted["exchanges"])
+    assert step.total_s == pytest.approx(of_all.predicted_s)
     assert "off most: " in text and max(map(len, text.splitlines())) <= 100
 
 

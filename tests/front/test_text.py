@@ -191,3 +191,17 @@ def test_a_histogram_of_staleness_adds_up() -> None:
 def test_differences_come_worst_first() -> None:
     out = printed(text.differences([("a", 1e-12), ("b", 3e-5)]))
     assert out.index("3.0e-05") < out.index("1.0e-12")
+
+
+def test_names_are_no_markup_no_emoji_and_have_no_colours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    names = ["blocks.[red]x[/red]", "a:warning:b", "layer.12", "[/]"]
+    table = text.differences([(name, 1e-12) for name in names])
+    text.console().print(table)
+    for name in names:
+        text.console().print(f"wrote {name}")
+    shown = capsys.readouterr().out
+    for name in names:
+        assert name in text.plain(table) and shown.count(name) == 2

@@ -85,7 +85,7 @@ def test_workers_may_run_ahead_of_one_another(monkeypatch: pytest.MonkeyPatch) -
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert "4 steps in" in done.stdout
+    assert "4 steps of" in done.stdout
     assert "no other strategy serves it" in squeezed(done.stdout)
     assert re.search(r"rank 2\b.*ahead", squeezed(done.stdout))
 
@@ -114,7 +114,7 @@ def test_help_explains_every_option(command: str) -> None:
 
 def test_steps_go_on_into_as_many_passes_as_they_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("train", RECIPE, "--steps", "100") == [0]
-    assert "100 steps in" in capsys.readouterr().out
+    assert "100 steps of" in capsys.readouterr().out
 
 
 def test_train_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,10 +285,10 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0
     progress = done.stderr.splitlines()
-    benched = [line for line in progress if line.startswith("[rank 0] bench: ")]
-    assert benched[0] == "[rank 0] bench: measuring and planning"
-    assert benched[-1].startswith("[rank 0] bench: round 2 of 2: shoal ")
-    begins = "[rank 0] bench: ", "[rank 0] shoal: "
+    benched = [line for line in progress if line.startswith("bench: ")]
+    assert benched[0] == "bench: measuring and planning"
+    assert benched[-1].startswith("bench: round 2 of 2: shoal ")
+    begins = "bench: ", "shoal: "
     assert all(line.startswith(begins) for line in progress), "and nothing else"
     figures = json.loads(path.read_text())
     assert set(figures["median_s"]) == {"shoal", "ddp"}
@@ -304,11 +304,11 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     )
     assert 0 < figures["floor_s"] <= figures["predicted_s"]
     ratio = figures["median_s"]["shoal"] / figures["floor_s"]
-    assert f"measured {ratio:.2f} of it" in squeezed(done.stdout.replace("[rank 0]", ""))
+    assert f"measured {ratio:.2f} of it" in squeezed(done.stdout)
     assert set(figures["sent_bytes"]) == {"shoal", "ddp"}
     busy = [figures["processors_busy"][name] for name in ("shoal", "ddp")]
     assert all(0 <= share <= 1 for share in busy)
-    told = "of rank 0's machine were busy" in squeezed(done.stdout.replace("[rank 0]", ""))
+    told = "of rank 0's machine were busy" in squeezed(done.stdout)
     assert told == any(busy), "the kernel counts by 10 ms, which such steps may take less than"
     rows = json.loads(trace.read_text())["traceEvents"]
     names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
@@ -350,11 +350,11 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     *stages, chosen = done.stderr.splitlines()
-    assert re.fullmatch(r"\[rank 0\] shoal: 2 ranks, 2 layers: .*; predicted step .* ms", chosen)
-    stage = r"\[rank 0\] shoal: (measuring the (model|links)|planning) … \d+\.\d s"
+    assert re.fullmatch(r"shoal: 2 ranks, 2 layers: .*; predicted step .* ms", chosen)
+    stage = r"shoal: (measuring the (model|links)|planning) … \d+\.\d s"
     assert stages and all(re.fullmatch(stage, line) for line in stages), "and nothing else"
-    assert "[rank 0] 3 steps" in done.stdout
-    assert all(line.startswith("[rank 0] ") for line in done.stdout.splitlines())
+    assert done.stdout.splitlines()[-1].startswith("3 steps of 8 rows in ")
+    assert "[rank 0]" not in done.stdout + done.stderr, "rank 0 alone speaks"
 
 
 @pytest.mark.parametrize(
@@ -627,3 +627,14 @@ def test_a_plan_with_numbers_out_of_bounds_is_refused(
     path.write_text(json.dumps({**data, field: value}))
     assert shoal("train", RECIPE, "--plan", path) == [2]
     assert f"{path}: {field}" in squeezed(capsys.readouterr().err)
+
+
+def test_help_lists_every_command_in_a_group_with_its_whole_sentence() -> None:
+    said = CliRunner().invoke(main, ["--help"]).output
+    assert "..." not in said.partition("\n")[2]
+    titles = [line for line in said.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == ["Options:", "Train:", "Plan and compare:", "Look at hosts and links:"]
+    told = " ".join(said.split())
+    for name, command in main.commands.items():
+        sentence = " ".join((command.help or "").split("\n\n")[0].split())
+        assert f"{name} {sentence}" in told

@@ -22,7 +22,7 @@ from shoal.core.plan import Choice
 from shoal.planner.imagined import imagined
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
-from shoal_tools.simulate import simulate, slowest
+from shoal_tools.simulate import explained, simulate, slowest
 
 RATE, LATENCY_S = 125e6, 1e-4
 NUMEL = 1 << 22
@@ -97,6 +97,37 @@ def test_the_parts_of_a_step_are_the_step() -> None:
         assert scale.p95_s > scale.step_s
     assert answer.scales[-1].limits[STRAGGLERS] > answer.scales[1].limits[STRAGGLERS] > 0
     assert answer.scales[0].times == answer.scales[0].efficiency == 1
+
+
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("codecs", [(), ("int8",)])
+@pytest.mark.parametrize("rate", [RATE / 20, RATE * 100])
+def test_the_plan_of_the_most_hosts_takes_what_their_row_says(
+    rate: float, codecs: tuple[str, ...], strong: bool
+) -> None:
+    """A page's card and the row for the same hosts are one figure, stragglers and all."""
+    asked = Question(Network(rate), straggler=0.05, strong=strong, codecs=codecs)
+    answer = simulate(small(), ALONE, [2, 8], asked)
+    found = explained(small(), ALONE, answer)
+    assert found is not None
+    explanation, timeline, _ = found
+    last = answer.scales[-1]
+    assert explanation.step.total_s == pytest.approx(last.step_s, rel=1e-12)
+    assert timeline.step_s == last.step_s
+    for scale in answer.scales:
+        assert sum(scale.limits.values()) == pytest.approx(scale.step_s, rel=1e-12)
+        assert min(scale.limits.values()) >= 0
+
+
+def test_more_than_a_host_comes_of_computing_less() -> None:
+    """The reason that is given holds: of plans beyond 100 %, a rank computes less than one host."""
+    heavy = model(linear("head", 1.9, 4096, 4096, rows=64), optimizer_s=3.0)
+    for strong in (False, True):
+        answer = simulate(heavy, ALONE, [2, 4], replace(EVEN, strong=strong))
+        beyond = [scale for scale in answer.scales if scale.is_beyond]
+        assert beyond or strong, "owners share the optimizer's step"
+        for scale in beyond:
+            assert scale.limits[COMPUTE] < answer.alone_s / (scale.hosts if strong else 1)
 
 
 def test_hosts_that_are_alike_have_no_unlucky_steps() -> None:

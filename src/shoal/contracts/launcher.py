@@ -79,6 +79,7 @@ class Job:
     servers: int = 0  # of the ranks, the last ones
     tail: int = 0  # of the ranks, the last ones
     ranks_per_host: int | None = None  # None: as the launcher places them
+    first_speaks: bool = False  # rank 0 speaks for all, so that its lines carry no label
     master: str = ""  # the cluster, as its scheduler is called; "" for the launcher's own choice
     files: tuple[Path, ...] = ()  # of the command's words: sent along to hosts with other disks
 
@@ -86,6 +87,15 @@ class Job:
     def hosts(self) -> int | None:
         """How many hosts the ranks fill, where it is said how many share one."""
         return None if self.ranks_per_host is None else -(-self.ranks // self.ranks_per_host)
+
+    def label(self, rank: int) -> str:
+        """Return the text before each line of a rank.
+
+        Examples:
+            >>> Job(("true",), 2, first_speaks=True).label(0), Job(("true",), 2).label(1)
+            ('', '[rank 1] ')
+        """
+        return "" if self.first_speaks and rank == 0 else f"[rank {rank}] "
 
     @property
     def roles(self) -> dict[str, str]:

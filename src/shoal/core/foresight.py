@@ -12,6 +12,7 @@ from shoal.core.plan import Plan
 
 COMPUTE, LINK, STRAGGLERS, OWNERS = "compute", "link", "stragglers", "owners"
 BUBBLE = "bubble"  # ranks of a pipeline wait for the stations beside them
+_LIMITS = 0.05  # part of a step that limits it
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,15 @@ class Scale:
 
     @property
     def limit(self) -> str:
-        """What takes most of the step."""
-        return max(self.limits, key=lambda name: self.limits[name])
+        """The part beside compute that takes most of the step; "compute" if none takes a 20th."""
+        beside = {name: seconds for name, seconds in self.limits.items() if name != COMPUTE}
+        most = max(beside, key=lambda name: beside[name], default=COMPUTE)
+        return most if beside.get(most, 0.0) >= _LIMITS * self.step_s else COMPUTE
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether the hosts do more, as figures are shown, than as many single hosts."""
+        return round(self.times, 2) > self.hosts
 
     @property
     def ways(self) -> dict[str, int]:

@@ -119,7 +119,7 @@ class Outcome:
         Examples:
             >>> terms = Term(COMPUTE, 0.05, 0.052), Term(EXCHANGES, 0.01, 0.04)
             >>> print(Outcome(0.06, 0.092, 20, terms, ("site 0 (sliced direct: head)", 0.03)))
-            predicted step 60.0 ms: 35% under the measured one, 92.0 ms
+            predicted step 60.0 ms: 35% under the measured one, 92.0 ms (mean, 20 steps)
             off most: exchanges, 10.0 ms predicted, 40.0 ms measured
               compute            50.0 ms    52.0 ms  forward and backward, by themselves
               exchanges          10.0 ms    40.0 ms  that the main thread waits for exchanges
@@ -128,10 +128,11 @@ class Outcome:
         side = "under" if self.error < 0 else "over"
         lines = [
             f"predicted step {_ms(self.predicted_s)}: {abs(self.error):.0%} {side} the measured "
-            f"one, {_ms(self.measured_s)}"
+            f"one, {_ms(self.measured_s)}{self._counted}"
         ]
         if not self.predicted_s:
-            lines = [f"measured step {_ms(self.measured_s)}; such plans have no prediction"]
+            measured = f"measured step {_ms(self.measured_s)}{self._counted}"
+            lines = [f"{measured}; such plans have no prediction"]
         if (off := self.off) is not None:
             lines.append(
                 f"off most: {off.name}, {_ms(off.predicted_s)} predicted, "
@@ -143,6 +144,11 @@ class Outcome:
             for term in self.terms
         ]
         return "\n".join([*lines, *self.causes()])
+
+    @property
+    def _counted(self) -> str:
+        """The number of steps behind the measured one: their middle half counts."""
+        return f" (mean, {self.steps} steps)" if self.steps > 1 else ""
 
     def causes(self) -> list[str]:
         """What is known of why, a line each."""

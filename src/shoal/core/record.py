@@ -65,6 +65,16 @@ class Track:
     events: tuple[TraceEvent, ...]
     rates: tuple[LinkRate, ...] = ()
     left_out: int = 0  # events that came after the last one here
+    interfaces: tuple[str, ...] = ()  # network interfaces of the job; () if nobody knows them
+
+    def is_of_job(self, link: str) -> bool:
+        """Whether a link, as "eth0, sent", carries traffic of the job.
+
+        Examples:
+            >>> Track("rank 0", (), interfaces=("eth0",)).is_of_job("docker0, sent")
+            False
+        """
+        return not self.interfaces or link.rpartition(", ")[0] in self.interfaces
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Record:
     date: str = ""
     machine: Machine | None = None
     explanation: Explanation | None = None
-    step_s: float | None = None  # the median one, as measured
+    step_s: float | None = None  # the median, as measured: rank 0's, or of a benchmark's turns
     tracks: tuple[Track, ...] = ()  # the predicted one first
     training: Training | None = None
     contenders: tuple[Contender, ...] = ()  # Shoal first

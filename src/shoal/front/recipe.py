@@ -160,7 +160,7 @@ def load(path: str | Path) -> Recipe:
     """
     path = Path(path)
     _require_recipe(path)
-    module = _execute(path)
+    module = execute(path)
     there = {
         name: value
         for name, value in vars(module).items()
@@ -234,7 +234,7 @@ def _require_recipe(path: Path) -> None:
             raise _missing(path, own, name, usage)
 
 
-def _execute(path: Path) -> ModuleType:
+def execute(path: Path) -> ModuleType:
     """Run the file as a module of its own."""
     name = f"shoal_recipe_{path.stem}"  # not the bare stem: a recipe may be called as a library is
     spec = importlib.util.spec_from_file_location(name, path)
@@ -258,7 +258,7 @@ def _execute(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UsageError(
             "the recipe fails while it is loaded",
-            where=_line_in(path, error),
+            where=line_in(path, error),
             got=f"{type(error).__name__}: {error}",
             do=f"install {error.name}; for Shoal's examples {install_shoal('examples')}"
             if isinstance(error, ModuleNotFoundError)
@@ -267,7 +267,7 @@ def _execute(path: Path) -> ModuleType:
     return module
 
 
-def _line_in(path: Path, error: BaseException) -> str:
+def line_in(path: Path, error: BaseException) -> str:
     """The recipe's own last line on the way to the error."""
     line, trace = 0, error.__traceback__
     while trace is not None:

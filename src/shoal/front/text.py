@@ -33,13 +33,24 @@ _NAME, _NAME_AND_WAY = 26, 46
 
 
 def console() -> Console:
-    """Where reports go: as wide as the terminal, or as COLUMNS says, or 80 columns."""
-    return Console(soft_wrap=False)
+    """Where reports go: as wide as the terminal, or as COLUMNS says, or 80 columns.
+
+    Names are shown as they are: "[red]" in one is no colour, and a number in one has none.
+    """
+    return Console(soft_wrap=False, markup=False, emoji=False, highlight=False)
 
 
 def plain(shown: RenderableType) -> str:
     """A report as text of at most 100 columns, without colours."""
-    page = Console(width=100, color_system=None, force_terminal=False, soft_wrap=False)
+    page = Console(
+        width=100,
+        color_system=None,
+        force_terminal=False,
+        soft_wrap=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     with page.capture() as written:
         page.print(shown)
     return "\n".join(line.rstrip() for line in written.get().splitlines())

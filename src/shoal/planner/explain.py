@@ -64,6 +64,7 @@ def explain(
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)
+    backward_s = max(0.0, timeline.backward_s - timeline.crossing_s)
     # plans by local steps have none, and a pipeline serves all layers or none
     alternatives = alternatives and not plan.is_local and not is_dealt(plan)
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
@@ -75,9 +76,10 @@ def explain(
         bucket_bytes=plan.bucket_bytes,
         lanes=plan.lanes,
         step=PredictedStep(
-            forward_s=timeline.forward_s,
-            backward_s=timeline.backward_s,
-            exposed_s=timeline.end_s - timeline.backward_s + timeline.waited_s,
+            # an outcome counts the same way: waits of the main thread are no compute
+            forward_s=timeline.computed_s - backward_s,
+            backward_s=backward_s,
+            exposed_s=timeline.exposed_s,
             optimizer_s=timeline.optimizer_s,
             sent_bytes=timeline.sent_bytes,
             stations=_stations(plan, predictor, cluster),

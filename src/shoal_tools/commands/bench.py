@@ -23,6 +23,7 @@ import click
 import torch
 
 from shoal.core.errors import UsageError
+from shoal.core.explanation import Explanation
 from shoal.core.numbers import MOST_COUNTED
 from shoal.core.outcome import Outcome
 from shoal.core.record import Track
@@ -37,10 +38,11 @@ from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
-from shoal.profiling.interfaces import carried, watching
+from shoal.profiling.interfaces import watching
 from shoal.profiling.processor import ProcessorTime
 from shoal.session.memory import Memory, memory, of_one_process
 from shoal.session.session import Attached, current
+from shoal_tools.commands.job_interfaces import sent_to_other_hosts
 from shoal_tools.commands.options import (
     COUNT,
     NEW_FILE,
@@ -48,9 +50,15 @@ from shoal_tools.commands.options import (
     RANKS,
     REPORT,
     in_a_folder,
-    recipe_command,
+    model_command,
 )
-from shoal_tools.commands.recording import gathered, machine, predicted, report_benchmark
+from shoal_tools.commands.recording import (
+    contenders_of,
+    gathered,
+    machine,
+    predicted,
+    report_benchmark,
+)
 from shoal_tools.commands.worker import at_own_device
 from shoal_tools.contenders.peers import (
     EXACT,
@@ -61,6 +69,8 @@ from shoal_tools.contenders.peers import (
     slowest_rank,
     step_times,
 )
+from shoal_tools.report.compared import in_words
+from shoal_tools.report.layers import strategies_of
 from shoal_tools.report.trace import chrome
 
 _BOOTSTRAPS = 10_000
@@ -82,7 +92,7 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
 
 
 @click.command()
-@recipe_command
+@model_command(compares=True)
 @RANKS
 @click.option(
     "--against",
@@ -268,20 +278,12 @@ def _turns(
 
 
 def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _TurnResult:
-    start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), _sent()
+    comm = current().comm
+    start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), sent_to_other_hosts(comm)
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
     busy = min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
-    return _TurnResult(step_s, busy, (_sent() - sent) / (steps + 1))
-
-
-def _sent() -> int:
-    """Bytes that this host's interfaces have sent to others until now."""
-    return sum(
-        nbytes
-        for name, nbytes in carried().items()
-        if name.endswith(", sent") and not name.startswith("lo,")
-    )
+    return _TurnResult(step_s, busy, (sent_to_other_hosts(comm) - sent) / (steps + 1))
 
 
 def _most_sent(turns: Mapping[str, Sequence[_TurnResult]]) -> dict[str, float]:
@@ -328,7 +330,10 @@ def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> N
     begins = (event.begin_s for event in measured[0].events if event.what == "backward")
     begin_s = next(begins, 0.0)
     events = {f"rank {rank}": track.events for rank, track in enumerate(measured)}
-    rates = {f"rank {rank}": track.rates for rank, track in enumerate(measured)}
+    rates = {
+        f"rank {rank}": tuple(rate for rate in track.rates if track.is_of_job(rate.link))
+        for rank, track in enumerate(measured)
+    }
     for track in predicted(attached):
         events[_EXPECTED] = tuple(
             replace(event, begin_s=begin_s + event.begin_s, end_s=begin_s + event.end_s)
@@ -384,7 +389,7 @@ def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(pairs), "low": low, "high": high}
 
 
-def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
+def _print(recipe: Recipe, report: dict[str, Any], explanation: Explanation) -> None:
     console = text.console()
     console.print(text.explained(explanation))
     rows = [("shoal", report["median_s"]["shoal"], "1")]
@@ -394,22 +399,20 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
     predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
     console.print(
-        f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one"
+        f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of Shoal's median"
     )
-    if (outcome := report["outcome"]) and outcome["off"]:
-        off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])
-        console.print(
-            f"off most: {off['name']}, {off['predicted_s'] * 1e3:.1f} ms predicted, "
-            f"{off['measured_s'] * 1e3:.1f} ms measured"
-        )
+    _print_most_off(report["outcome"])
+    for line in in_words(contenders_of(report), strategies_of(explanation)):
+        console.print(line, soft_wrap=True)  # a pin in it is to be copied
     held = Memory(**report["memory_bytes"], process_peak=None)
     console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
     alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)
     console.print(f"one process would hold: {alone}")
     floor = report["floor_s"]
+    faster = "; compute was slower while the model was profiled" if measured < floor else ""
     console.print(
         f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured "
-        f"{measured / floor:.2f} of it"
+        f"{measured / floor:.2f} of it{faster}"
     )
     if any(report["sent_bytes"].values()):
         sent = ", ".join(
@@ -422,3 +425,14 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
             f"{share:.0%} under {name}" for name, share in report["processors_busy"].items()
         )
         console.print(f"processors of rank 0's machine were busy {shares}")
+
+
+def _print_most_off(outcome: dict[str, Any] | None) -> None:
+    """Print the part of the step whose prediction is off most, if any was measured."""
+    if not outcome or not outcome["off"]:
+        return
+    off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])
+    text.console().print(
+        f"off most: {off['name']}, {off['predicted_s'] * 1e3:.1f} ms predicted, "
+        f"{off['measured_s'] * 1e3:.1f} ms measured (mean, {outcome['steps']} steps)"
+    )

@@ -20,13 +20,13 @@ from shoal_tools.commands.options import (
     Finite,
     feature_options,
     in_a_folder,
-    recipe_command,
+    model_command,
 )
 
 
 @click.command()
 @launching
-@recipe_command
+@model_command(compares=True)
 @RANKS
 @PLAN
 @feature_options

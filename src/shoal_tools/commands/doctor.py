@@ -67,6 +67,7 @@ class _Told:
     type=click.Choice(tuple(CHECKS)),
     help="Leave a check out.",
 )
+@click.option("--verbose", is_flag=True, help="Say of every check how it came out.")
 @click.argument("more", nargs=-1, metavar="[HOST]...")
 def doctor(
     peers: tuple[str, ...],
@@ -74,6 +75,7 @@ def doctor(
     wait_s: float,
     rate: str,
     ignore: tuple[str, ...],
+    verbose: bool,
     more: tuple[str, ...],
 ) -> None:
     """Find what is wrong with hosts and their network, and what mends it.
@@ -92,7 +94,8 @@ def doctor(
     survey = examined(met, rendezvous.token(), expected)
     findings = judged(survey, met.findings, ignore)
     if met.speaks or met.hosts[0].id in survey.lost:
-        show(text.console(), survey, findings, time.monotonic() - began)
+        took_s = time.monotonic() - began
+        show(text.console(), survey, findings, took_s, ignore, verbose=verbose)
     if met.circle is not None:
         met.circle.gather("told", _Told(len(findings)), _TOLD_S)
     sys.exit(1 if findings else 0)

@@ -139,6 +139,7 @@ def distributed(workers: int | None, by: Launching | None = None) -> None:
         ranks_per_host=by.ranks_per_host,
         master=by.master,
         files=by.files,
+        first_speaks=True,
     )
     sys.exit(launcher.launch(job).exit_code)
 

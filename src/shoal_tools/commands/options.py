@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from shoal.core.registry import of
 from shoal.front.options import AUTO, Options
 from shoal.front.recipe import load
 from shoal_tools.commands.launching import Launching, distributed
+from shoal_tools.commands.script_model import ModelSource, with_flags
 
 
 class Finite(click.FloatRange):
@@ -86,6 +87,15 @@ LATENCY_US = Finite(0, 1e8)
 CORES = Finite(0.001, MOST_RANKS)
 NEW_FILE = NamedPath(dir_okay=False, writable=True)
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+MODEL = click.argument("recipe")
+WORDS = click.argument("words", nargs=-1, metavar="[-- ARGS]...")
+CALL = click.option(
+    "--call",
+    "number",
+    type=click.IntRange(1, MOST_COUNTED),
+    metavar="NUMBER",
+    help="Of a script that calls parallelize often: the call that is taken.",
+)
 PLAN = click.option("--plan", default=AUTO, help='A saved plan\'s path, or "auto".')
 RANKS = click.option(
     "--ranks",
@@ -187,13 +197,59 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         **own: Any,
     ) -> None:
         loaded = load(recipe)
-        options = Options.of({**loaded.asked, **_asked(), "plan": plan})
-        by = by or Launching()
-        sent = (recipe, *by.files, *(() if plan == AUTO else (Path(plan),)))
-        distributed(workers, replace(by, files=sent))
+        options = Options.of(with_plan({**loaded.asked, **_asked()}, plan))
+        _start(recipe, workers, plan, by)
         function(loaded, options, **own)
 
     return RECIPE(_with_flags(command, plans=True))
+
+
+def model_command(
+    *, compares: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make the decorator of a command on a recipe, or on a script's model.
+
+    Args:
+        compares: whether the command makes several models of a script's, and compares them.
+    """
+
+    def decorated(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(
+            recipe: str,
+            words: tuple[str, ...],
+            number: int | None,
+            workers: int | None,
+            plan: str = AUTO,
+            by: Launching | None = None,
+            **own: Any,
+        ) -> None:
+            source = ModelSource(recipe, words, number)
+            loaded, given = source.checked(), with_plan(_asked(), plan)
+            options = Options.of({} if loaded is None else {**loaded.asked, **given})
+            _start(source.path, workers, plan, by)
+            if loaded is None:
+                loaded = script = source.taken(compares=compares)
+                options = with_flags(script.given.options, given)
+            function(loaded, options, **own)
+
+        for argument in (CALL, WORDS, MODEL):
+            command = argument(command)
+        return _with_flags(command, plans=True)
+
+    return decorated
+
+
+def with_plan(asked: Mapping[str, Any], plan: str) -> dict[str, Any]:
+    """Return options with the plan of the command line, if one is given there."""
+    return {**asked, **({} if plan == AUTO else {"plan": plan})}
+
+
+def _start(recipe: Path, workers: int | None, plan: str, by: Launching | None) -> None:
+    """Start the ranks, if this process is to; return where it is one."""
+    by = by or Launching()
+    sent = (recipe, *by.files, *(() if plan == AUTO else (Path(plan),)))
+    distributed(workers, replace(by, files=sent))
 
 
 def feature_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -23,7 +23,7 @@ from shoal_tools.commands.options import (
     NEW_FILE,
     bytes_per_s,
     in_a_folder,
-    recipe_command,
+    model_command,
 )
 
 
@@ -61,7 +61,7 @@ class ImaginedHosts:
 
 
 @click.command()
-@recipe_command
+@model_command()
 @EXPLAIN
 @click.option(
     "--workers",

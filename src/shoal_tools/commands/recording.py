@@ -43,6 +43,7 @@ from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.interfaces import watching
 from shoal.profiling.saved import Measured
 from shoal.session.session import Attached, current
+from shoal_tools.commands.job_interfaces import job_interfaces
 from shoal_tools.report.run_file import write
 from shoal_tools.simulate import explained
 
@@ -123,7 +124,7 @@ class History:
         )
 
     def tracks(self, comm: Comm) -> tuple[Track, ...]:
-        """What ranks have recorded (a collective)."""
+        """Gather the tracks of this run (a collective)."""
         return gathered(comm, self._recorded)
 
 
@@ -134,13 +135,21 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def gathered(comm: Comm, recorder: Recorder) -> tuple[Track, ...]:
-    """What each rank has recorded (a collective)."""
-    ranks: list[Recorder] = comm.gather_objects(
-        recorder, "report: recorded steps", Recorder, TraceEvent, LinkRate
+    """Gather the tracks of all ranks (a collective)."""
+    own = recorder, job_interfaces(comm)
+    ranks: list[tuple[Recorder, tuple[str, ...]]] = comm.gather_objects(
+        own, "report: recorded steps", Recorder, TraceEvent, LinkRate
     )
     return tuple(
-        Track(f"rank {rank} ({host})", tuple(noted.events), tuple(noted.rates))
-        for rank, (noted, host) in enumerate(zip(ranks, comm.topology.hosts, strict=False))
+        Track(
+            f"rank {rank} ({host})",
+            tuple(noted.events),
+            tuple(noted.rates),
+            interfaces=tuple(interfaces),
+        )
+        for rank, ((noted, interfaces), host) in enumerate(
+            zip(ranks, comm.topology.hosts, strict=False)
+        )
     )
 
 
@@ -219,12 +228,26 @@ def report_benchmark(
         recipe: that was timed.
         figures: what `shoal bench --json` writes.
         model: Shoal's.
-        tracks: what ranks have recorded.
+        tracks: those of the ranks.
         outcome: of the prediction.
     """
     attached = current().attached[model]
+    record = replace(
+        _begun(recipe),
+        explanation=explain(attached.plan, attached.profile, attached.cluster),
+        step_s=figures["median_s"]["shoal"],
+        tracks=(*predicted(attached), *kept(tracks)),
+        contenders=contenders_of(figures),
+        outcome=outcome,
+        codecs=codec_report(model).rows,
+    )
+    write(record, path)
+
+
+def contenders_of(figures: dict[str, Any]) -> tuple[Contender, ...]:
+    """Return Shoal and its peers, as `shoal bench --json` has their figures."""
     ratios = figures["ratio_to_shoal"]
-    contenders = tuple(
+    return tuple(
         Contender(
             name,
             figures["median_s"][key],
@@ -234,16 +257,6 @@ def report_benchmark(
         )
         for key, name in figures["contenders"].items()
     )
-    record = replace(
-        _begun(recipe),
-        explanation=explain(attached.plan, attached.profile, attached.cluster),
-        step_s=figures["median_s"]["shoal"],
-        tracks=(*predicted(attached), *kept(tracks)),
-        contenders=contenders,
-        outcome=outcome,
-        codecs=codec_report(model).rows,
-    )
-    write(record, path)
 
 
 def report_simulation(path: Path, source: Path, measured: Measured, answer: Foresight) -> None:

@@ -21,7 +21,7 @@ from shoal_tools.report.run_file import load, write
     help="The page; by default RUN's name with .html at its end.",
 )
 def report(run: Path, output: Path | None) -> None:
-    """Draw RUN, which `--report run.json` of another command wrote, as a page of HTML.
+    """Draw RUN, which `--report run.json` wrote, as a page of HTML.
 
     For instance: shoal report run.json -o report.html
     """

@@ -29,6 +29,14 @@ from shoal_tools.report.progress import Progress
 
 
 @dataclass(frozen=True)
+class Trained:
+    """The totals of a run: seconds of the median step, and a line for people."""
+
+    median_step_s: float
+    totals: str
+
+
+@dataclass(frozen=True)
 class Run:
     """What one rank trains."""
 
@@ -38,10 +46,11 @@ class Run:
     objective: Objective
     optimizer: Optimizer
     history: History | None = None  # where a report is to be made of it
+    share: float = 1.0  # this rank's part of the rows of all
 
     def train(
         self, epochs: int, num_steps: int, folder: Path | str | None, every_s: float
-    ) -> float | None:
+    ) -> Trained | None:
         """Train to the end, or until a signal ends the process, once the run is saved.
 
         Args:
@@ -51,7 +60,7 @@ class Run:
             every_s: seconds from one to the next.
 
         Returns:
-            The median time of a step, in seconds; None where there was nothing left to do.
+            The run's totals; None where there was nothing left to do.
         """
         with ExitStack() as stack:
             checkpoints = None
@@ -74,9 +83,9 @@ class Run:
                 self.history.begin(left)
                 stack.callback(self.history.close)
             console, speaks = text.console(), world().rank == 0
-            progress = stack.enter_context(Progress(console, left, world().size, speaks=speaks))
+            progress = stack.enter_context(Progress(console, left, self.share, speaks=speaks))
             ended = self._loop(epochs, left, progress, checkpoints)
-            progress.end()
+            totals = progress.end()
             if self.history is not None:
                 self.history.ended(progress.median_step_s)
             if checkpoints is not None:
@@ -86,8 +95,9 @@ class Run:
             if ended:
                 _say("saved, as a signal asked; the same command goes on from there")
         if ended:
+            _say(totals)
             sys.exit(128 + signal.SIGTERM)
-        return progress.median_step_s
+        return Trained(progress.median_step_s, totals)
 
     def _loop(
         self, epochs: int, steps: int, progress: Progress, checkpoints: Checkpoints | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,22 @@ from shoal.core.foresight import Network, Question
 from shoal.core.numbers import MOST_RANKS_IMAGINED, whole
 from shoal.front import text
 from shoal.front.carriers import codecs_of
-from shoal.front.options import Options
-from shoal.front.recipe import load
+from shoal.front.options import AUTO, Options
 from shoal.profiling.saved import Measured
 from shoal_tools.commands import worker
 from shoal_tools.commands.options import (
+    CALL,
     CORES,
     LATENCY_US,
     NEW_FILE,
     REPORT,
+    WORDS,
     Finite,
     bytes_per_s,
     in_a_folder,
 )
 from shoal_tools.commands.recording import report_simulation
+from shoal_tools.commands.script_model import ModelSource
 from shoal_tools.report.foresight import foresight
 from shoal_tools.simulate import simulate as foreseen
 
@@ -91,8 +93,26 @@ class SimulatedHosts:
         return Question(network, self.straggler, self.strong, tuple(codecs))
 
 
+def as_asked(question: Question, options: Options) -> Question:
+    """Return the question about plans that keep to the options of a recipe or script."""
+    how: dict[str, Any] = {
+        "pins": options.pins,
+        "strategies": options.strategies,
+        "memory": options.memory,
+        "memory_limit": options.memory_limit,
+        "micro_batches": options.micro_batches,
+    }
+    if isinstance(options.placement, str):  # ranks by name are of one number of ranks
+        how["placement"] = options.placement
+    given = {name: value for name, value in how.items() if value is not None}
+    codecs = question.codecs or tuple(codecs_of(options.codecs))
+    return replace(question, how=given, codecs=codecs)
+
+
 @click.command()
-@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.argument("recipe", required=False)
+@WORDS
+@CALL
 @click.option(
     "--from",
     "source",
@@ -138,13 +158,18 @@ class SimulatedHosts:
 )
 @REPORT
 def simulate(
-    recipe: Path | None,
+    recipe: str | None,
+    words: tuple[str, ...],
+    number: int | None,
     source: Path | None,
     path: Path | None,
     report: Path | None,
     **imagined: Any,
 ) -> None:
-    """Foresee RECIPE on any number of hosts: is it worth it, what limits, what would help.
+    """Foresee RECIPE on any number of hosts, and what would help.
+
+    RECIPE is a recipe, or a script: it runs until its call of shoal.parallelize, and its model is
+    taken. Or train.py:make, a function that returns parallelize's arguments as a dict.
 
     Under `shoal lab` or torchrun the links are measured too, and imagined ones are like them.
 
@@ -157,11 +182,19 @@ def simulate(
             do="write shoal simulate RECIPE, or shoal simulate --from profile.json",
         )
     simulated = SimulatedHosts(**imagined)
-    question = simulated.question()
+    question, name = simulated.question(), source or Path()
     if source is not None:
         measured = Measured.load(source)
     elif recipe is not None:
-        *_, measured = worker.measured(load(recipe), Options())
+        model = ModelSource(recipe, words, number)
+        loaded, name = model.checked(), model.path
+        options = Options.of({} if loaded is None else loaded.asked)
+        if loaded is None:
+            loaded = script = model.taken()
+            options = script.given.options
+        question = as_asked(question, options)
+        # a given plan is for one number of ranks, and these are any
+        *_, measured = worker.measured(loaded, replace(options, plan=AUTO))
         if not worker.is_first():
             return
     answer = foreseen(measured.profile, measured.cluster, simulated.hosts, question)
@@ -169,4 +202,4 @@ def simulate(
     if path:
         path.write_text(json.dumps(answer.to_json(), indent=1) + "\n", encoding="utf-8")
     if report:
-        report_simulation(report, recipe or source or Path(), measured, answer)
+        report_simulation(report, name, measured, answer)

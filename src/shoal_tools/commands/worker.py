@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
 from shoal.core.errors import UsageError
-from shoal.core.facts import Cluster
+from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.numbers import how_many
 from shoal.core.outcome import Outcome
 from shoal.core.plan import Plan
 from shoal.features import SyncBatchNorm, global_weights
@@ -34,7 +35,7 @@ from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
 from shoal.front.recipe import Recipe
-from shoal.front.request import Request, facts_for, request_of
+from shoal.front.request import Request, facts_for, listed, request_of
 from shoal.front.sharding import dealt
 from shoal.front.spreading import chosen, how_profiled, job_of, profiled
 from shoal.front.stages import Stages
@@ -47,6 +48,8 @@ from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 from shoal_tools.commands.recording import History, report_training
 from shoal_tools.commands.run import Run, num_rows, timed_step
+from shoal_tools.report.compared import as_ddp
+from shoal_tools.simulate import ddp_step_s
 
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
@@ -107,18 +110,20 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
     model, loss, optimizer = by_options(lambda: asked, model, objective.loss_fn, optimizer, sample)
     objective = objective.by(loss)
     _show_plan(model, wanted.save_plan, reasons=wanted.reasons)
-    _show_batch(num_rows(sample))
+    share = _show_batch(num_rows(sample))
     # 3  the ordinary loop
     history = History(model) if wanted.report else None
-    run = Run(recipe, loader, model, objective, optimizer, history)
-    median_step_s = run.train(epochs, num_steps, wanted.checkpoint, wanted.every_s)
+    run = Run(recipe, loader, model, objective, optimizer, history, share)
+    trained = run.train(epochs, num_steps, wanted.checkpoint, wanted.every_s)
     # 4  results
-    if median_step_s is not None:
-        outcome = _show_outcome(model, median_step_s, wanted.json_path)
+    if trained is not None:
+        outcome = _show_outcome(model, trained.median_step_s, wanted.json_path)
         if wanted.report and history:
             report_training(wanted.report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
+    if trained is not None and world().rank == 0:
+        text.console().print(trained.totals)
     current().finish()  # it warns, as long as the model lives
 
 
@@ -159,12 +164,23 @@ def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
             attached.plan.save(save)
 
 
-def _show_batch(own_rows: int) -> None:
-    """Have rank 0 print the batch of a rank, and that of all ranks."""
+def _show_beside_ddp(plan: Plan, profile: ModelProfile, cluster: Cluster, *, reasons: bool) -> None:
+    """Print a plan with its reasons, and whether DDP would do as well."""
+    explanation = explain(plan, profile, cluster, alternatives=reasons)
+    text.console().print(text.explained(explanation, reasons=reasons))
+    if plan.ranks > 1 and explanation.step.total_s and not (cluster.servers or cluster.tail):
+        ddp_s = ddp_step_s(profile, cluster)
+        if ddp_s is not None:
+            text.console().print(as_ddp(explanation.step.total_s, ddp_s))
+
+
+def _show_batch(own_rows: int) -> float:
+    """Have rank 0 print the batch of a rank, and of all ranks. Return this rank's part of it."""
     comm = current().comm
-    rows = comm.gather_objects(own_rows, "train: rows of a batch")
+    rows: list[int] = comm.gather_objects(own_rows, "train: rows of a batch")
     if comm.size > 1 and comm.rank == 0:
         text.console().print(text.batch(rows))
+    return own_rows / sum(rows) if own_rows else 1 / comm.size
 
 
 def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> Outcome | None:
@@ -176,7 +192,9 @@ def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None
     if outcome is None and attached is not None:  # one step alone
         outcome = Outcome(attached.plan.predicted_s, median_step_s, 1)
     if outcome is not None:
-        console.print(str(outcome), markup=False, highlight=False, soft_wrap=True)
+        console.print(str(outcome), soft_wrap=True)
+    else:
+        console.print(f"median step {median_step_s * 1e3:.1f} ms")
     if json_path is not None:
         told = {
             "command": ["shoal", *sys.argv[1:]],
@@ -267,11 +285,7 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
-        text.console().print(
-            text.explained(
-                explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
-            )
-        )
+        _show_beside_ddp(attached.plan, attached.profile, attached.cluster, reasons=False)
     for batch in batches:
         timed_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
     with global_weights(model):
@@ -306,15 +320,18 @@ def _show_comparison(rows: list[_Compared], local: list[str], wanted: Comparison
         console.print(
             f"{', '.join(local)}: local to a rank in training, so set to evaluation for this check"
         )
+    ranks = current().comm.size
     is_judged = wanted.dtype == torch.float64 or wanted.within != CRITERION
     verdict = "the same" if worst <= wanted.within else "not the same"
     console.print(
-        f"{current().comm.size} ranks against one process, {wanted.steps} steps in "
+        f"{how_many(ranks, 'rank')} against one process, {how_many(wanted.steps, 'step')} in "
         f"{str(wanted.dtype).removeprefix('torch.')}: "
         f"largest relative difference {worst:.1e}" + (f" ({verdict})" if is_judged else "")
     )
+    if ranks == 1:
+        console.print("one rank is one process: add --ranks 2 to compare several")
     if wanted.json_path is not None:
-        told = {"ranks": current().comm.size, "parameters": [row._asdict() for row in rows]}
+        told = {"ranks": ranks, "parameters": [row._asdict() for row in rows]}
         wanted.json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
@@ -384,8 +401,7 @@ def plan(
     made = chosen(request, replace(request.facts, profile=profile, cluster=where))
     stages.done("planning")
     if is_first():
-        explanation = explain(made, profile, where, alternatives=reasons)
-        text.console().print(text.explained(explanation, reasons=reasons))
+        _show_beside_ddp(made, profile, where, reasons=reasons)
         text.console().print(text.summary(made))
         if save:
             made.save(save)
@@ -413,7 +429,7 @@ def measured(
     objective = recipe.objective()
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     request = request_of(asked, model, facts_for(asked, model, cluster))
-    job = job_of(request, objective.loss_fn, [optimizer])
+    job = job_of(request, objective.loss_fn, listed(optimizer))
     at_tail = request.draft.micro_batches if session.other(TailHosts) else None
     how = how_profiled(request, at_tail)
     profile = profiled(job, sample, session.comm, request.features, how)

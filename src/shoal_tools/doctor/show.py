@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.core.numbers import how_many
 from shoal.core.printable import printable
 from shoal_tools.doctor.checks_network import mbits
 from shoal_tools.doctor.facts import Host
@@ -18,16 +20,48 @@ from shoal_tools.doctor.survey import Survey
 _MOST_WAYS = 20  # of a table that is to fit one screen
 
 
-def show(console: Console, survey: Survey, findings: Sequence[Finding], seconds: float) -> None:
-    """Print the hosts, the ways between them, and the findings."""
+def show(
+    console: Console,
+    survey: Survey,
+    findings: Sequence[Finding],
+    seconds: float,
+    ignored: Sequence[str] = (),
+    *,
+    verbose: bool = False,
+) -> None:
+    """Print the hosts, the ways between them, and the findings.
+
+    Args:
+        console: the terminal.
+        survey: all facts of the hosts.
+        findings: faults, each with its cure.
+        seconds: that the examination took.
+        ignored: checks that are left out.
+        verbose: whether every check gets a line.
+    """
     console.print(_hosts(survey))
     if len(survey.hosts) > 1:
         console.print(_ways(survey))
     for finding in findings:
         _show_finding(console, finding)
-    hosts = f"{len(survey.hosts)} host{'s' if len(survey.hosts) > 1 else ''}"
-    found = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}" if findings else "sound"
-    console.print(f"{found}: {len(CHECKS)} checks on {hosts} in {seconds:.1f} s")
+    if verbose:
+        for check, outcome in outcomes(findings, ignored).items():
+            console.print(_shown(f"{check}: {CHECKS[check]}? {outcome}"))
+    found = how_many(len(findings), "finding") if findings else "sound"
+    checks = how_many(len(CHECKS.keys() - set(ignored)), "check")
+    hosts = how_many(len(survey.hosts), "host")
+    console.print(f"{found}: {checks} on {hosts} in {seconds:.1f} s")
+
+
+def outcomes(findings: Sequence[Finding], ignored: Sequence[str]) -> dict[str, str]:
+    """Return the outcome of every check, by its name."""
+    found = Counter(finding.check for finding in findings)
+    return {
+        check: "left out"
+        if check in ignored
+        else (how_many(found[check], "finding") if found[check] else "yes")
+        for check in CHECKS
+    }
 
 
 def _hosts(survey: Survey) -> Table:

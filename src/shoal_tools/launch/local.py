@@ -54,5 +54,7 @@ class Local(Launcher):
                 meeting = variables("127.0.0.1", store.port, rank, job.ranks, rank, job.ranks)
                 meeting[TOKEN] = token
                 variables_here = environment(job, GLOO_SOCKET_IFNAME="lo", **meeting)
-                commands.append(Command(job.command, variables_here, f"rank {rank}"))
+                commands.append(
+                    Command(job.command, variables_here, f"rank {rank}", job.label(rank))
+                )
             return run(commands, job.grace_s, interrupts, partial(agreed, store, token))

@@ -45,11 +45,20 @@ KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
 
 @dataclass(frozen=True)
 class Command:
-    """What one rank executes; `label` names it in messages and before its lines."""
+    """A rank's program, and its label in messages.
+
+    `prefix` stands before its lines, by default the label in brackets.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     label: str
+    prefix: str | None = None
+
+    @property
+    def before_lines(self) -> str:
+        """The text before each of its lines."""
+        return f"[{self.label}] " if self.prefix is None else self.prefix
 
 
 def missing_tools(*tools: str) -> str | None:
@@ -217,9 +226,7 @@ class _RankProcesses:
     def start(self) -> None:
         for rank, command in enumerate(self._commands):
             alone = len(self._commands) == 1
-            # what a rank prints has its label before it
-            wide = shutil.get_terminal_size().columns - len(f"[{command.label}] ")
-            columns = {} if alone else {"COLUMNS": str(wide)}
+            columns = {} if alone else _terminal(command.before_lines)
             process = subprocess.Popen(
                 (*DIE_WITH_PARENT, *command.argv),
                 env={**columns, **command.environment, MARK: self._mark},
@@ -235,7 +242,7 @@ class _RankProcesses:
             )
             for pipe, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 if pipe is not None:
-                    lines = Lines(f"[{command.label}] ", sink)
+                    lines = Lines(command.before_lines, sink)
                     self._lines.append((pipe, lines))
                     self._selector.register(
                         pipe, selectors.EVENT_READ, (self._printed, pipe, lines)
@@ -333,6 +340,15 @@ class _RankProcesses:
     def _end_after(self, delay_s: float, number: int) -> None:
         at = time.monotonic() + delay_s
         self._ending = [(at, number), (at + KILL_AFTER_S, signal.SIGKILL)]
+
+
+def _terminal(prefix: str) -> dict[str, str]:
+    """Return variables that tell a rank of the terminal behind its pipe.
+
+    A rank without a prefix may rewrite its line there (TTY_COMPATIBLE is rich's).
+    """
+    wide = {"COLUMNS": str(shutil.get_terminal_size().columns - len(prefix))}
+    return wide if prefix or not sys.stdout.isatty() else {**wide, "TTY_COMPATIBLE": "1"}
 
 
 class Lines:

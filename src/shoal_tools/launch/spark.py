@@ -166,7 +166,7 @@ class _RankTasks:
         self._executors[rank] = executor
         self._hosts.append(host)
         for kind, sink in ((OUT, sys.stdout), (ERR, sys.stderr)):
-            self._lines[rank, kind] = Lines(f"[rank {rank}] ", sink)
+            self._lines[rank, kind] = Lines(self._job.label(rank), sink)
         if len(self._executors) == self._job.ranks:
             self._check_hosts()
             for each in self._executors:

@@ -8,20 +8,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.core.foresight import BUBBLE, COMPUTE, LINK, OWNERS, STRAGGLERS, Flip, Foresight, Scale
+from shoal.core.foresight import COMPUTE, Flip, Foresight, Scale
 from shoal.core.numbers import how_many
+from shoal_tools.report.compared import AS_WELL, why_less
+from shoal_tools.report.drawing import duration
 
 _WORTH = 0.5  # of each host: what is less is not worth it
 _MOST = 5  # lines about flips
-_AS_WELL = 1.05  # times as long: another plan is then as good
-_WHOLE = 1.005  # share of a host that is written as more than 100 %
-_SAID = {
-    COMPUTE: "compute",
-    LINK: "the link",
-    OWNERS: "owners and what bytes take of processors",
-    BUBBLE: "the bubble of the pipeline",
-    STRAGGLERS: "waiting for the slowest host",
-}
+_HELPS = 1.01  # times as fast: less is no help
 
 
 def foresight(answer: Foresight) -> RenderableType:
@@ -67,9 +61,9 @@ def _ddp(answer: Foresight) -> list[str]:
     told = [(scale.hosts, scale.ddp_s / scale.step_s) for scale in answer.scales if scale.ddp_s]
     if not told:
         return []
-    alike = [f"{hosts:,}" for hosts, times in told if times < _AS_WELL]
+    alike = [f"{hosts:,}" for hosts, times in told if times < AS_WELL]
     longer = [
-        f"{times:.2f} times as long on {hosts:,}" for hosts, times in told if times >= _AS_WELL
+        f"{times:.2f} times as long on {hosts:,}" for hosts, times in told if times >= AS_WELL
     ]
     said = [f"would do as well on {', '.join(alike)} hosts"] if alike else []
     said += [f"would take {', '.join(longer)} hosts"] if longer else []
@@ -77,16 +71,20 @@ def _ddp(answer: Foresight) -> list[str]:
 
 
 def _beyond(answer: Foresight) -> list[str]:
-    """Say why several hosts may do more than their number times one."""
-    beyond = [scale for scale in answer.scales if scale.efficiency > _WHOLE]
+    """Say why several hosts may do more than as many single hosts."""
+    beyond = [scale for scale in answer.scales if scale.is_beyond]
     if not beyond:
         return []
     most = max(beyond, key=lambda scale: scale.efficiency)
-    saved_s = answer.alone_s - most.limits[COMPUTE]
+    # a host's share of the step is the measure if all hosts share one host's rows
+    whole_s = answer.alone_s / (most.hosts if answer.question.strong else 1)
+    of_whole = "its share of one host's step" if answer.question.strong else "one host alone"
+    saved = duration(whole_s - most.limits[COMPUTE])
+    why = why_less(choice.strategy for choice in most.plan.choices)
+    hosts = ", ".join(f"{scale.hosts:,}" for scale in beyond)
     return [
-        f"more than 100% of a host: on {most.hosts:,} hosts a rank computes {_ms(saved_s)} less "
-        "than one host alone, because it updates or holds a part of the parameters, or takes no "
-        "new memory for their gradients"
+        f"more than 100% of a host on {hosts} hosts: on {most.hosts:,} a rank computes {saved} "
+        f"less than {of_whole}, because {why}"
     ]
 
 
@@ -100,23 +98,21 @@ def _table(answer: Foresight) -> Table:
     for scale in answer.scales:
         table.add_row(
             f"{scale.hosts:,}",
-            _ms(scale.step_s),
-            _ms(scale.p95_s),
+            duration(scale.step_s),
+            duration(scale.p95_s),
             f"{scale.times:.2f}",
             f"{scale.efficiency:.0%}",
-            _limited(scale),
+            limited(scale),
             _ways(scale),
         )
     return table
 
 
-def _limited(scale: Scale) -> str:
-    """What takes more than it would alone, if anything does; else compute."""
-    beside = {name: s for name, s in scale.limits.items() if name != COMPUTE}
-    most = max(beside, key=lambda name: beside[name], default=COMPUTE)
-    if not beside or beside[most] < 0.05 * scale.step_s:
-        return _SAID[COMPUTE]
-    return f"{most} ({beside[most] / scale.step_s:.0%})"
+def limited(scale: Scale) -> str:
+    """Say which part limits the step, and how much of it that part takes."""
+    if scale.limit == COMPUTE:
+        return COMPUTE
+    return f"{scale.limit} ({scale.limits[scale.limit] / scale.step_s:.0%})"
 
 
 def _ways(scale: Scale) -> str:
@@ -145,7 +141,9 @@ def _helps(answer: Foresight) -> list[str]:
     if not answer.helps:
         return []
     last = answer.scales[-1].hosts
-    told = [f"{help.change} {help.gain:.2f}" for help in answer.helps]
+    told = [f"{help.change} {help.gain:.2f}" for help in answer.helps if help.gain >= _HELPS]
+    if not told:
+        return [f"with {last} hosts none of {', '.join(h.change for h in answer.helps)} would help"]
     return [f"with {last} hosts, so many times as fast: {', '.join(told)}"]
 
 
@@ -155,7 +153,3 @@ def _assumed(answer: Foresight) -> list[str]:
         f"taken to be: hosts' step times vary by {question.straggler:.1%}, links are shared "
         f"{question.network.oversubscription:g} to 1 between switches"
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f} ms"

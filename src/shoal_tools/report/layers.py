@@ -110,6 +110,11 @@ def picture_of(explanation: Explanation) -> ModelPicture:
     )
 
 
+def strategies_of(explanation: Explanation) -> set[str]:
+    """Return the strategies that serve a plan's layers."""
+    return {layer.chosen.choice.strategy for layer in explanation.layers}
+
+
 def _rows(layers: Sequence[LayerExplanation]) -> tuple[LayerRow, ...]:
     longest_s = max((_time_s(layer) for layer in layers), default=0.0) or 1.0
     most = max((max(_nbytes(layer)) for layer in layers), default=0.0) or 1.0

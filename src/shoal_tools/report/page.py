@@ -18,8 +18,11 @@ from markupsafe import Markup
 from shoal.core.numbers import how_many
 from shoal.core.record import Contender, Curve, Record, Training
 from shoal_tools.report import drawing, scaling, tracks
-from shoal_tools.report.foresight import notes, verdict
-from shoal_tools.report.layers import ModelPicture, picture_of
+from shoal_tools.report.compared import in_words
+from shoal_tools.report.figures import measured_step, predicted_step_s
+from shoal_tools.report.foresight import limited, notes, verdict
+from shoal_tools.report.layers import ModelPicture, picture_of, strategies_of
+from shoal_tools.report.step_table import recorded_steps, step_table
 
 _FOLDER = Path(__file__).parent / "templates"
 _PAGES = Environment(
@@ -47,7 +50,6 @@ def page(record: Record) -> str:
     """The page as text."""
     explanation, simulation = record.explanation, record.simulation
     model = picture_of(explanation) if explanation is not None else None
-    parts = tracks.step_parts(record.tracks)
     return _PAGES.get_template("page.html").render(
         run=record,
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
@@ -55,66 +57,54 @@ def page(record: Record) -> str:
         answer=_answer(record, model),
         cards=_cards(record, model),
         model=model,
-        parts=parts,
-        longest_s=max(
-            sum(part.predicted_s or 0.0 for part in parts),
-            sum(part.measured_s or 0.0 for part in parts),
-        ),
-        most_off=_most_off(record, parts),
+        step=step_table(record),
+        recorded=recorded_steps(record.tracks),
         timeline=tracks.drawn(record.tracks) if record.tracks else None,
         contenders=_bars(record.contenders),
-        training=_training(record.training, explanation.step.total_s if explanation else None),
-        scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars},
+        compared=in_words(
+            record.contenders, strategies_of(explanation) if explanation is not None else ()
+        ),
+        training=_training(record.training, predicted_step_s(record)),
+        scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars, "limit": limited},
         told=notes(simulation) if simulation is not None else (),
     )
-
-
-def _most_off(record: Record, parts: tuple[tracks.StepPart, ...]) -> tracks.StepPart | None:
-    """What the prediction was off by most: of many steps if they are known, else of some."""
-    off = record.outcome and record.outcome.off
-    if off:
-        return tracks.StepPart(off.name, off.predicted_s, off.measured_s)
-    return tracks.most_off(parts)
 
 
 def _answer(record: Record, model: ModelPicture | None) -> str:
     """What a reader wants to know first, in a sentence or two."""
     if record.simulation is not None:
         return verdict(record.simulation)
-    told = []
-    if record.explanation is not None:
-        told.append(_step(record, record.explanation.step.total_s))
-    if model is not None and model.plain_bytes > model.sent_bytes > 0:
-        fewer = model.plain_bytes / model.sent_bytes
+    told = [_step(record)]
+    sent = record.explanation.step.sent_bytes if record.explanation is not None else 0.0
+    if model is not None and model.plain_bytes > sent > 0:
+        fewer = model.plain_bytes / sent
         told.append(f"It sends {fewer:.3g} times fewer bytes than an all-reduce of all gradients.")
     told += [
         f"{contender.name}: {contender.ratio[0]:.2f} times Shoal's step."
         for contender in record.contenders[:3]
         if contender.ratio is not None
     ]
-    return " ".join(told)
+    return " ".join(filter(None, told))
 
 
-def _step(record: Record, predicted_s: float) -> str:
-    if record.step_s is None:
-        return f"A step is predicted to take {drawing.duration(predicted_s)}."
-    off = abs(predicted_s - record.step_s) / record.step_s
-    side = "under" if predicted_s < record.step_s else "over"
-    return (
-        f"A step takes {drawing.duration(record.step_s)}. "
-        f"The prediction is {drawing.percent(off)} {side} that."
-    )
+def _step(record: Record) -> str:
+    """Say how long a step takes, and how far the prediction is off; "" if neither is known."""
+    measured, predicted_s = measured_step(record), predicted_step_s(record)
+    if measured is None:
+        return (
+            f"A step is predicted to take {drawing.duration(predicted_s)}." if predicted_s else ""
+        )
+    takes = f"A step takes {drawing.duration(measured.seconds)}."
+    if not predicted_s or not measured.seconds:
+        return takes
+    off = abs(predicted_s - measured.seconds) / measured.seconds
+    side = "under" if predicted_s < measured.seconds else "over"
+    return f"{takes} The prediction is {drawing.percent(off)} {side} that."
 
 
 def _cards(record: Record, model: ModelPicture | None) -> list[Card]:
-    cards = []
+    cards = _step_cards(record)
     explanation, simulation = record.explanation, record.simulation
-    if record.step_s is not None:
-        of = f"{drawing.duration(explanation.step.total_s)} predicted" if explanation else "median"
-        cards.append(Card("a step", drawing.duration(record.step_s), of))
-    elif explanation is not None:
-        ranks = how_many(explanation.ranks, "rank")
-        cards.append(Card("a step, predicted", drawing.duration(explanation.step.total_s), ranks))
     if explanation is not None and model is not None:
         plain = f"{drawing.size(model.plain_bytes)} as plain all-reduce"
         cards.append(Card("sent a step", drawing.size(explanation.step.sent_bytes), plain))
@@ -129,6 +119,18 @@ def _cards(record: Record, model: ModelPicture | None) -> list[Card]:
         loss = [value for value in record.training.loss.values if value is not None]
         steps = how_many(record.training.steps, "step")
         cards.append(Card("loss at the end", f"{loss[-1]:.4g}" if loss else "not finite", steps))
+    return cards
+
+
+def _step_cards(record: Record) -> list[Card]:
+    """Make the cards of a step, as measured and as predicted."""
+    measured, predicted_s = measured_step(record), predicted_step_s(record)
+    cards = []
+    if measured is not None:
+        cards.append(Card("a step", drawing.duration(measured.seconds), measured.counts))
+    if predicted_s:
+        more = how_many(record.explanation.ranks, "rank") if record.explanation else ""
+        cards.append(Card("a step, predicted", drawing.duration(predicted_s), more))
     return cards
 
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from shoal.core.numbers import how_many
+
 _UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
 
 
@@ -21,14 +23,14 @@ class Progress:
     Args:
         console: where to.
         num_steps: how many there will be.
-        num_ranks: that take as many rows as this one.
+        share: this rank's part of the rows of all ranks.
         speaks: whether this is the rank that shows them.
     """
 
-    def __init__(self, console: Console, num_steps: int, num_ranks: int, *, speaks: bool) -> None:
-        self._console, self._num_ranks, self._speaks = console, num_ranks, speaks
+    def __init__(self, console: Console, num_steps: int, share: float, *, speaks: bool) -> None:
+        self._console, self._share, self._speaks = console, share, speaks
         self._bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -39,7 +41,8 @@ class Progress:
         self._began_s = self._epoch_began_s = time.perf_counter()
         self._seconds: list[float] = []  # of each step
         self._losses: list[float] = []  # of each step of this epoch
-        self._rows = 0  # of this epoch, on all ranks
+        self._rows = self._all_rows = 0.0  # all ranks' rows in this epoch, and in all epochs
+        self._loss: float | None = None  # mean of the last epoch
 
     @property
     def num_steps(self) -> int:
@@ -67,27 +70,31 @@ class Progress:
         """A step has been made: it took so long, with this loss over so many rows of this rank."""
         self._seconds.append(seconds)
         self._losses.append(loss)
-        self._rows += rows * self._num_ranks
+        self._rows += rows / self._share
+        self._all_rows += rows / self._share
         text = f"epoch {epoch + 1} loss {loss:.3f} {self._rate():,.0f} samples/s"
         self._bar.update(self._task, advance=1, description=text)
 
     def end_epoch(self, epoch: int) -> None:
         """An epoch is over: say what its mean loss was."""
-        if self._speaks and self._losses:
-            loss = statistics.fmean(self._losses)
-            self._console.print(
-                f"epoch {epoch + 1}: loss {loss:.4f}, {self._rate():,.0f} samples/s"
-            )
+        if self._losses:
+            self._loss = statistics.fmean(self._losses)
+            if self._speaks:
+                self._console.print(
+                    f"epoch {epoch + 1}: loss {self._loss:.4f}, {self._rate():,.0f} samples/s"
+                )
         self._losses, self._rows = [], 0
         self._epoch_began_s = time.perf_counter()
 
-    def end(self) -> None:
-        """Training is over: say how long it took."""
-        if self._speaks:
-            self._console.print(
-                f"{self.num_steps} steps in {time.perf_counter() - self._began_s:.1f} s, "
-                f"median step {self.median_step_s * 1e3:.1f} ms"
-            )
+    def end(self) -> str:
+        """Return a line with the totals of training."""
+        seconds = time.perf_counter() - self._began_s
+        rows = self._all_rows / max(1, self.num_steps)
+        loss = f", loss {self._loss:.4f}" if self._loss is not None else ""
+        return (
+            f"{how_many(self.num_steps, 'step')} of {how_many(round(rows), 'row')} in "
+            f"{seconds:.1f} s: {self._all_rows / seconds:,.0f} samples/s{loss}"
+        )
 
     def _rate(self) -> float:
         return self._rows / (time.perf_counter() - self._epoch_began_s)

@@ -3,7 +3,7 @@
     {"labels": [["backward", 1], …],                 each with the number of its colour
      "tracks": [{"name": …, "steps": […], "backward": …,
                  "lanes": [{"name": …, "depth": 1, "events": [[label, begin, length, depth], …]}],
-                 "links": [{"name": …, "most": …, "rates": [[at, Mbit/s], …]}]}, …],
+                 "links": [{"name": …, "own": true, "most": …, "rates": [[at, Mbit/s], …]}]}, …],
      "end": …}
 
 Times are whole microseconds. The script lays the predicted step so that its backward begins where
@@ -116,7 +116,7 @@ def _track(track: Track, labels: dict[str, int]) -> dict[str, Any]:
             _lane(name, by_thread[name], labels)
             for name in sorted(by_thread, key=lambda name: (name != MAIN, name))
         ],
-        "links": _links(track.rates),
+        "links": _links(track),
         "end": max(ends, default=0),
     }
 
@@ -136,13 +136,15 @@ def _lane(name: str, events: Sequence[TraceEvent], labels: dict[str, int]) -> di
     return {"name": name, "depth": deepest + 1, "events": rows}
 
 
-def _links(rates: Sequence[LinkRate]) -> list[dict[str, Any]]:
+def _links(track: Track) -> list[dict[str, Any]]:
+    """List the rates of interfaces; `own` says that one is the job's, and is shown unasked."""
     by_link: dict[str, list[LinkRate]] = defaultdict(list)
-    for rate in rates:
+    for rate in track.rates:
         by_link[rate.link].append(rate)
     return [
         {
             "name": link,
+            "own": track.is_of_job(link),
             "most": round(most, 1),
             "rates": [[_us(rate.at_s), round(rate.mbit_per_s, 1)] for rate in told],
         }

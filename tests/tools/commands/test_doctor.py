@@ -13,6 +13,7 @@ from shoal.comm.rendezvous import variables
 from shoal.contracts.launcher import Job
 from shoal_tools.cli import main
 from shoal_tools.doctor import meet
+from shoal_tools.doctor.finding import CHECKS
 from shoal_tools.launch.lab import Lab
 from shoal_tools.launch.local import Local
 
@@ -36,6 +37,18 @@ def test_alone_it_looks_at_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = CliRunner().invoke(main, ["doctor"])
     assert ran.exit_code == 1
     assert "interface: " in ran.output and "has no interface eth99" in ran.output
+
+
+def test_verbose_says_of_every_check_how_it_came_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    ignored = ["--ignore", "ports", "--ignore", "memory", "--ignore", "files"]
+    ran = CliRunner().invoke(main, ["doctor", "--verbose", *ignored])
+    lines = [line for line in ran.output.splitlines() if "? " in line]
+    assert [line.partition(":")[0] for line in lines] == list(CHECKS)
+    outcomes = {line.partition(":")[0]: line.partition("? ")[2] for line in lines}
+    assert outcomes["interface"] == "1 finding" and outcomes["start"] == "yes"
+    assert outcomes["ports"] == "left out"
+    assert f"{len(CHECKS) - 3} checks on 1 host" in ran.output
 
 
 @pytest.mark.slow

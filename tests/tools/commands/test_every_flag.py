@@ -101,7 +101,7 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prepare(monkeypatch)
     monkeypatch.chdir(tmp_path)
     recipe = load(Path(RECIPE))
-    for module in ("options", "features", "test", "simulate"):
+    for module in ("options", "features", "test", "script_model"):
         monkeypatch.setattr(f"shoal_tools.commands.{module}.load", lambda path: recipe)
     monkeypatch.setattr(of_commands, "distributed", lambda *args: None)
     for module in ("probe", "test", "features"):

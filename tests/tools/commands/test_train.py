@@ -71,7 +71,7 @@ def test_so_many_steps_of_it_are_trained(
 ) -> None:
     with using(ThreadComm()):
         train(load(recipe(tmp_path, ENDLESS)), Options(), TrainingRun(max_steps=7))
-    assert "7 steps in" in capsys.readouterr().out
+    assert "7 steps of 4 rows in" in capsys.readouterr().out
 
 
 COUNTED = (

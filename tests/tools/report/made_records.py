@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, PredictedStep
 from shoal.core.foresight import Foresight, Help, Question, Scale
-from shoal.core.outcome import COMPUTE, EXCHANGES, Outcome, Term
+from shoal.core.outcome import BETWEEN, COMPUTE, EXCHANGES, OPTIMIZER, Outcome, Term
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import (
     PREDICTED,
@@ -104,7 +104,8 @@ def track(name: str, exchanges: int, steps: int, slower: float = 1.0) -> Track:
         for start in starts
         for at in range(70)
     )
-    return Track(name, events, rates)
+    foreign = LinkRate("wg0, received", 0.0, 40.0), LinkRate("wg0, received", 0.1, 0.0)
+    return Track(name, events, (*rates, *foreign), interfaces=("eth0",))
 
 
 def predicted(exchanges: int) -> Track:
@@ -188,7 +189,12 @@ def timed(layers: int) -> Record:
 
 def outcome() -> Outcome:
     """Of a prediction that knew too little of links."""
-    terms = Term(COMPUTE, 0.6, 0.62), Term(EXCHANGES, 0.06, 0.16)
+    terms = (
+        Term(COMPUTE, 0.6, 0.62),
+        Term(EXCHANGES, 0.06, 0.16),
+        Term(OPTIMIZER, 0.04, 0.04),
+        Term(BETWEEN, 0.0, 0.03),
+    )
     return Outcome(0.7, 0.82, 40, terms, ("site 3 (factor: head)", 0.1), (2, 0.05), (1e8, 5e7))
 
 

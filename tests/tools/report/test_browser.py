@@ -148,6 +148,15 @@ def test_another_rank_is_chosen(opened: Any) -> None:
     assert shown.page.locator("#timeline").screenshot() != before
 
 
+def test_interfaces_of_others_are_shown_when_asked_for(opened: Any) -> None:
+    shown = opened("5 layers")
+    height = "document.getElementById('timeline').clientHeight"
+    before = shown.page.evaluate(height)
+    shown.page.check("#foreign")
+    shown.window()
+    assert shown.page.evaluate(height) > before
+
+
 def test_of_many_layers_some_are_shown_and_any_is_found(opened: Any) -> None:
     shown = opened("500 layers")
     rows = shown.page.locator(".layer:visible")

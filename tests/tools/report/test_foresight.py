@@ -43,8 +43,8 @@ def test_one_screen_has_the_steps_what_limits_flips_and_helps() -> None:
     helps = Help("links 2 times as fast", 1.4), Help("codecs", 1.2)
     page = plain(foresight(Foresight(Question(straggler=0.03), 1.0, scales, helps)))
     for words in (
-        "1,000 ms",
-        "1,250 ms",
+        "1.00 s",
+        "1.25 s",
         "75%",
         "link (40%)",
         "2 replicate",
@@ -67,8 +67,25 @@ def test_it_says_where_ddp_would_do_as_well() -> None:
 
 
 def test_more_than_a_host_each_has_a_reason() -> None:
-    more = scale(4, 4.4, link_s=0.0)
-    (note,) = [said for said in notes(Foresight(Question(), 1.0, (more,), ())) if "100%" in said]
-    assert "on 4 hosts a rank computes 400 ms less than one host alone" in note
+    more = scale(2, 2.1, link_s=0.0), scale(4, 4.4, link_s=0.0)
+    (note,) = [said for said in notes(Foresight(Question(), 1.0, more, ())) if "100%" in said]
+    assert "on 2, 4 hosts: on 4 a rank computes 400 ms less than one host alone" in note
+    assert "updates or holds a part" in note
     whole = scale(4, 4.0)
     assert not any("100%" in said for said in notes(Foresight(Question(), 1.0, (whole,), ())))
+
+
+def test_a_figure_that_is_shown_above_the_hosts_has_a_reason() -> None:
+    shown = scale(16, 16.06, way="replicate")
+    answer = Foresight(Question(), 1.0, (shown,), ())
+    assert "16 hosts train 16.1 times as fast as one" in verdict(answer)
+    (note,) = [said for said in notes(answer) if "100%" in said]
+    assert note.endswith(
+        "because gradients land in buckets that are there already, and take no new memory"
+    )
+
+
+def test_of_the_rows_of_one_host_a_share_of_its_step_is_the_measure() -> None:
+    shown = replace(scale(4, 4.4), limits={"compute": 0.2})
+    (note,) = [n for n in notes(Foresight(Question(strong=True), 1.0, (shown,), ())) if "100%" in n]
+    assert "on 4 a rank computes 50.0 ms less than its share of one host's step" in note

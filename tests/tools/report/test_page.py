@@ -125,7 +125,7 @@ def test_of_many_steps_the_term_that_was_off_is_named_with_its_causes() -> None:
     text = page(everything(5))
     assert "Off most: <strong>exchanges</strong> took 160 ms, and 60.0 ms were predicted." in text
     assert "<li>rank 2 is slowest, by 50.0 ms a step</li>" in text
-    assert "What main threads did over 40 steps" in text
+    assert "Measured: mean of the middle half of 40 steps, slowest rank." in text
 
 
 def test_the_timeline_is_data_of_the_page() -> None:

@@ -62,7 +62,16 @@ def test_links_that_carry_next_to_nothing_have_no_row() -> None:
     )
     (shown,) = drawn((Track("rank 0", (TraceEvent("forward", MAIN, 0.0, 1.0),), rates),))["tracks"]
     told = [[0, 800.0], [1_000_000, 0.0]]
-    assert shown["links"] == [{"name": "eth0, sent", "most": 800.0, "rates": told}]
+    assert shown["links"] == [{"name": "eth0, sent", "own": True, "most": 800.0, "rates": told}]
+
+
+def test_interfaces_that_are_not_the_jobs_are_marked() -> None:
+    names = "eth0, sent", "eth0, received", "docker0, sent"
+    rates = tuple(LinkRate(name, 0.0, 90.0) for name in names)
+    known = Track("rank 0", (), rates, interfaces=("eth0",))
+    for made, expected in ((known, [False, True, True]), (Track("rank 0", (), rates), [True] * 3)):
+        (shown,) = drawn((made,))["tracks"]
+        assert [link["own"] for link in shown["links"]] == expected
 
 
 def test_colours_go_by_what_events_are() -> None:

@@ -38,6 +38,7 @@
   const box = document.getElementById("timeline-box");
   const tip = document.getElementById("tip");
   const select = document.getElementById("rank");
+  const foreign = document.getElementById("foreign");
   const pen = canvas.getContext("2d");
   const EVENT = 17, GAP = 5, LINK = 26, AXIS = 22, GROUP = 9;
   const predicted = data.tracks.find((track) => track.name === "predicted");
@@ -68,7 +69,9 @@
         if (lane) add(track, lane, EVENT * lane.depth);
       }
     }
-    for (const track of shown) for (const link of track.links) add(track, link, LINK);
+    for (const track of shown) {
+      for (const link of track.links) if (link.own || foreign.checked) add(track, link, LINK);
+    }
     height = y + GAP;
   };
 
@@ -258,6 +261,9 @@
   ranks.forEach((track, number) => select.add(new Option(track.name, number)));
   select.addEventListener("change", () => { rank = ranks[select.value]; arrange(); draw(); });
   document.getElementById("rank-label").hidden = ranks.length < 2;
+  foreign.addEventListener("change", () => { arrange(); draw(); });
+  document.getElementById("foreign-label").hidden =
+    !ranks.some((track) => track.links.some((link) => !link.own));
   document.getElementById("timeline-tools").hidden = false;
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   addEventListener("resize", draw);
