@@ -16,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 
 import shoal  # noqa: E402
 from shoal.integrations.accelerate import ShoalAccelerator  # noqa: E402
-from shoal.integrations.versions import check_version  # noqa: E402
+from shoal.integrations.checks import check_version  # noqa: E402
 
 ROWS = 22
 

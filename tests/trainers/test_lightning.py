@@ -113,16 +113,16 @@ def test_refusals_say_what_and_what_to_do(found: Any, attempt: str, said: str) -
 
 @pytest.mark.parametrize("version", ["2.5.9", "3.0.0", "3.1"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    adapter = importlib.import_module("shoal.integrations.lightning")
+    adapter = importlib.import_module("shoal.integrations.lightning_package")
     monkeypatch.setattr(lightning, "__version__", version)
-    with pytest.raises(shoal.UsageError, match="version of Lightning") as refused:
+    with pytest.raises(shoal.UsageError, match="version of pytorch-lightning") as refused:
         adapter.installed()
     assert version in str(refused.value)
     assert "pip install" in str(refused.value)
 
 
 def test_without_lightning_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = importlib.import_module("shoal.integrations.lightning")
+    adapter = importlib.import_module("shoal.integrations.lightning_package")
     monkeypatch.setattr(adapter, "_PACKAGES", ("no_such_package",))
     with pytest.raises(shoal.UsageError, match="not installed"):
         adapter.installed()

@@ -20,11 +20,11 @@ from transformers import Trainer
 
 from shoal.front.joining import init
 from shoal.front.together import mean
-from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator, check_model
-from shoal.integrations.versions import check_version
+from shoal.integrations.accelerate import ShoalAccelerator
+from shoal.integrations.checks import OPTIONS, check_model, check_version
 from shoal.session.compiled import uncompiled
 
-check_version("transformers", transformers.__version__, (5,), (6,))
+check_version("transformers", transformers.__version__, (4, 57), (6,))
 
 
 class ShoalMixin:
