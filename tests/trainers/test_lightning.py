@@ -27,6 +27,9 @@ TRAINED = [
     "manual_cut",
     "manual_windows",
     "gan",
+    "beside",
+    "beside_alike",
+    "beside_dropped",
 ]
 
 
@@ -68,6 +71,16 @@ def test_an_epoch_s_mean_is_over_all_rows(found: Any, case: str) -> None:
     assert found[2, 1][case]["epoch"] == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_scaler_leaves_out_the_same_steps(found: Any) -> None:
+    """Weights differ by float16's roundings, and the rate tells how many steps were done."""
+    one, *ranks = (found[place]["scaled"] for place in ((1, 0), (2, 0), (2, 1)))
+    assert 1.0 < one["scale"] < 2.0**40
+    for own in ranks:
+        assert (own["scale"], own["rates"]) == (one["scale"], one["rates"])
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(own["weights"][name], value, atol=2e-3, rtol=0)
+
+
 def test_training_goes_on_in_mid_epoch_on_three_ranks(found: Any, folder: Path) -> None:
     expected = found[1, 0]["plain"]["weights"]
     three = on_ranks("lightning_cases.py", folder=folder, sizes=[3], also=["gone_on"])
@@ -101,6 +114,7 @@ def test_predictions_are_of_every_row_once(found: Any) -> None:
         ("batch", "unknown kind of batch"),
         ("iter", "dataloader_iter"),
         ("sharded", "shoal.shard"),
+        ("beside", "several loaders"),
         ("none", "returned None"),
     ],
 )
@@ -136,6 +150,22 @@ def test_a_silent_module_logs_nothing() -> None:
         module.log("loss", 1.0)
     with pytest.warns(UserWarning, match="not registered"):
         module.log("loss", 1.0)
+
+
+def test_a_silent_step_that_fails_leaves_layers_as_they_train() -> None:
+    """A step that is measured on one row fails in batch norm, between two toggles."""
+    traceless = importlib.import_module("shoal.integrations.traceless")
+    module = lightning.LightningModule()
+    module.layer, module.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    module.frozen.requires_grad_(False)
+    with (
+        pytest.raises(ValueError, match="one row"),
+        traceless.silent(module, lightning.LightningModule),
+    ):
+        module.layer.requires_grad_(False)
+        module.frozen.requires_grad_(True)
+        raise ValueError("one row")
+    assert [p.requires_grad for p in module.parameters()] == [True, True, False, False]
 
 
 def test_an_unseen_step_is_put_back() -> None:

@@ -112,5 +112,7 @@ def main(args: Any) -> Any:
         f"--data.batch_size={8 // args.processes}",
     ]
     if args.processes > 1:
-        args.command_line += ["--trainer.strategy=shoal.integrations.lightning.ShoalStrategy"]
+        args.command_line += [
+            "--trainer.strategy.class_path=shoal.integrations.lightning.ShoalStrategy"
+        ]
     return cli_main(args)
