@@ -1,8 +1,12 @@
-"""Ray Train runs an ordinary script of Shoal: a worker dies, and the run goes on as one process."""
+"""Ray Train runs an ordinary script of Shoal: a worker dies, and the run goes on as one process.
+
+Ray is large, so `make test-trainers` does not bring it: build/trainers/bin/pip install ray==2.60.0
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,13 +63,16 @@ def test_a_run_goes_on_behind_a_lost_worker_as_one_process(tmp_path: Path) -> No
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     ray_s.mkdir()
-    done = subprocess.run(
-        [sys.executable, HERE / "ray_cases.py", tmp_path],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, HERE / "ray_cases.py", tmp_path],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=550,
+        )
+    finally:
+        shutil.rmtree(ray_s, ignore_errors=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert (tmp_path / "starts").read_text().splitlines() == ["2 0", "2 1"]
     assert torch.load(tmp_path / "metrics.pt")["epoch"] == EPOCHS - 1
