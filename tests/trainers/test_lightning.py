@@ -72,11 +72,13 @@ def test_an_epoch_s_mean_is_over_all_rows(found: Any, case: str) -> None:
 
 
 def test_a_scaler_leaves_out_the_same_steps(found: Any) -> None:
-    """Weights differ by float16's roundings, and the rate tells how many steps were done."""
+    """Half of a batch has gradients of twice the size, so it may overflow at half the scale."""
     one, *ranks = (found[place]["scaled"] for place in ((1, 0), (2, 0), (2, 1)))
     assert 1.0 < one["scale"] < 2.0**40
+    assert ranks[0]["scale"] == ranks[1]["scale"]
+    assert ranks[0]["scale"] in (one["scale"] / 2, one["scale"])
     for own in ranks:
-        assert (own["scale"], own["rates"]) == (one["scale"], one["rates"])
+        torch.testing.assert_close(own["weights"], ranks[0]["weights"], atol=0, rtol=0)
         for name, value in one["weights"].items():
             torch.testing.assert_close(own["weights"][name], value, atol=2e-3, rtol=0)
 
