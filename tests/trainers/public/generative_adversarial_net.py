@@ -17,7 +17,7 @@ class GAN(LightningModule):
     """A generator and a discriminator."""
 
     def __init__(
-        self, lr: float = 0.02, b1: float = 0.5, b2: float = 0.999, latent: int = 6
+        self, lr: float = 0.005, b1: float = 0.5, b2: float = 0.999, latent: int = 6
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
