@@ -30,7 +30,10 @@ CALLED = [name for name in shoal.__all__ if not _is_raised(getattr(shoal, name))
 NEEDS = {
     "shoal_tools.spark.estimator": "pyspark",
     "shoal.integrations.accelerate": "accelerate",
+    "shoal.integrations.accelerate_loaders": "accelerate",
     "shoal.integrations.lightning": "pytorch_lightning",
+    "shoal.integrations.lightning_loaders": "pytorch_lightning",
+    "shoal.integrations.lightning_package": "pytorch_lightning",
     "shoal.integrations.transformers": "transformers",
 }
 API = sorted((ROOT / "docs" / "reference").glob("api*.md"))

@@ -232,6 +232,11 @@ def of_bags(model: nn.Module, batch: Any) -> Tensor:
     return model(nodes).mean() - labels.mean()
 
 
+def of_two_loaders(model: nn.Module, batch: Any) -> Tensor:
+    """A loss of a batch of each loader, which is [x, y, number]."""
+    return sum(F.mse_loss(model(part[0])[:, 0], part[1]) for part in (batch["a"], batch["b"]))  # type: ignore[return-value]
+
+
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 WHOLE: dict[str, tuple[Any, Any, float]] = {
     "a tensor": (X, mean_of(), 5),
@@ -239,6 +244,11 @@ WHOLE: dict[str, tuple[Any, Any, float]] = {
     "a list": ([X, X[:, 0]], mean_of(0), 5),
     "a dict": ({"scale": torch.ones(1), "x": X}, mean_of("x"), 5),
     "a dict of lists": ({"x": X, "names": [["a"]] * 5}, mean_of("x"), 5),
+    "a list for each loader": (
+        {name: [X, X[:, 0], torch.arange(5)] for name in "ab"},
+        of_two_loaders,
+        5,
+    ),
     "two rows in a list": ([X[:2], X[:2, 0]], mean_of(0), 2),
     "views of which none is a mean": ((X, X + 1), alike, 5),
     "a list of such views": ([X, X + 1], alike, 5),

@@ -165,8 +165,33 @@ def two_models() -> dict[str, Any]:
     return {"weights": weights}
 
 
+def in_bfloat16(*, plain: bool) -> dict[str, Any]:
+    """Train a float32 model in bfloat16, by Shoal or by Accelerate's own DDP."""
+    kind = Accelerator if plain or SIZE == 1 else ShoalAccelerator
+    split = DataLoaderConfiguration(split_batches=True)
+    accelerator = kind(cpu=True, mixed_precision="bf16", dataloader_config=split)
+    model = Model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    loader: Any = DataLoader(Words(), batch_size=BATCH, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(4):
+        for batch in loader:
+            words = batch["words"]
+            logits = model(words)["logits"]
+            accelerator.backward(F.cross_entropy(logits.flatten(0, 1), words.flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+    module = getattr(model, "module", model)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    accelerator.free_memory()
+    accelerator.state._reset_state(reset_partial_state=False)  # another precision may follow
+    return {"weights": weights}
+
+
 def main(folder: Path) -> None:
     records = {
+        "bf16": in_bfloat16(plain=False),
+        "bf16 by DDP": in_bfloat16(plain=True),
         "words": own_loss(Words()),
         "stream": own_loss(Stream(), {"*": "sliced"}),
         "two": two_models(),

@@ -17,7 +17,7 @@ import torch
 from pytorch_lightning.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import shoal
 from shoal.integrations.lightning import ShoalStrategy
@@ -181,6 +181,13 @@ class EndsEarly(Net):
         return -1 if batch_idx == 3 else None
 
 
+class Beside(Net):
+    """One that takes batches of two loaders in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch["long"]) + 2 * self.loss(batch["short"])
+
+
 class Normed(Net):
     """One with batch norm."""
 
@@ -195,12 +202,25 @@ class Normed(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def two(long: int, short: int, **given: Any) -> dict[str, Any]:
+    """Make two loaders of so many rows, for one step."""
+    data = rows().dataset
+    return {
+        name: DataLoader(Subset(data, range(num)), batch_size=4, **given)
+        for name, num in (("long", long), ("short", short))
+    }
+
+
 def fitted(
-    module: Any, options: Any = None, ckpt_path: Path | None = None, **given: Any
+    module: Any,
+    options: Any = None,
+    ckpt_path: Path | None = None,
+    loader: Any = None,
+    **given: Any,
 ) -> dict[str, Any]:
     """Train a module, and return its weights, and facts that one process has alike."""
     fitting = trainer(options, **given)
-    fitting.fit(module, rows(), ckpt_path=ckpt_path)
+    fitting.fit(module, rows() if loader is None else loader, ckpt_path=ckpt_path)
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "steps": fitting.global_step,
@@ -245,6 +265,37 @@ def precise(folder: Path) -> dict[str, Any]:
 @case
 def normed(folder: Path) -> dict[str, Any]:
     return fitted(Normed(), sync_batchnorm=SIZE > 1)
+
+
+@case
+def beside(folder: Path) -> dict[str, Any]:
+    """Batches of two loaders in a step. The shorter one begins anew in the middle of the epoch."""
+    return fitted(Beside(), loader=two(26, 14))
+
+
+@case
+def beside_alike(folder: Path) -> dict[str, Any]:
+    """Two loaders whose last batches are uneven, but in one step and alike."""
+    return fitted(Beside(), loader=two(27, 27))
+
+
+@case
+def beside_dropped(folder: Path) -> dict[str, Any]:
+    """Two loaders whose last batches would be uneven."""
+    return fitted(Beside(), loader=two(27, 14, drop_last=True))
+
+
+@case
+def scaled(folder: Path) -> dict[str, Any]:
+    """A scaler of float16, whose first scales are too large: ranks leave out the same steps."""
+    torch.set_default_dtype(torch.float32)
+    try:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+        half = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        found = fitted(Scheduled(), {"pins": {"*": "sliced"}}, plugins=[half], max_epochs=6)
+    finally:
+        torch.set_default_dtype(torch.float64)
+    return {**found, "scale": scaler.get_scale()}
 
 
 @case
@@ -336,6 +387,7 @@ def refused(folder: Path) -> dict[str, Any]:
         "batch": lambda: ShoalStrategy(batch="all"),
         "iter": lambda: fitted(TakesLoader()),
         "sharded": lambda: trainer().predict(Net(), shoal.shard(rows())),
+        "beside": lambda: fitted(Beside(), loader=two(27, 14)),
         "none": lambda: fitted(ReturnsNone()),
     }
     return {"texts": {name: _error_of(attempt) for name, attempt in tries.items() if SIZE > 1}}

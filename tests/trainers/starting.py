@@ -16,7 +16,12 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def on_ranks(
-    script: str, *before: str, folder: Path, sizes: Sequence[int] = (1, 2), also: Sequence[str] = ()
+    script: str,
+    *before: str,
+    folder: Path,
+    sizes: Sequence[int] = (1, 2),
+    also: Sequence[str] = (),
+    timeout: float = 280,
 ) -> dict[tuple[int, int], Any]:
     """Return each rank's findings, by the number of ranks and the rank.
 
@@ -26,6 +31,7 @@ def on_ranks(
         folder: an empty folder.
         sizes: numbers of ranks, one start for each.
         also: its arguments behind the folder.
+        timeout: seconds for each start.
     """
     for size in sizes:
         start = (*_TORCHRUN, str(size)) if size > 1 else ()
@@ -34,11 +40,11 @@ def on_ranks(
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=timeout,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return {
-        (size, rank): torch.load(folder / f"{size}-{rank}.pt")
+        (size, rank): torch.load(folder / f"{size}-{rank}.pt", weights_only=False)
         for size in sizes
         for rank in range(size)
     }

@@ -27,6 +27,9 @@ TRAINED = [
     "manual_cut",
     "manual_windows",
     "gan",
+    "beside",
+    "beside_alike",
+    "beside_dropped",
 ]
 
 
@@ -68,6 +71,18 @@ def test_an_epoch_s_mean_is_over_all_rows(found: Any, case: str) -> None:
     assert found[2, 1][case]["epoch"] == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_scaler_leaves_out_the_same_steps(found: Any) -> None:
+    """Half of a batch has gradients of twice the size, so it may overflow at half the scale."""
+    one, *ranks = (found[place]["scaled"] for place in ((1, 0), (2, 0), (2, 1)))
+    assert 1.0 < one["scale"] < 2.0**40
+    assert ranks[0]["scale"] == ranks[1]["scale"]
+    assert ranks[0]["scale"] in (one["scale"] / 2, one["scale"])
+    for own in ranks:
+        torch.testing.assert_close(own["weights"], ranks[0]["weights"], atol=0, rtol=0)
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(own["weights"][name], value, atol=2e-3, rtol=0)
+
+
 def test_training_goes_on_in_mid_epoch_on_three_ranks(found: Any, folder: Path) -> None:
     expected = found[1, 0]["plain"]["weights"]
     three = on_ranks("lightning_cases.py", folder=folder, sizes=[3], also=["gone_on"])
@@ -101,6 +116,7 @@ def test_predictions_are_of_every_row_once(found: Any) -> None:
         ("batch", "unknown kind of batch"),
         ("iter", "dataloader_iter"),
         ("sharded", "shoal.shard"),
+        ("beside", "several loaders"),
         ("none", "returned None"),
     ],
 )
@@ -113,16 +129,16 @@ def test_refusals_say_what_and_what_to_do(found: Any, attempt: str, said: str) -
 
 @pytest.mark.parametrize("version", ["2.5.9", "3.0.0", "3.1"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    adapter = importlib.import_module("shoal.integrations.lightning")
+    adapter = importlib.import_module("shoal.integrations.lightning_package")
     monkeypatch.setattr(lightning, "__version__", version)
-    with pytest.raises(shoal.UsageError, match="version of Lightning") as refused:
+    with pytest.raises(shoal.UsageError, match="version of pytorch-lightning") as refused:
         adapter.installed()
     assert version in str(refused.value)
     assert "pip install" in str(refused.value)
 
 
 def test_without_lightning_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = importlib.import_module("shoal.integrations.lightning")
+    adapter = importlib.import_module("shoal.integrations.lightning_package")
     monkeypatch.setattr(adapter, "_PACKAGES", ("no_such_package",))
     with pytest.raises(shoal.UsageError, match="not installed"):
         adapter.installed()
@@ -136,6 +152,22 @@ def test_a_silent_module_logs_nothing() -> None:
         module.log("loss", 1.0)
     with pytest.warns(UserWarning, match="not registered"):
         module.log("loss", 1.0)
+
+
+def test_a_silent_step_that_fails_leaves_layers_as_they_train() -> None:
+    """A step that is measured on one row fails in batch norm, between two toggles."""
+    traceless = importlib.import_module("shoal.integrations.traceless")
+    module = lightning.LightningModule()
+    module.layer, module.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    module.frozen.requires_grad_(False)
+    with (
+        pytest.raises(ValueError, match="one row"),
+        traceless.silent(module, lightning.LightningModule),
+    ):
+        module.layer.requires_grad_(False)
+        module.frozen.requires_grad_(True)
+        raise ValueError("one row")
+    assert [p.requires_grad for p in module.parameters()] == [True, True, False, False]
 
 
 def test_an_unseen_step_is_put_back() -> None:

@@ -13,7 +13,8 @@ from starting import on_ranks
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-TEXTS, EXACT = 21, ["tokens", "best", "head", "resumed", "adapter"]
+TEXTS, EXACT = 21, ["tokens", "best", "classes", "head", "resumed", "adapter", "sft"]
+NEEDS = {"adapter": "peft", "sft": "trl"}
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
@@ -29,18 +30,14 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {"at": folder, **on_ranks("trainer_cases.py", folder=folder, sizes=(1, 2, 3))}
 
 
-def _has_peft() -> bool:
-    return importlib.util.find_spec("peft") is not None
-
-
 @pytest.mark.parametrize("case", EXACT)
 def test_weights_are_those_of_one_process(records: Any, case: str) -> None:
     """Tokens of unlike numbers, accumulated, clipped and warmed up.
 
     To 1e-6: Hugging Face computes losses in float32, of a cut head in parts.
     """
-    if case == "adapter" and not _has_peft():
-        pytest.skip("peft is not installed")
+    if case in NEEDS and importlib.util.find_spec(NEEDS[case]) is None:
+        pytest.skip(f"{NEEDS[case]} is not installed")
     alone = records[1, 0][case]
     for place in [(2, 0), (2, 1)] + [(3, rank) for rank in range(3) if case == "resumed"]:
         for name, value in alone["weights"].items():
@@ -48,7 +45,7 @@ def test_weights_are_those_of_one_process(records: Any, case: str) -> None:
             torch.testing.assert_close(found, value, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", EXACT[:4])
+@pytest.mark.parametrize("case", EXACT[:5])
 def test_what_is_logged_is_that_of_one_process(records: Any, case: str) -> None:
     alone, first = records[1, 0][case], records[2, 0][case]
     assert first["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-5)

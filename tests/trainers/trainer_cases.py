@@ -20,6 +20,8 @@ import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -29,7 +31,7 @@ from transformers import (
 )
 
 import shoal
-from shoal.integrations.transformers import ShoalTrainer
+from shoal.integrations.transformers import ShoalMixin, ShoalTrainer
 
 SIZE, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 TEXTS, LONGEST, WORDS, GLOBAL_BATCH = 21, 9, 24, 6
@@ -42,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "resumed": {"pins": {"*mlp.*": "column"}, "save_strategy": "steps", "save_steps": STOP_AT},
     "grouped": {"train_sampling_strategy": "group_by_length", "bf16": True},
     "adapter": {"pins": {"*lora_A*": "sliced"}},
+    "classes": {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2},
+    "sft": {"pins": {"*mlp*": "sliced"}, "gradient_accumulation_steps": 2},
 }
 
 
@@ -84,6 +88,17 @@ def model_of(case: str) -> Any:
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         ends = {"bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **sizes, **off, **ends)).double()
+    if case == "classes":
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+        config = BertConfig(
+            vocab_size=WORDS,
+            num_hidden_layers=1,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **sizes,
+        )
+        return BertForSequenceClassification(config).double()
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=8,
@@ -98,6 +113,46 @@ def model_of(case: str) -> Any:
         lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, lora)
     return model if case == "grouped" else model.double()
+
+
+class Classes(Padded):
+    """Gives each text one label, for a model whose loss takes no number of items."""
+
+    def __call__(self, texts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = super().__call__(texts)
+        return {**batch, "labels": batch["input_ids"][:, 0] % 2}
+
+
+def sft_of(arguments: TrainingArguments, pins: Any) -> Any:
+    """Make TRL's trainer, which is a subclass of Trainer."""
+    trl, datasets, tokenizers = map(import_module, ("trl", "datasets", "tokenizers"))
+    words = tokenizers.models.WordLevel({str(n): n for n in range(WORDS)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="0", eos_token="1", unk_token="0"
+    )
+    own = (
+        "output_dir",
+        "use_cpu",
+        "num_train_epochs",
+        "learning_rate",
+        "report_to",
+        "disable_tqdm",
+    )
+    own += ("per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy")
+    options = {name: getattr(arguments, name) for name in own}
+    limits = {"max_length": 16, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1}
+    configured = trl.SFTConfig(**options, **limits, save_strategy="no", eval_strategy="no")
+    kind = trl.SFTTrainer if SIZE == 1 else type("Tuned", (ShoalMixin, trl.SFTTrainer), {})
+    return kind(
+        model_of("sft"),
+        configured,
+        train_dataset=datasets.Dataset.from_dict(
+            {"input_ids": [text.tolist() for text in Texts().texts]}
+        ),
+        eval_dataset=datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * GLOBAL_BATCH}),
+        processing_class=tokenizer,
+        **({} if SIZE == 1 else {"pins": pins}),
+    )
 
 
 def trainer_of(case: str, folder: Path, **limits: Any) -> Any:
@@ -121,6 +176,10 @@ def trainer_of(case: str, folder: Path, **limits: Any) -> Any:
         }
     )
     data = {"train_dataset": Texts(), "eval_dataset": Texts(2), "data_collator": Padded()}
+    if case == "sft":
+        return sft_of(arguments, pins)
+    if case == "classes":
+        data["data_collator"] = Classes()
     if SIZE == 1:
         return Trainer(model_of(case), arguments, **data)
     return ShoalTrainer(model_of(case), arguments, pins=pins, **data)
@@ -133,7 +192,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     if case == "resumed" and SIZE == 3:
         last = str(folder / f"{case}-2" / f"checkpoint-{STOP_AT}")
     trainer.train(resume_from_checkpoint=last)
-    rows = list(trainer.data_collator.rows)
+    rows = list(getattr(trainer.data_collator, "rows", ()))
     trainer.model.eval()
     plan = shoal.plan_of(trainer.model)
     record = {
@@ -155,6 +214,8 @@ def main(folder: Path) -> None:
     cases = ["resumed"] if SIZE == 3 else list(CASES)
     if find_spec("peft") is None and "adapter" in cases:
         cases.remove("adapter")
+    if find_spec("trl") is None and "sft" in cases:
+        cases.remove("sft")
     torch.save({case: run(case, folder) for case in cases}, folder / f"{SIZE}-{RANK}.pt")
 
 

@@ -15,27 +15,23 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from typing import Any, final
 from weakref import WeakKeyDictionary, ref
 
 import accelerate
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
-from accelerate.state import GradientState
-from accelerate.utils import DistributedType, find_batch_size, send_to_device
+from accelerate.utils import (
+    DistributedType,
+)
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import RandomSampler
 
 from shoal.contracts.sample import Sample, called, own_loss
 from shoal.core.errors import UsageError
 from shoal.data.sharded import Positioned
-from shoal.features import Older
 from shoal.front.forward_only import mean_of_output
 from shoal.front.joining import init
 from shoal.front.parallel import parallelize
@@ -43,7 +39,13 @@ from shoal.front.planned import is_parallelized
 from shoal.front.release import unparallelize
 from shoal.front.sharding import shard
 from shoal.front.together import gather
-from shoal.integrations.versions import check_version
+from shoal.integrations.accelerate_loaders import (
+    PreparedLoader,
+    in_accelerate_s_order,
+    prepared_loader,
+    skipping,
+)
+from shoal.integrations.checks import OPTIONS, check_model, check_version
 from shoal.optim.extend import extend
 from shoal.profiling.untraced import untraced
 from shoal.session.additions import add
@@ -58,14 +60,6 @@ _ITSELF = (
     DistributedType.MEGATRON_LM,
     DistributedType.XLA,
 )
-OPTIONS = {
-    *Older.__annotations__,
-    *(
-        name
-        for name, parameter in inspect.signature(parallelize).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ),
-} - {"sample"}
 
 
 class ShoalAccelerator(Accelerator):
@@ -105,6 +99,13 @@ class ShoalAccelerator(Accelerator):
                 "Shoal cuts layers by its plan: pins={'*': 'sliced'}",
             )
         place = world()
+        if place.size > 1 and not torch.distributed.is_initialized():
+            raise UsageError(
+                "the ranks have left one another, so nothing can be trained on them any more",
+                where="end_training, or destroy_process_group",
+                do="call accelerator.free_memory() between two trainings, and end_training once, "
+                "at the end of the script",
+            )
         if place.size != self.num_processes:
             raise UsageError(
                 "Accelerate counts other processes than those that train",
@@ -147,7 +148,7 @@ class ShoalAccelerator(Accelerator):
         self, data_loader: Any, device_placement: bool | None = None, **options: Any
     ) -> Any:
         """Deal a loader's rows by `shoal.shard`, unless they are dealt already."""
-        if isinstance(data_loader, _LoaderState):
+        if isinstance(data_loader, PreparedLoader):
             if data_loader not in self._dataloaders:
                 self._dataloaders.append(data_loader)
             return data_loader
@@ -156,10 +157,12 @@ class ShoalAccelerator(Accelerator):
         if prepared_before or self.dispatch_batches:
             return super().prepare_data_loader(data_loader, device_placement, **options)
         if not is_own:
-            _seed_order(data_loader, self.dataloader_config.data_seed)
-            data_loader = shard(data_loader, batch="global" if self.split_batches else "rank")
+            loader = in_accelerate_s_order(data_loader, self.dataloader_config)
+            data_loader = shard(loader, batch="global" if self.split_batches else "rank")
         places = self.device_placement if device_placement is None else device_placement
-        prepared = _prepared(data_loader, self.device if places else None, self.non_blocking)
+        prepared = prepared_loader(
+            data_loader, self.device if places else None, self.dataloader_config
+        )
         self._dataloaders.append(prepared)
         return prepared
 
@@ -261,9 +264,9 @@ class ShoalAccelerator(Accelerator):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out its first batches in its next pass."""
-        if not isinstance(dataloader, _LoaderState):
+        if not isinstance(dataloader, PreparedLoader):
             return super().skip_first_batches(dataloader, num_batches)
-        return _skipping(dataloader, num_batches)
+        return skipping(dataloader, num_batches)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the norm of whole gradients. For all of an optimizer's, only norms are sent."""
@@ -284,7 +287,7 @@ class ShoalAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values of each row once, also in a last batch that is short."""
         active = self.gradient_state.active_dataloader
-        if isinstance(active, _LoaderState) and not use_gather_object:
+        if isinstance(active, PreparedLoader) and not use_gather_object:
             with contextlib.suppress(TypeError):  # objects, which are gathered as they are
                 input_data = recursively_apply(active.cut, input_data, error_on_other_type=True)
         return super().gather_for_metrics(input_data, use_gather_object)
@@ -354,94 +357,10 @@ class _FirstCall:
 _CALL = "_compiled_call_impl"  # torch looks there for the code of a module's call
 
 
-class _LoaderState(DataLoaderStateMixin):
-    """A sharded loader that moves batches to a device, and tells Accelerate where it is."""
-
-    def begin(self) -> None:
-        """Tell that a pass begins. No row comes twice, so none is left over at its end."""
-        self.reset()
-        self.remainder = 0
-        self.gradient_state._add_dataloader(self)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches: Any = super().__iter__()  # the class beside has it
-        self.begin()
-        try:
-            for number, batch in enumerate(batches):
-                self.end_of_dataloader = batches.is_last
-                self.rows = find_batch_size(batch)
-                if number >= self.skip_batches:
-                    if self.device is not None:
-                        batch = send_to_device(batch, self.device, non_blocking=self.non_blocking)
-                    yield batch
-        finally:
-            self.end()
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Leave out rows that a short batch does not have, as where a loss is repeated."""
-        is_long = tensor.dim() > 0 and len(tensor) == getattr(self, "batch_size", None)
-        return tensor[: self.rows] if is_long and self.rows is not None else tensor
-
-
-@cache
-def _class_of(kind: type[Positioned[Any]]) -> type[Any]:
-    return type(f"Prepared{kind.__name__}", (_LoaderState, kind), {})
-
-
-def _prepared(loader: Any, device: torch.device | None, non_blocking: bool) -> Any:
-    """Return a sharded loader, the same pass for pass, that tells Accelerate where it is."""
-    prepared = object.__new__(_class_of(type(loader)))  # type: ignore[arg-type]  # it has a hash
-    vars(prepared).update(
-        vars(loader),
-        device=device,
-        non_blocking=non_blocking,
-        gradient_state=GradientState(),
-        skip_batches=0,
-        rows=None,
-        use_stateful_dataloader=False,
-    )
-    return prepared
-
-
-def _seed_order(loader: Any, seed: int | None) -> None:
-    """Give a loader that shuffles the seed that Accelerate was given for it."""
-    sampler = getattr(loader, "sampler", None)
-    if seed is not None and isinstance(sampler, RandomSampler) and sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
-
-
-def _skipping(loader: Any, num_batches: int) -> Any:
-    skipping = object.__new__(type(loader))
-    vars(skipping).update(vars(loader), skip_batches=num_batches)
-    return skipping
-
-
 def _inner(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that is wrapped or parallelised already, or has no values (UsageError)."""
-    if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        raise UsageError(
-            f"{type(model).__name__} is around the model already",
-            do="give prepare the module itself",
-        )
-    if is_parallelized(model) and not getattr(model, "_is_accelerate_prepared", False):
-        raise UsageError(
-            "the model is parallelised already, and prepare would do it again",
-            got=type(model).__name__,
-            do="leave shoal.parallelize out, and give ShoalAccelerator its options",
-        )
-    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
-    if on_meta:
-        raise UsageError(
-            "the model has parameters on a meta device, which have no values to train",
-            got=", ".join(on_meta[:5]),
-            do='give them memory and values first: model.to_empty(device="cpu"), then its weights',
-        )
 
 
 def _as_sample(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,21 +7,15 @@
                       losses, each loss is weighed by the batch as its backward begins
     5  teardown       the model is an ordinary one again
 
-Why a ParallelStrategy: Lightning puts a DistributedSampler into the loaders of a DDPStrategy.
-It borrows the
-methods of DDPStrategy that only ask torch.distributed. Guarded by tests/trainers/.
+Why a ParallelStrategy: Lightning puts a DistributedSampler into the loaders of a DDPStrategy. It
+borrows the methods of DDPStrategy that only ask torch.distributed. Guarded by tests/trainers/.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
-from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
-from types import ModuleType
 from typing import Any, final
 
 import torch
@@ -30,49 +24,23 @@ from torch import Tensor, nn
 from shoal.comm.rendezvous import is_rank
 from shoal.contracts.sample import computed_loss
 from shoal.contracts.strategy import Strategy
-from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.registry import of
 from shoal.data.sharded import ShardedBatches, ShardedLoader
-from shoal.features import Older, SyncBatchNorm
+from shoal.features import SyncBatchNorm
 from shoal.front.joining import init
 from shoal.front.parallel import parallelize
-from shoal.front.planned import is_parallelized, plan_of
+from shoal.front.planned import plan_of
 from shoal.front.release import unparallelize
-from shoal.front.sharding import shard
+from shoal.integrations.checks import OPTIONS, check_model, names_on_meta
+from shoal.integrations.lightning_loaders import EpochLoader, check_beside, epoch_loader
+from shoal.integrations.lightning_package import DDPStrategy, distributed, pl
 from shoal.integrations.traceless import silent, still, unseen
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # Lightning's two names
-_OLDEST, _NEWEST = (2, 6), (3, 0)
-_NOT_OURS = {"compute_loss", "sample"}
+__all__ = ["EpochLoader", "ShoalStrategy"]
 
-
-def installed() -> ModuleType:
-    """Return the package that the program uses, or the one that is installed (UsageError)."""
-    names = [name for name in _PACKAGES if name in sys.modules]
-    names = names or [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
-    if not names:
-        raise UsageError(
-            "shoal.integrations.lightning needs Lightning, which is not installed",
-            do=f"pip install pytorch-lightning; or, {install_shoal('lightning')}",
-        )
-    package = import_module(names[0])
-    version = tuple(int(part) for part in package.__version__.split(".")[:2])
-    if not _OLDEST <= version < _NEWEST:
-        raise UsageError(
-            "this version of Lightning is not one that Shoal's strategy is made for",
-            got=f"{names[0]} {package.__version__}",
-            expected="2.6 or newer, and older than 3",
-            do="pip install 'pytorch-lightning>=2.6,<3'",
-        )
-    return package
-
-
-pl = installed()
-_DDP = import_module(f"{pl.__name__}.strategies.ddp").DDPStrategy
 _Parallel: Any = pl.strategies.ParallelStrategy
-_OVERRIDES = import_module(f"{pl.__name__}.overrides.distributed")
 
 
 @final
@@ -105,23 +73,24 @@ class ShoalStrategy(_Parallel):
         self._batch, self._options = batch, options
         self._deals: bool | None = None  # whether loaders are dealt here
         self._loss: Callable[..., Any] | None = None  # weighs, once there is one
-        self._planned, self._failed = False, False
+        self._planned = False
+        self._frozen: list[nn.Parameter] = []  # parameters that the plan leaves out
         self._manual = _ManualLoss(self)
         self._blocks, self._has_blocked = 0, False  # open contexts; whether this step had one
         self._unsent: tuple[Any, Any] | None = None  # arguments of a step that was not sent
 
     # Methods of DDPStrategy that ask torch.distributed, or name the processes of a start
-    root_device = _DDP.root_device
-    num_nodes = _DDP.num_nodes
-    num_processes = _DDP.num_processes
-    set_world_ranks = _DDP.set_world_ranks
-    setup_distributed = _DDP.setup_distributed
-    model_to_device = _DDP.model_to_device
-    determine_ddp_device_ids = _DDP.determine_ddp_device_ids
-    barrier = _DDP.barrier
-    broadcast = _DDP.broadcast
-    _configure_launcher = _DDP._configure_launcher
-    _get_process_group_backend = _DDP._get_process_group_backend
+    root_device = DDPStrategy.root_device
+    num_nodes = DDPStrategy.num_nodes
+    num_processes = DDPStrategy.num_processes
+    set_world_ranks = DDPStrategy.set_world_ranks
+    setup_distributed = DDPStrategy.setup_distributed
+    model_to_device = DDPStrategy.model_to_device
+    determine_ddp_device_ids = DDPStrategy.determine_ddp_device_ids
+    barrier = DDPStrategy.barrier
+    broadcast = DDPStrategy.broadcast
+    _configure_launcher = DDPStrategy._configure_launcher
+    _get_process_group_backend = DDPStrategy._get_process_group_backend
 
     def setup_environment(self) -> None:
         """Join the ranks. A process group of Lightning's own launchers is used as it is."""
@@ -146,10 +115,10 @@ class ShoalStrategy(_Parallel):
         connector.use_distributed_sampler = False
         _check_module(module)
         super().setup(trainer)
-        self._planned = self._failed = False
+        self._planned = False
         if trainer.state.fn != "fit":
             if self.world_size > 1:
-                _OVERRIDES._sync_module_states(module)
+                distributed._sync_module_states(module)
             return
         if self._layer_sync is not None:
             self._options.setdefault(SyncBatchNorm.name, True)
@@ -161,23 +130,29 @@ class ShoalStrategy(_Parallel):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal a loader to the ranks, unless the script or its sampler does so itself."""
-        dealt = isinstance(dataloader, ShardedLoader | ShardedBatches)
-        if not dealt and not self._deals:
+        if not self._deals and not isinstance(dataloader, ShardedLoader | ShardedBatches):
             return dataloader
-        if isinstance(dataloader, ShardedLoader) and "source" not in vars(dataloader):
-            raise UsageError(
-                "Lightning has made another loader of one that went through shoal.shard",
-                where="predict, or overfit_batches",
-                do="give Lightning the DataLoader itself. ShoalStrategy deals its rows",
-            )
         batch, size = self._batch, getattr(dataloader, "batch_size", None)
         if not self.lightning_module.trainer.training and size is not None:
-            batch = "rank" if size < self.world_size else batch  # as batches of one row, to test
-        return EpochLoader(dataloader if dealt else _dealt(dataloader, batch))
+            batch = "rank" if size < self.world_size else batch  # batches of one row, to test
+        return epoch_loader(dataloader, batch, self.world_size)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Plan anew at the start of an epoch if frozen layers train now, as by BaseFinetuning."""
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and self._planned and any(p.requires_grad for p in self._frozen):
+            module = self.lightning_module
+            self._send_rest(module)
+            unparallelize(module)
+            self._loss, self._planned, self._unsent = None, False, None
+            if module.automatic_optimization:
+                self._loss = self._parallelized(self._training_step)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of a batch, weighed by its rows. The first one makes the plan."""
         self._has_blocked = self._blocks > 0
+        if not self._planned:
+            self._look_at_first()
         with self.precision_plugin.train_step_context():
             if self.lightning_module.automatic_optimization:
                 assert self._loss is not None
@@ -229,23 +204,30 @@ class ShoalStrategy(_Parallel):
         is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         if is_whole and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
-        return _DDP.reduce(self, tensor, group, reduce_op)
+        return DDPStrategy.reduce(self, tensor, group, reduce_op)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note a failure. Other ranks may not be there any more to release the model with."""
-        self._failed = True
+        """Leave the model as it is. Other ranks may not be there any more to release it with."""
+        self._loss = None
 
     def teardown(self) -> None:
         """Make the model an ordinary one, whole on every rank, then clean up as Lightning does."""
         module = self.lightning_module
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if module is not None and self._loss is not None and not self._failed:
+        if module is not None and self._loss is not None:
             self._send_rest(module)
             unparallelize(module)
         self._loss, self._unsent = None, None
-        if module is not None and _on_meta(module):
+        if module is not None and names_on_meta(module):
             self._lightning_module = None  # else moving it to the CPU would hide the error
         super().teardown()
+
+    def _look_at_first(self) -> None:
+        """Look at the loaders and at frozen parameters, before the first batch makes the plan."""
+        module = self.lightning_module
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        if self.world_size > 1 and self._options.get("weigh") != "ranks":
+            check_beside(pl.utilities.CombinedLoader(module.trainer.train_dataloader).flattened)
 
     def _send_rest(self, module: Any) -> None:
         """Send gradients of a window that no step has ended, by a backward that adds nothing."""
@@ -376,42 +358,6 @@ class _ManualLoss:
 
 
 @final
-class EpochLoader:
-    """A loader of this rank's rows with the length of a whole epoch.
-
-    Lightning counts batches from the start of an epoch, also if training goes on in its middle.
-    All else is the sharded loader's.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        try:
-            self._length: int | None = len(loader)
-        except TypeError:
-            self._length = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("the length of this loader is not known")
-        return self._length
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order of all ranks."""
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, on any number of ranks."""
-        self._loader.load_state_dict(state)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
-
-
-@final
 class _CalledOnce:
     """A closure that has been called. Its first call here returns that result."""
 
@@ -429,55 +375,30 @@ def _clip(optimizer: Any, clip_val: float) -> None:
         optimizer.clip_grad_norm_(clip_val)
 
 
-def _dealt(loader: Any, batch: Any) -> Any:
-    """Deal a loader. That of `predict` notes which rows each rank has taken."""
-    wrapper = getattr(loader, "batch_sampler", None)
-    if not isinstance(wrapper, _OVERRIDES._IndexBatchSamplerWrapper):
-        return shard(loader, batch=batch)
-    plain = copy(loader)
-    vars(plain)["batch_sampler"] = wrapper._batch_sampler
-    dealt = shard(plain, batch=batch)
-    vars(dealt)["batch_sampler"] = type(wrapper)(dealt.batch_sampler)
-    return dealt
-
-
 def _check_options(batch: str, options: Mapping[str, Any]) -> None:
     """Refuse options that `parallelize` does not have, or that are Lightning's to give."""
     if batch not in ("rank", "global"):
         raise UsageError("unknown kind of batch", got=repr(batch), expected='"rank" or "global"')
-    known = {*signature(parallelize).parameters, *Older.__annotations__}
-    known -= {"model", "loss_fn", "optimizer", "older", *_NOT_OURS}
+    known = OPTIONS - {"compute_loss"}
     for name in options:
         if name not in known:
             raise UsageError(
                 f"ShoalStrategy has no option {name}",
                 expected="batch, or an option of shoal.parallelize: " + ", ".join(sorted(known)),
                 do="leave it out. The loss is that of training_step"
-                if name in _NOT_OURS
+                if name in ("compute_loss", "sample")
                 else "leave it out",
             )
 
 
 def _check_module(module: Any) -> None:
     """Refuse a model that has no values yet, or that is parallelised already."""
-    if name := _on_meta(module):
-        raise UsageError(
-            "the model is on the meta device, so it has no values to train",
-            where=f"parameter {name}",
-            do="make the model on the CPU, or give it values in configure_model: "
-            "module.to_empty(device=…), and reset_parameters() of its layers",
-        )
+    check_model(module, first="in configure_model")
     if "dataloader_iter" in signature(module.training_step).parameters:
         raise UsageError(
             "training_step takes dataloader_iter, which has no rows to measure and to weigh",
             where=f"{type(module).__name__}.training_step",
             do="let it take the batch: training_step(self, batch, batch_idx)",
-        )
-    if is_parallelized(module):
-        raise UsageError(
-            "the model is parallelised already, and ShoalStrategy does so itself",
-            where=type(module).__name__,
-            do="leave shoal.parallelize out of the script, or call shoal.unparallelize(module)",
         )
 
 
@@ -492,8 +413,3 @@ def _without_pipeline(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     names = options.get("strategies") or of(Strategy)
     return {**options, "strategies": [name for name in names if name != "pipeline"]}
-
-
-def _on_meta(module: nn.Module) -> str:
-    """Return the name of a parameter without a value, or ""."""
-    return next((name for name, value in module.named_parameters() if value.is_meta), "")

@@ -22,8 +22,13 @@ _OWN = frozenset(vars(nn.Module()))  # attributes that torch itself gives a modu
 
 @contextmanager
 def silent(module: nn.Module, logs: type[nn.Module]) -> Iterator[None]:
-    """Let `log` do nothing in all modules of a class."""
+    """Let `log` do nothing in all modules of a class, and put `requires_grad` back behind.
+
+    A measured step may fail between `toggle_optimizer` and its end, as batch norm does on one row.
+    """
     parts = [part for part in module.modules() if isinstance(part, logs)]
+    with torch._C.DisableTorchFunction():  # a measurement sees who reads a parameter
+        trains = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     for part in parts:
         vars(part)["log"] = _log_nothing
     try:
@@ -31,6 +36,9 @@ def silent(module: nn.Module, logs: type[nn.Module]) -> Iterator[None]:
     finally:
         for part in parts:
             vars(part).pop("log", None)
+        with torch._C.DisableTorchFunction():
+            for parameter, does in trains:
+                parameter.requires_grad_(does)
 
 
 @contextmanager

@@ -11,20 +11,23 @@ Guarded by tests/trainers/.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import Trainer
 
+from shoal.contracts.sample import own_loss
 from shoal.front.joining import init
 from shoal.front.together import mean
-from shoal.integrations.accelerate import OPTIONS, ShoalAccelerator, check_model
-from shoal.integrations.versions import check_version
+from shoal.integrations.accelerate import ShoalAccelerator
+from shoal.integrations.checks import OPTIONS, check_model, check_version
 from shoal.session.compiled import uncompiled
 
-check_version("transformers", transformers.__version__, (5,), (6,))
+check_version("transformers", transformers.__version__, (4, 57), (6,))
 
 
 class ShoalMixin:
@@ -42,6 +45,7 @@ class ShoalMixin:
         names = (OPTIONS - {"compute_loss", "count"}) & options.keys()
         self.shoal_options = {name: options.pop(name) for name in names}
         self.shoal_items: Any = None  # number on all ranks that divides the last loss
+        self.shoal_divides: bool | None = None  # whether the model divides by it; None: not known
         init()
         if isinstance(model := options.get("model", args[0] if args else None), nn.Module):
             check_model(model)
@@ -61,16 +65,37 @@ class ShoalMixin:
         own: Any = self
         if uncompiled(model) not in own.accelerator.functions:
             items = args[0] if args else named.get("num_items_in_batch")
-            options = {"weigh": "rows" if items is None else "ranks", **self.shoal_options}
+            divides = self._divides(model, own._prepare_inputs(inputs), items)
+            options = {"weigh": "ranks" if divides else "rows", **self.shoal_options}
             vars(self).pop("compute_loss", None)  # drop the function of an earlier plan
             own.compute_loss = own.accelerator.begin_with(model, own.compute_loss, **options)
         return super().training_step(model, inputs, *args, **named)  # type: ignore[misc]
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
+        """Compute the loss. A model that does not divide by the number of items gets none.
+
+        Else Trainer would multiply its mean by the number of ranks.
+        """
+        items = named.get("num_items_in_batch")
+        if items is not None and not self._divides(model, inputs, items):
+            named["num_items_in_batch"] = None
+        return super().compute_loss(model, inputs, *args, **named)  # type: ignore[misc]
+
+    def _divides(self, model: nn.Module, inputs: Any, items: Any) -> bool:
+        """Return whether the loss is divided by a number of items, as the first batch shows."""
+        own: Any = self
+        if items is None:
+            return False
+        if self.shoal_divides is None:
+            by_model = own.model_accepts_loss_kwargs and own.compute_loss_func is None
+            self.shoal_divides = not (by_model and _is_mean(model, inputs, items))
+        return self.shoal_divides
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         """Evaluate a batch. A loss that is divided by the items of all ranks is added up."""
         self.shoal_items = None
         loss, *rest = super().prediction_step(model, inputs, *args, **named)  # type: ignore[misc]
-        if loss is not None and self.shoal_items is not None:
+        if loss is not None and self.shoal_items is not None and self.shoal_divides is not False:
             loss = mean(loss)  # ranks may have unlike numbers of rows, and each counts alike
         return loss, *rest
 
@@ -93,6 +118,26 @@ class ShoalMixin:
         if not own.args.should_save:
             own.optimizer.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+def _is_mean(model: nn.Module, inputs: Any, items: Any) -> bool:
+    """Return whether a model that is given a number of items computes a mean all the same.
+
+    BERT's classifier does so. It takes any word, and its loss takes none.
+    """
+    if not isinstance(inputs, Mapping) or "labels" not in inputs:
+        return False
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()  # no dropout
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            once, twice = (
+                own_loss(model(**inputs, num_items_in_batch=times * items)) for times in (1, 2)
+            )
+            return once is not None and bool(once) and torch.equal(once, twice)
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 class ShoalTrainer(ShoalMixin, Trainer):

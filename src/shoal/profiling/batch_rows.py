@@ -20,12 +20,19 @@ def picked(value: Any, number: int, rows: Sequence[int]) -> Any:
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, list):
-            return [leaf[row] for row in rows] if len(leaf) == number else leaf
+            if len(leaf) == number and not _holds_parts(leaf, number):
+                return [leaf[row] for row in rows]
+            return [picked(item, number, rows) for item in leaf]
         if leaf.dim() and len(leaf) == number:
             return leaf[torch.tensor(rows, device=leaf.device)]
         return leaf
 
     return mapped(value, pick, (list, Tensor))
+
+
+def _holds_parts(values: list[Any], number: int) -> bool:
+    """Return whether a list is of tensors with so many rows each, as torch's loader makes it."""
+    return all(isinstance(value, Tensor) and value.shape[:1] == (number,) for value in values)
 
 
 def picked_of_parts(batch: Any, number: int, rows: Sequence[int]) -> Any:

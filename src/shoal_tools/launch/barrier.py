@@ -19,6 +19,7 @@ from typing import Any
 from shoal.comm.rendezvous import variables
 from shoal.contracts.launcher import MARK
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 EXECUTOR = "SHOAL_SPARK_EXECUTOR"  # a variable of a rank's process: its place, in words
 
 
@@ -55,8 +56,20 @@ def seat_of(context: Any) -> TaskSeat:
     executor = f"rank {rank}, executor on host {hosts[rank]}, in {Path.cwd()}"
     settings = variables(hosts[0], int(port), rank, len(hosts), local, hosts.count(hosts[rank]))
     del settings["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 holds the store
-    settings |= {MARK: job, "SHOAL_HOST": hosts[rank], EXECUTOR: executor}
+    settings |= {MARK: job, "SHOAL_HOST": hosts[rank], EXECUTOR: executor, **_gpus_of(context)}
     return TaskSeat(rank, hosts[rank], executor, settings, held)
+
+
+def _gpus_of(context: Any) -> dict[str, str]:
+    """Return variables by which a rank sees the GPUs that Spark has given its task, and no others.
+
+    They are its first ones then, whatever their addresses. An executor that sees only some GPUs
+    already is left alone.
+    """
+    gpus = context.resources().get("gpu")
+    if gpus is None or not gpus.addresses or _VISIBLE in os.environ:
+        return {}
+    return {_VISIBLE: ",".join(gpus.addresses), "LOCAL_RANK": "0"}
 
 
 def _held_port() -> socket.socket:
