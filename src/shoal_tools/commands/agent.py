@@ -45,7 +45,7 @@ _MOST_PORT = 65535
     help="Seconds without a sign of life after which a host is lost.",
 )
 def rendezvous(address: str, port: int, lost_after_s: float) -> None:
-    """Keep the list of hosts for `shoal agent`, and say which of them train together.
+    """Keep the list of hosts that train, for `shoal agent`.
 
     It trains nothing, and may stand on any host. If it ends, ranks go on: start it again.
     """
@@ -127,7 +127,7 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
 def agent(
     command: tuple[str, ...], place: str, slots: int, grace_s: float, forks: bool, **terms: Any
 ) -> None:
-    """Run COMMAND on this host together with all hosts that are there, as they come and go.
+    """Run COMMAND with all hosts that are there, as they come and go.
 
     COMMAND is a script with its arguments, or -m and a module. It trains with `shoal.Checkpoints`.
     SIGTERM or Ctrl-C: ranks commit with all the others, this host leaves, and the others go on.

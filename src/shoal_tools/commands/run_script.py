@@ -76,7 +76,7 @@ _LONG = f"{PORT}; a free one on this machine alone"
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(script: tuple[str, ...], hosts: str, hosts_file: Path | None, **wanted: Any) -> None:
-    """Run SCRIPT with its arguments on several hosts, started from here by ssh.
+    """Run SCRIPT on several hosts, started from here by ssh.
 
     Before anything starts, all hosts are checked. Ctrl-C ends all ranks on all of them.
 
