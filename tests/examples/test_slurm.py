@@ -14,10 +14,11 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "slurm.md"
 NODES = 2
 # Starts what it is given once for each node, as srun does, and ends with the first failure.
-SRUN = """#!/bin/bash
+SRUN = r"""#!/bin/bash
 shift  # --kill-on-bad-exit=1
 for node in $(seq 0 $((SLURM_NNODES - 1))); do
-  SLURM_NODEID=$node SLURM_PROCID=$node SLURM_LOCALID=0 SLURM_NTASKS=$SLURM_NNODES "$@" &
+  SLURM_NODEID=$node SLURM_PROCID=$node SLURM_LOCALID=0 SLURM_NTASKS=$SLURM_NNODES \
+    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES SLURM_STEP_NODELIST=127.0.0.1 "$@" &
 done
 code=0
 for job in $(jobs -p); do wait "$job" || code=$?; done
