@@ -35,16 +35,37 @@ def on_ranks(
     """
     for size in sizes:
         start = (*_TORCHRUN, str(size)) if size > 1 else ()
-        done = subprocess.run(
-            [sys.executable, *start, HERE / script, *before, folder, *also],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+        returncode, said = _ended(
+            [sys.executable, *start, HERE / script, *before, folder, *also], timeout
         )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        assert returncode == 0, said
     return {
         (size, rank): torch.load(folder / f"{size}-{rank}.pt", weights_only=False)
         for size in sizes
         for rank in range(size)
     }
+
+
+def _ended(command: Sequence[Any], timeout: float) -> tuple[int, str]:
+    """Run a command, and return its exit code and the end of its output.
+
+    torchrun that is killed leaves its ranks behind, so it is asked to end first.
+    """
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        process.terminate()
+        try:
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+        raise
+    return process.returncode, said[-12000:]

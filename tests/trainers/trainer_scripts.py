@@ -113,6 +113,7 @@ def by_transformers(name: str, folder: Path, size: int, *, last: bool) -> dict[s
         "per_device_eval_batch_size": 4,
         "report_to": [],
         "disable_tqdm": True,
+        "logging_steps": 1,  # else Trainer adds up the loss of rank 0 alone
         "save_strategy": "no",
     }
     return run(name, folder, size, told=told)
