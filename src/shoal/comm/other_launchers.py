@@ -153,8 +153,8 @@ def _as_torchrun(
             f"{variables.launcher} has started {size} tasks, and does not say which one this is",
             got=f"{variables.rank}={environment.get(variables.rank)!r}, {variables.size}={size}",
             expected=f"{variables.rank} from 0 to {min(size, MOST_RANKS) - 1}",
-            do="set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each task; or, if tasks are "
-            f"to be alone, {ALONE}=1",
+            do="set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each task. If tasks are "
+            f"to be alone, set {ALONE}=1",
         )
     found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     local_rank, local_size = _local(environment, variables, rank)
@@ -205,7 +205,7 @@ def _place(
         "rank 0 is",
         got="MASTER_ADDR is not set",
         do="send its host's name or address to all: mpirun -x MASTER_ADDR=HOST (Open MPI), or "
-        f"mpiexec -genv MASTER_ADDR HOST; or, if tasks are to be alone, {ALONE}=1",
+        f"mpiexec -genv MASTER_ADDR HOST. If tasks are to be alone, set {ALONE}=1",
     )
 
 

@@ -145,7 +145,7 @@ def _check_here() -> None:
         raise UsageError(
             "this process is a rank already, and shoal.launch starts ranks",
             got=f"RANK={os.environ['RANK']}",
-            do="call the function itself; or start the script without torchrun, srun or mpirun",
+            do="call the function itself, or start the script without torchrun, srun or mpirun",
         )
     if found() is not None:
         raise UsageError(
