@@ -23,6 +23,8 @@ WALL = {
 }
 FOR_PEOPLE = {
     ("comm/roll_call.py", "strftime"),  # the time of day that a process came, in messages
+    # the age of files that nobody holds, whose times are those of this clock
+    ("checkpoint/host_memory.py", "time"),
     ("core/cache_folder.py", "now"),  # the day that a kept file was written
 }
 

@@ -164,7 +164,7 @@ def _threads_work(threads: int) -> bool:
 
     def compute() -> None:
         torch.set_num_threads(threads)
-        torch.ones(1 << 20).add_(1.0).sum()
+        torch.ones(1 << 20, device="cpu").add_(1.0).sum()
 
     (tried,) = processes = [_FORK.Process(target=compute)]
     _start(processes)

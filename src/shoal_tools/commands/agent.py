@@ -13,7 +13,13 @@ import click
 
 from shoal.comm import rendezvous as variables
 from shoal.core.errors import UsageError
-from shoal.core.numbers import MOST_RANKS, MOST_RANKS_HERE, MOST_SECONDS, whole
+from shoal.core.numbers import (
+    MOST_COUNTED,
+    MOST_RANKS,
+    MOST_RANKS_HERE,
+    MOST_SECONDS,
+    whole,
+)
 from shoal_tools.commands.options import Finite
 from shoal_tools.elastic.agent import Agent, AgentOptions
 from shoal_tools.elastic.members import words_of
@@ -105,7 +111,7 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
     "restarts",
     default=3,
     show_default=True,
-    type=click.IntRange(0),
+    type=click.IntRange(0, MOST_COUNTED),
     help="Starts after a rank has failed by itself. Hosts that come or go do not count.",
 )
 @click.option(

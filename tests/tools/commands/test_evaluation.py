@@ -130,4 +130,5 @@ def test_a_signal_writes_a_checkpoint_from_which_the_run_goes_on(
     assert steps > 12
     train[train.index("--epochs") + 1] = str(steps // 6 + 1)
     done = subprocess.run(train, capture_output=True, text=True, timeout=100, check=True)
-    assert f"{(steps // 6 + 1) * 6 - steps} steps of" in done.stdout
+    left = (steps // 6 + 1) * 6 - steps
+    assert f"{left} step{'s' * (left > 1)} of" in done.stdout

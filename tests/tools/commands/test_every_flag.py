@@ -22,6 +22,7 @@ from shoal_tools.commands import options as of_commands
 from shoal_tools.commands import worker
 from shoal_tools.launch.lab import Lab
 from shoal_tools.launch.processes import check_here
+from shoal_tools.launch.ssh import Ssh
 
 pytestmark = pytest.mark.quick
 TEXTS = ("nan", "inf", "-1", "0", "3", "1.5", "1e300", "x", "", "[]", "9" * 40, "²")
@@ -63,6 +64,25 @@ TAKEN: dict[str, set[str]] = {
     "--within": {"0", "3", "1.5"},
     "--warmup-steps": {"0", "3"},
     "--workers": {"3"},
+    "agent --max": {"3"},
+    "agent --max-restarts": {"0", "3"},
+    "agent --min": {"3"},
+    "agent --nproc-per-node": {"3"},
+    "agent --rendezvous": PATH - {"[]"},  # a name of a host, looked up when the agent calls
+    "agent --wait-for": {"0", "3", "1.5"},
+    "rendezvous --address": {*PATH, ""},  # likewise
+    "rendezvous --lost-after": {"3"},
+    "rendezvous --port": {"0", "3"},
+    "run --chdir": {*PATH, ""},  # looked at on the hosts, as the three below
+    "run --file": {*PATH, ""},
+    "run --hosts": PATH - {"-1", "[]", "²"},
+    "run --hosts-file": set(),  # none is there
+    "run --master-addr": {*PATH, ""},
+    "run --master-port": {"0", "3"},
+    "run --max-restarts": {"0", "3"},
+    "run --nnodes": {""},
+    "run --python": {*PATH, ""},
+    "run --ssh": {*PATH, ""},
     # looked up when ranks are started
     "--launcher": {*PATH, ""},
     "--master": {*PATH, ""},
@@ -76,9 +96,16 @@ WORDS: dict[str, tuple[str, ...]] = {
     "doctor": (),
     "plan": (RECIPE, "--ranks", "3"),
     "lab": (),
+    "run": ("--hosts", "localhost"),
+    "rendezvous": (),
+    "agent": ("--rendezvous", "there:1"),
+    "run --hosts-file": (),
     "--outer": (RECIPE, "--local-steps", "4"),
     "--warmup-steps": (RECIPE, "--local-steps", "4"),
 }
+
+
+AFTER: dict[str, tuple[str, ...]] = {"lab": ("true",), "run": (RECIPE,), "agent": (RECIPE,)}
 
 
 def flags() -> list[tuple[str, str]]:
@@ -113,15 +140,20 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(f"shoal_tools.commands.{work}", done)
     for place in ("among_peers", "alone", "among_ranks"):
         monkeypatch.setattr(f"shoal_tools.commands.doctor.meet.{place}", done)
+    for work in ("agent.MeetingPlace", "agent.Agent"):
+        monkeypatch.setattr(f"shoal_tools.commands.{work}", done)
     monkeypatch.setattr(Lab, "missing", lambda self: None)
     monkeypatch.setattr(Lab, "launch", done)
+    monkeypatch.setattr(Ssh, "missing", lambda self: None)
+    monkeypatch.setattr(Ssh, "launch", done)
 
 
 @pytest.mark.parametrize(("command", "flag"), flags())
 def test_a_flag_takes_a_text_or_refuses_it_in_words(command: str, flag: str) -> None:
     taken = TAKEN.get(f"{command} {flag}", TAKEN.get(flag, set()))
-    before = WORDS.get(flag, WORDS.get(command, (RECIPE,)))
-    after = ("true",) if command == "lab" else ()
+    own = WORDS.get(command, (RECIPE,))
+    before = WORDS.get(f"{command} {flag}", WORDS.get(flag, own))
+    after = AFTER.get(command, ())
     for text in TEXTS:
         said = CliRunner().invoke(main, [command, *before, flag, text, *after])
         shown = f"{command} {flag} {text!r}: {said.output}"

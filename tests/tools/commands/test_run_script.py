@@ -14,7 +14,7 @@ from ssh_hosts import SshHosts, missing, ssh_hosts
 from shoal.contracts.launcher import Job, Result
 from shoal_tools.cli import main
 from shoal_tools.commands import run_script
-from shoal_tools.launch.agent import Members
+from shoal_tools.launch.agent import TorchrunMembers
 from shoal_tools.launch.ssh import Ssh
 
 SCRIPT = """
@@ -103,7 +103,7 @@ def test_a_script_is_checked_and_its_arguments_are_its_own(
     assert job.command == (sys.executable, "train.py", "--hosts", "c", "-x")
     assert (job.ranks, job.master, job.grace_s) == (3, "a:1,me@b:2", 3.0)
     assert job.environment == {"MINE": "1", "X": "2"}
-    assert launcher == Ssh(same=("train.py",), members=Members(2, 2))
+    assert launcher == Ssh(same=("train.py",), members=TorchrunMembers(2, 2))
     assert job.files == ()
 
 
@@ -117,7 +117,8 @@ def test_other_ways_to_run(started: list[tuple[Ssh, Job]], tmp_path: Path) -> No
     assert shoal_run("--hosts", "a", "-m", "pkg.train", "x") == 0
     (launcher, job), (other, module) = started
     assert (job.files, job.ranks) == ((script,), 4)
-    assert launcher == Ssh(*("/py", "/there", (), (), Members(1, 2, 3), "x", 1, ("ssh", "-p", "2")))
+    restarts = TorchrunMembers(1, 2, 3)
+    assert launcher == Ssh(*("/py", "/there", (), (), restarts, "x", 1, ("ssh", "-p", "2")))
     assert module.command == (sys.executable, "-m", "pkg.train", "x")
     assert (other.modules, other.same) == (("pkg.train",), ())
 
