@@ -133,10 +133,11 @@ def test_gradients_that_come_in_parts(way, make, uneven, loop):
 
 
 def test_factors_go_once_in_a_backward():
-    model = built(lambda: Repeating(True))
+    models = [built(lambda: Repeating(True)) for _ in range(2)]
     pins = {"body": "factor", "head": "replicate"}
 
     def work(comm):
+        model = models[comm.rank]
         with using(comm, cluster_of(2)):
             optimizer = sgd(model.parameters())
             sample = features(7, 3)[0]
