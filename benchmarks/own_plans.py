@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from cell_models import MODELS
 from cells import OWN, Cell, measured
 
 import shoal
-from shoal.planner.steady import KINDS
+from shoal.planner.steady import KINDS, strategies_of
 
 SEED = 55
 LABS = (
@@ -37,7 +38,6 @@ LABS = (
 )
 A_LAB, RACES = 5, 2  # cells, and those in which plans race
 WITHIN = 0.18
-_PIPELINES, _CUTS = ("pipeline",), ("row", "column", "pair", "head", "embedding", "tied")
 
 
 def cells() -> list[Cell]:
@@ -66,12 +66,8 @@ def rank(path: Path, lab: int) -> None:
 
 def kind_of(served: dict[str, int]) -> str:
     """Return the kind of a plan, by the ways that serve its layers."""
-    names = [way.split(":")[0].split("+")[0] for way in served]
-    if any(name in _PIPELINES for name in names):
-        return KINDS[3]
-    if any(name.startswith(_CUTS) for name in names):
-        return KINDS[2]
-    return KINDS[0] if set(names) == {"replicate"} else KINDS[1]
+    names = {re.split(r"[:+]", way)[0] for way in served}
+    return [kind for kind in KINDS if strategies_of((kind,), names)][-1]
 
 
 def line(row: dict[str, Any]) -> str:

@@ -81,13 +81,17 @@ class Changed(Own):
 Changed.__name__ = Changed.__qualname__ = "Own"
 
 
-def start(kind: type[nn.Module] = Own, rows: int = 4, train: int = 0) -> Attached:
+def start(
+    kind: type[nn.Module] = Own, rows: int = 4, train: int = 0, *, loaded: bool = False
+) -> Attached:
     """Start a job anew, and train for some steps; give what rank 0 has attached."""
     models = [kind() for _ in range(RANKS)]
 
     def rank(comm: ThreadComm) -> Attached:
         model = models[comm.rank]
         with using(comm) as session:
+            if loaded:  # as `shoal.load` notes it
+                session.usual_rows[model] = {RANKS: 4.0}
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             sample = torch.full((rows, 4), 1.0 + comm.rank), torch.zeros(rows, 2)
             _, loss_fn, _ = shoal.parallelize(model, nn.MSELoss(), optimizer, sample=sample)
@@ -207,6 +211,21 @@ def test_steps_of_a_run_are_known_at_the_next_start(
     with caplog.at_level(logging.INFO, "shoal"):
         start()
     assert "steps of an earlier run took" in caplog.text
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_model_that_was_loaded_keeps_the_kind_of_plan(
+    work: Work, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    asked: list[bool] = []
+
+    def preferred(best: Plan, *_: object, resumes: bool) -> tuple[Plan, str]:
+        asked.append(resumes)
+        return best, ""
+
+    monkeypatch.setattr(known_before, "preferred", preferred)
+    start(loaded=resumes)
+    assert asked == [resumes]
 
 
 def test_files_hold_no_weights(work: Work, tmp_path: Path) -> None:

@@ -85,6 +85,12 @@ def test_messages_sums_of_gradients_and_meetings_have_their_seconds() -> None:
     assert in_parts_s == pytest.approx(0.5 + 5 * (0.5 + message_s + 8.0 * 0.01 * 2))
 
 
+def test_the_median_rank_says_how_much_slower_parts_are() -> None:
+    """The least of noisy ranks was 0 nearly always, so that many parts seemed to be free."""
+    ranks = [RowFacts("", (("call", (True,)),), 4, added) for added in (0.0, 0.02, 0.3)]
+    assert RowFacts.of_ranks(ranks).added == 0.02
+
+
 def test_a_rank_with_two_stations_takes_one_after_the_other() -> None:
     works = [StationWork(0, 1.0), StationWork(1, 1.0), StationWork(0, 1.0)]
     assert passage_s(works, 2, cluster(2)) == pytest.approx(4)

@@ -249,11 +249,11 @@ class Checkpoints:
         due, decisions, busy, ends, states = zip(*told, strict=True)
         self._decides = decisions[0]
         if any(ends):
-            self._has_ended = True
             if has_agent():
                 self.commit()
                 raise CrewChanges
             self.save()
+            self._has_ended = True
             return True
         if memory is not None and in_memory:
             memory.decided(states, self._objects, self.steps)
