@@ -77,8 +77,7 @@ class FarEnd:
             elif "reach" in order:
                 self.say(reached=_reach(*order["reach"]))
             elif "start" in order:
-                if self._listener is not None:
-                    self._listener.close()
+                self.stop_listening()
                 with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
                     _HostAgent(self, Path(folder), order["start"]).run()
                 return
@@ -106,6 +105,13 @@ class FarEnd:
     def is_silent(self, seconds: float) -> bool:
         """Say whether the launcher has been silent for so long."""
         return time.monotonic() > self._heard_s + seconds
+
+    def stop_listening(self) -> None:
+        """Free the port that the other hosts have tried, if this host has it."""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # an accept in a thread keeps it bound else
+            self._listener.close()
+            self._listener = None
 
     @property
     def orders(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -115,3 +116,14 @@ def test_a_host_tells_what_it_has(host: Connection, tmp_path: Path) -> None:
             host.order(reach=["127.0.0.1", facts["port"], proof])
             (reached,) = gathered([host], "reached", 30, interrupts).values()
             assert list(reached) == [answer]
+
+
+def test_the_port_that_was_tried_is_free_for_the_agent(host: Connection, tmp_path: Path) -> None:
+    nothing = {"path": [], "files": [], "modules": [], "program": "sh", "send": {}}
+    host.order(look={"chdir": str(tmp_path), **nothing, "listen": [0, "proof"]})
+    with Interrupts() as interrupts:
+        (facts,) = gathered([host], "facts", 30, interrupts).values()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("", facts["port"]))
+    start(host, tmp_path)
+    socket.create_server(("", facts["port"])).close()
