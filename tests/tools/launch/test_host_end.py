@@ -76,6 +76,9 @@ def test_an_agent_that_does_not_obey_is_killed(host: Connection, tmp_path: Path)
 def test_a_far_end_that_is_killed_takes_its_agent_along(host: Connection, tmp_path: Path) -> None:
     start(host, tmp_path, command=["sh", "-c", "touch $FOLDER/started; exec sleep 609"])
     host.process.kill()
+    deadline = time.monotonic() + 30
+    while marked(f"FOLDER={tmp_path}") and time.monotonic() < deadline:
+        time.sleep(0.02)  # the kernel ends the agent behind the far end
     ended(host, tmp_path)
 
 
