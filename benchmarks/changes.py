@@ -381,7 +381,12 @@ def told(line: str) -> dict[str, Any]:
 
 
 def rows_by_step(lines: Sequence[tuple[float, str, str]]) -> dict[int, list[int]]:
-    """Return the rows of each step, as the last crew took them that has made it."""
+    """Return the rows of each step, as the last crew took them that has made it.
+
+    Steps beyond the job's end are left out: the crew that made them was lost, and the next one was
+    told that the job has enough.
+    """
+    last_step = 0
     crews: dict[str, str] = {}  # by host
     number: dict[str, int] = {}  # of a crew, in order
     taken: dict[int, dict[int, list[int]]] = {}
@@ -393,7 +398,10 @@ def rows_by_step(lines: Sequence[tuple[float, str, str]]) -> dict[int, list[int]
         elif said.get("is") == "step":
             of_step = taken.setdefault(said["step"], {})
             of_step.setdefault(number.get(crews.get(who, ""), 0), []).extend(said["rows"])
-    return {step: sorted(of_step[max(of_step)]) for step, of_step in taken.items()}
+        elif said.get("is") == "end":
+            last_step = max(last_step, said["steps"])
+    steps = [step for step in taken if step <= last_step]
+    return {step: sorted(taken[step][max(taken[step])]) for step in steps}
 
 
 @contextmanager
@@ -464,6 +472,8 @@ def complaint_of(hosts: Hosts, out: Path, way: str, optimizer: str) -> str:
             return f"the agent of h{host} ended with {code}"
     time.sleep(0.3)
     rows = rows_by_step(hosts.said.lines)
+    if not rows:
+        return "no rank has told the job's end"
     steps_an_epoch = change_job.ROWS // change_job.BATCH
     expected_rows, expected = undisturbed(way, optimizer, max(rows) // steps_an_epoch)
     wrong = [step for step in sorted(expected_rows) if rows.get(step) != expected_rows[step]]
