@@ -1,7 +1,8 @@
 """Ray Train runs an ordinary script of Shoal: a worker dies, or a third one comes, and the run goes
 on as one process.
 
-Ray is large, so `make test-trainers` does not bring it: build/trainers/bin/pip install ray==2.60.0
+Ray is large, so `make test-trainers` does not bring it:
+build/trainers/bin/pip install ray==2.60.0 pydantic
 """
 
 from __future__ import annotations
