@@ -271,7 +271,8 @@ class StoredRun(RunFolder):
             self.sweep()
         self._store.write_text(LATEST, f"{name}\n")
         stored = self._stored()
-        torn = [each for each in self._store.names() if step_of(each) is not None and each not in stored]
+        named = (name for name in self._store.names() if step_of(name) is not None)
+        torn = [other for other in named if other not in stored]
         for other in [*torn, *left_over(stored, name, keep)]:
             self._store.remove(other)
 

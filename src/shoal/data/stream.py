@@ -7,7 +7,8 @@
 A stream's end is known only when it comes. So the last rows (fewer than two global batches) are not
 cut where they are read, but go to the main process as they are, which cuts them so that every rank
 has some. Batches that are made already are cut likewise: if the last ones have too few rows, they
-are joined with those of the step before. What a stream draws from torch, random and numpy starts at the same seed on every rank.
+are joined with those of the step before. What a stream draws from torch, random and numpy starts at
+the same seed on every rank.
 
 **Workers.** A dataset that asks for `get_worker_info()` gives each worker a stream of its own: each
 is dealt by itself, and their last rows together. One that does not ask would give all workers the

@@ -26,6 +26,7 @@ from shoal.session.session import world
 from shoal_tools.spark.factories import check_made
 from shoal_tools.spark.parts import Parts, summed
 
+
 @dataclass(frozen=True)
 class FitResult:
     """Weights and losses that one rank of `fit` returns."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,13 @@ def rows_behind(
         return before, behind
 
     ranks = run(len(sizes), work)
-    return [sum(each, []) for each in zip(*(b for b, _ in ranks), strict=True)], [
-        sum(each, []) for each in zip(*(b for _, b in ranks), strict=True)
-    ]
+    before, behind = (zip(*steps, strict=True) for steps in zip(*ranks, strict=True))
+    return list(map(flat, before)), list(map(flat, behind))
+
+
+def flat(parts: Iterable[list[int]]) -> list[int]:
+    """Ids of all ranks in a step, or of all steps."""
+    return list(chain.from_iterable(parts))
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -133,7 +137,7 @@ def test_a_pass_goes_on_behind_the_rows_that_were_taken(
     sizes: list[int], epoch: int, tmp_path: Path
 ) -> None:
     (whole,) = epochs(sizes, tmp_path, 2)[epoch:][:1]
-    steps = [sum(step, []) for step in whole]
+    steps = list(map(flat, whole))
     for taken in range(len(steps) + 1):
         before, behind = rows_behind(sizes, tmp_path, epoch, taken)
         assert (before, behind) == (steps[:taken], steps[taken:])
@@ -142,7 +146,7 @@ def test_a_pass_goes_on_behind_the_rows_that_were_taken(
 def test_batches_of_another_size_go_on_with_the_rows_that_are_left(tmp_path: Path) -> None:
     before, behind = rows_behind([9, 2, 6], tmp_path, 1, 1, batch_size=1)
     there = [*range(9), 100, 101, *range(200, 206)]
-    assert sorted(sum(before + behind, [])) == there
+    assert sorted(flat(before + behind)) == there
     assert len(before[0]) == 6 and len(behind[0]) == 3
 
 
