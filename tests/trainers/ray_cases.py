@@ -7,6 +7,7 @@ python ray_cases.py FOLDER grows    a node comes with room for a third worker, i
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -83,11 +84,16 @@ def happens(config: dict[str, Any], everything: dict[str, Any]) -> None:
     raise TimeoutError("Ray has not changed the number of workers")
 
 
-def grow(cluster: Any, folder: Path) -> None:
-    """Add a node with a core, once the workers wait for it."""
+def grow(address: str, folder: Path, nodes: list[subprocess.Popen[bytes]]) -> None:
+    """Add a node with a core, once the workers wait for it.
+
+    It is a process of its own, since Ray lets only the main thread start nodes.
+    """
     while not (folder / "waits").exists():
         time.sleep(0.2)
-    cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+    options = ["--num-cpus", "1", "--object-store-memory", str(_STORE_BYTES), "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", address, *options]
+    nodes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
 
 
 def main(folder: Path, what: str) -> None:
@@ -102,8 +108,10 @@ def main(folder: Path, what: str) -> None:
             "object_store_memory": _STORE_BYTES,
         },
     )
+    nodes: list[subprocess.Popen[bytes]] = []
     if what == "grows":
-        threading.Thread(target=grow, args=(cluster, folder), daemon=True).start()
+        given = cluster.address, folder, nodes
+        threading.Thread(target=grow, args=given, daemon=True).start()
     try:
         ray.init(
             address=cluster.address,
@@ -128,6 +136,9 @@ def main(folder: Path, what: str) -> None:
         torch.save(result.metrics, folder / "metrics.pt")
     finally:
         ray.shutdown()
+        for node in nodes:
+            node.terminate()
+            node.wait(timeout=60)
         cluster.shutdown()
 
 

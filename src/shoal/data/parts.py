@@ -213,7 +213,7 @@ def _join(values: list[Any], rows: list[int]) -> Any:
     digests = {digest_of(value) for value in values}
     if any(value is not first for value in values) and (len(digests) > 1 or 1 in digests):
         raise _unlike(*map(repr, values))
-    return first  # the same in all, as None or a number of classes
+    return first  # all alike, as None or a number of classes
 
 
 def _is_uneven(value: Any, rows: int) -> bool:

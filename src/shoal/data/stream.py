@@ -7,8 +7,10 @@
 A stream's end is known only when it comes. So the last rows (fewer than two global batches) are not
 cut where they are read, but go to the main process as they are, which cuts them so that every rank
 has some. Batches that are made already are cut likewise: if the last ones have too few rows, they
-are joined with those of the step before. What a stream draws from torch, random and numpy starts at
-the same seed on every rank.
+are joined with the batches of the step before.
+
+Random numbers that a stream draws from torch, random and numpy start at the same seed on every
+rank.
 
 **Workers.** A dataset that asks for `get_worker_info()` gives each worker a stream of its own: each
 is dealt by itself, and their last rows together. One that does not ask would give all workers the
@@ -62,7 +64,7 @@ class Units:
     def ahead(self, deal: Deal) -> int:
         """Units that must follow a global batch, so that it is not one of the last.
 
-        Batches may be joined with those of the step before, so there must be more than a step's.
+        Batches may be joined with the step before, so there must be more of them than in a step.
         """
         return deal.size if self.rows else max(2, self.each(deal))
 
@@ -79,7 +81,7 @@ class Units:
     def sizes(self, units: list[Any], deal: Deal, is_start: bool) -> list[int]:
         """Return how the last units make global batches, in which each rank has a row.
 
-        Batches that have too few rows for the ranks which share them are joined with those before.
+        Batches with too few rows for the ranks that share them are joined with the ones before.
         """
         sizes = self.last(len(units), deal, is_start)
         if self.rows or len(sizes) < 2 or self._suffice(units[-sizes[-1] :], deal):
@@ -295,7 +297,7 @@ class Stream(Source[T]):
         dataset, begun = self._dealt.dataset, sum(self.start)
         left = len(dataset) - begun
         sizes = units.last(left, deal, not self.start)
-        if isinstance(dataset, Sequence) and len(sizes) > 1:  # which tells its last batches
+        if isinstance(dataset, Sequence) and len(sizes) > 1:  # last batches can be looked at
             tail = list(dataset[-sum(sizes[-2:]) :])
             return len(sizes) - 2 + len(units.sizes(tail, deal, not self.start))
         return len(sizes)
