@@ -7,8 +7,9 @@
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
-# make test-trainers Lightning, Accelerate and other trainers, on two ranks, in an environment of
-#                 their own (TRAINERS='-m "not minutes"' leaves the longest out)
+# make test-trainers Lightning, Accelerate and other trainers, on two ranks, and checkpoints in a
+#                 server of S3, in an environment of their own (TRAINERS='-m "not minutes"' leaves
+#                 the longest out)
 # make test-browser pages in Chromium, taken from PATH (on Debian: apt-get install chromium)
 # make test-proof twelve faults in the lab (root, Linux), 200 random models by the day's seed
 #                 (SHOAL_FUZZ_SEED=N repeats one), the documentation, pages in Chromium: minutes
@@ -54,7 +55,7 @@ test-spark: java .venv/ready
 	$(BIN)/python -m pytest -m spark tests/tools/spark || $(ALONE)
 
 test-trainers: build/trainers/ready
-	HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers $(TRAINERS)
+	HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers tests/checkpoint/test_s3.py $(TRAINERS)
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'

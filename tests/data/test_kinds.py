@@ -136,4 +136,4 @@ def test_a_stream_that_is_another_is_found_as_it_is_read() -> None:
 
 def test_a_batch_that_its_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(UsageError, match=r"1 rows, 2 ranks(?s:.)*do this"):
-        Ranks(lambda: [torch.zeros(1, 3)] * 3, 2).steps()
+        Ranks(lambda: [torch.zeros(1, 3)], 2).steps()

@@ -12,8 +12,6 @@ from every_kind import Batches, Numbers, Ranks, flat
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shoal.core.errors import UsageError
-from shoal.data.deal import Deal
-from shoal.data.sharded import sharded
 
 pytestmark = pytest.mark.processes
 
@@ -144,10 +142,3 @@ def test_a_stream_ends_as_the_same_rows_would(drop_last: bool) -> None:
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(UsageError, match="2 rows, 3 ranks"):
         Ranks(lambda: DataLoader(Numbers(2), 2), 3).steps()
-
-
-@pytest.mark.parametrize("batch", ["rank", "global"])
-def test_a_list_whose_last_batch_is_too_small_is_refused_at_once(batch: str) -> None:
-    batches = [torch.arange(4), torch.arange(4), torch.arange(1)]
-    with pytest.raises(UsageError, match="fewer rows than ranks"):
-        sharded(batches, Deal(0, 2, together=batch == "global"), seed=0)

@@ -1,6 +1,8 @@
-"""Ray Train runs an ordinary script of Shoal: a worker dies, and the run goes on as one process.
+"""Ray Train runs an ordinary script of Shoal: a worker dies, or a third one comes, and the run goes
+on as one process.
 
-Ray is large, so `make test-trainers` does not bring it: build/trainers/bin/pip install ray==2.60.0
+Ray is large, so `make test-trainers` does not bring it:
+build/trainers/bin/pip install ray==2.60.0 pydantic
 """
 
 from __future__ import annotations
@@ -51,9 +53,14 @@ def of_folder(folder: Path) -> list[str]:
     return found
 
 
+# the number of workers and the epoch of each start
+STARTS = {"dies": ["2 0", "2 1"], "grows": ["2 0", "3 1"]}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_a_run_goes_on_behind_a_lost_worker_as_one_process(tmp_path: Path) -> None:
-    """Elastic: 2 to 4 workers, of which this machine has room for 2."""
+@pytest.mark.parametrize("what", STARTS)
+def test_a_run_goes_on_as_one_process(what: str, tmp_path: Path) -> None:
+    """Elastic: 2 to 4 workers. There is room for 2, and then for 3, in the middle of an epoch."""
     ray_s = Path("/tmp", f"shoal-ray-{os.getpid()}")  # a socket's path there must be short
     environment = {
         "RAY_TRAIN_V2_ENABLED": "1",
@@ -65,7 +72,7 @@ def test_a_run_goes_on_behind_a_lost_worker_as_one_process(tmp_path: Path) -> No
     ray_s.mkdir()
     try:
         done = subprocess.run(
-            [sys.executable, HERE / "ray_cases.py", tmp_path],
+            [sys.executable, HERE / "ray_cases.py", tmp_path, what],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
@@ -74,7 +81,7 @@ def test_a_run_goes_on_behind_a_lost_worker_as_one_process(tmp_path: Path) -> No
     finally:
         shutil.rmtree(ray_s, ignore_errors=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert (tmp_path / "starts").read_text().splitlines() == ["2 0", "2 1"]
+    assert (tmp_path / "starts").read_text().splitlines() == STARTS[what]
     assert torch.load(tmp_path / "metrics.pt")["epoch"] == EPOCHS - 1
     weights = torch.load(tmp_path / "weights.pt")
     for name, value in alone().state_dict().items():

@@ -176,11 +176,14 @@ def found(path: Path) -> Path | None:
 
 def unreadable(path: Path | str, error: OSError) -> UsageError:
     """The error about a file that the file system does not give."""
+    right = "this host's user the right to read it"
+    if "://" in str(path):
+        right = "rank 0's host the credentials for that address"
     return UsageError(
         "the checkpoint cannot be read",
         where=str(path),
         got=f"{type(error).__name__}: {error}",
-        do="give this host's user the right to read it, or load another checkpoint",
+        do=f"give {right}, or load another checkpoint",
     )
 
 

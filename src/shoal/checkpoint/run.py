@@ -30,7 +30,7 @@ from shoal.checkpoint.folder import (
     unreadable,
     write_text,
 )
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.store import Store, writable_where
 from shoal.comm.rendezvous import crew
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import open_regular, read_text
@@ -261,13 +261,19 @@ class StoredRun(RunFolder):
         return {name: step for name, step in steps.items() if step is not None}
 
     def put_latest(self, name: str, keep: int) -> None:
-        """Put a checkpoint into the store, have LATEST name it, and remove others as a folder."""
+        """Put a checkpoint into the store, have LATEST name it, and remove others as a folder.
+
+        A checkpoint that a killed job has written in part goes, too.
+        """
         try:
             self._store.put(self.folder / name, name)
         finally:
             self.sweep()
         self._store.write_text(LATEST, f"{name}\n")
-        for other in left_over(self._stored(), name, keep):
+        stored = self._stored()
+        named = (name for name in self._store.names() if step_of(name) is not None)
+        torn = [other for other in named if other not in stored]
+        for other in [*torn, *left_over(stored, name, keep)]:
             self._store.remove(other)
 
     def lock(self) -> None:
@@ -278,7 +284,7 @@ class StoredRun(RunFolder):
                 "checkpoints cannot be written there",
                 where=str(self._store),
                 got=str(error),
-                do="give an address at which rank 0 may write",
+                do=writable_where(str(self._store)),
             ) from error
 
     def lock_again(self) -> None:

@@ -27,6 +27,7 @@ from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 
 _READING = "shoal.load: bringing the checkpoint"
+_WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # makedirs would make a misspelt one
 
 
 @final
@@ -59,9 +60,33 @@ class Store:
 
     def check(self) -> None:
         """Refuse an address that no file system here knows, or that cannot be reached."""
+        self._require_bucket()
         system, root = self._opened
         with _as_os_errors():
             system.makedirs(root, exist_ok=True)
+
+    def _require_bucket(self) -> None:
+        """Raise FileNotFoundError if the address is in a bucket that is not there."""
+        system, root = self._opened
+        named = system.protocol
+        if _WITH_BUCKETS.isdisjoint([named] if isinstance(named, str) else named):
+            return
+        bucket = root.split("/")[0]
+        with _as_os_errors():
+            try:
+                system.info(bucket)
+            except PermissionError:  # it may not be listed, but it is there
+                return
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"there is no bucket {bucket!r}") from error
+
+    def names(self) -> list[str]:
+        """Return the names of all that is in it, also of checkpoints that are not complete."""
+        system, root = self._opened
+        with _as_os_errors():
+            system.invalidate_cache()
+            found = system.ls(root, detail=False) if system.exists(root) else []
+            return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def complete(self) -> list[str]:
         """Return the names of the checkpoints in it."""
@@ -79,6 +104,7 @@ class Store:
 
     def put(self, folder: Path, name: str) -> None:
         """Write a checkpoint from a folder of this host."""
+        self._require_bucket()
         system, _ = self._opened
         target = self._path(name)
         with _as_os_errors():
@@ -145,6 +171,13 @@ def place_of(path: Any, call: str) -> Path | Store:
             "adlfs, or give the path of a folder",
         ) from error
     return store
+
+
+def writable_where(where: str) -> str:
+    """Return the remedy if a checkpoint cannot be written at an address or path."""
+    if "://" not in where:
+        return "make room, or give a folder in which rank 0 may write"
+    return "give an address at which rank 0 may write, and rank 0's host the credentials for it"
 
 
 @contextmanager

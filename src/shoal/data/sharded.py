@@ -327,8 +327,9 @@ def _of_batches(
     units = Units(None, drop_last=False, collate=as_it_is)
     if isinstance(loader, Sequence) and loader and not isinstance(deal.shares, Speed):
         # too few rows at its end are refused here
-        num_last = units.last(len(loader), deal, is_start=True)[-1]
-        units.own(list(loader[-num_last:]), deal, epoch=0, turn=0)
+        num_last = sum(units.last(len(loader), deal, is_start=True)[-2:])
+        tail = list(loader[-num_last:])
+        units.own(tail[-units.sizes(tail, deal, is_start=True)[-1] :], deal, epoch=0, turn=0)
     dealt = Dealt(loader, deal, units)
     return ShardedBatches(dealt, Stream(dealt, 0, seed, passes))
 

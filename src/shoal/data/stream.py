@@ -6,7 +6,11 @@
 
 A stream's end is known only when it comes. So the last rows (fewer than two global batches) are not
 cut where they are read, but go to the main process as they are, which cuts them so that every rank
-has some. What a stream draws from torch, random and numpy starts at the same seed on every rank.
+has some. Batches that are made already are cut likewise: if the last ones have too few rows, they
+are joined with the batches of the step before.
+
+Random numbers that a stream draws from torch, random and numpy start at the same seed on every
+rank.
 
 **Workers.** A dataset that asks for `get_worker_info()` gives each worker a stream of its own: each
 is dealt by itself, and their last rows together. One that does not ask would give all workers the
@@ -18,7 +22,7 @@ Costs reading and decoding the whole stream on every rank, and no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -29,9 +33,10 @@ from torch.utils.data._utils import worker as torch_worker
 from shoal.core.draws import mixed
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
+from shoal.core.pieces import cut_sizes
 from shoal.data.deal import Deal, global_batches, last_batches, shared_by
 from shoal.data.draws import OwnRandom, drawing_at, seed_worker
-from shoal.data.parts import digest_of
+from shoal.data.parts import digest_of, joined, num_rows, part
 from shoal.data.rows import own_part
 from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
 from shoal.data.told import ToldDataset, next_part
@@ -57,15 +62,39 @@ class Units:
         return self.rows or (1 if deal.together else deal.size)
 
     def ahead(self, deal: Deal) -> int:
-        """Units that must follow a global batch, so that it is not one of the last."""
-        return deal.size if self.rows else 1
+        """Units that must follow a global batch, so that it is not one of the last.
+
+        Batches may be joined with the step before, so there must be more of them than in a step.
+        """
+        return deal.size if self.rows else max(2, self.each(deal))
 
     def own(self, units: list[Any], deal: Deal, epoch: int, turn: int) -> Any:
         """This rank's batch of a global batch."""
         if self.rows:
             return self.collate(deal.mine(units, epoch, turn))
+        if len(units) > self.each(deal):
+            batch = joined([self.collate(unit) for unit in units])
+            return part(batch, *deal.span(num_rows(batch), epoch, turn))
         which = 0 if deal.together else shared_by(len(units), deal)[0]
         return own_part(self.collate(units[which]), len(units), deal, epoch, turn)
+
+    def sizes(self, units: list[Any], deal: Deal, is_start: bool) -> list[int]:
+        """Return how the last units make global batches, in which each rank has a row.
+
+        Batches with too few rows for the ranks that share them are joined with the ones before.
+        """
+        sizes = self.last(len(units), deal, is_start)
+        if self.rows or len(sizes) < 2 or self._suffice(units[-sizes[-1] :], deal):
+            return sizes
+        return [*sizes[:-2], sum(sizes[-2:])]
+
+    def _suffice(self, units: list[Any], deal: Deal) -> bool:
+        """Return whether batches have a row for each of the ranks that share them."""
+        if deal.size == 1 or (len(units) == deal.size and not deal.together):
+            return True
+        sharing = cut_sizes(deal.size, len(units))
+        pairs = zip(sharing, units, strict=True)
+        return all(num <= num_rows(self.collate(unit)) for num, unit in pairs)
 
     def last(self, num_units: int, deal: Deal, is_start: bool) -> list[int]:
         """How the last units make global batches."""
@@ -242,7 +271,8 @@ class Stream(Source[T]):
             yield LoaderStep(piece.batch, taken, order=order, digest=piece.digest)
             is_start, turn = False, turn + 1
         left.sort(key=lambda unit: unit[0])  # workers end in any order
-        sizes, end = units.last(len(left), deal, is_start), sum(taken) + len(left)
+        sizes = units.sizes([unit for _, unit in left], deal, is_start)
+        end = sum(taken) + len(left)
         for number, size in enumerate(sizes):
             rows, left = left[:size], left[size:]
             taken = _behind(taken, [part for part, _ in rows])
@@ -264,8 +294,13 @@ class Stream(Source[T]):
                 "the length of a stream is not known: its dataset has no __len__. Count steps as "
                 "you go, or give the dataset a __len__"
             )
-        left = len(self._dealt.dataset) - sum(self.start)
-        return len(units.last(left, deal, not self.start))
+        dataset, begun = self._dealt.dataset, sum(self.start)
+        left = len(dataset) - begun
+        sizes = units.last(left, deal, not self.start)
+        if isinstance(dataset, Sequence) and len(sizes) > 1:  # last batches can be looked at
+            tail = list(dataset[-sum(sizes[-2:]) :])
+            return len(sizes) - 2 + len(units.sizes(tail, deal, not self.start))
+        return len(sizes)
 
     def facts(self) -> str:
         """What there is to know of a stream."""

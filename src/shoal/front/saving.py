@@ -25,7 +25,7 @@ from shoal.checkpoint.fetched import fetched
 from shoal.checkpoint.folder import FEATURES, RANDOM, check_names
 from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State, before_features
-from shoal.checkpoint.store import Store, place_of, readable, writable
+from shoal.checkpoint.store import Store, place_of, readable, writable, writable_where
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.feature import DROPPED, Feature
@@ -270,7 +270,7 @@ def writing(where: str) -> Iterator[None]:
             "the checkpoint cannot be written",
             where=where,
             got=f"{type(error).__name__}: {error}",
-            do="make room, or give a folder in which rank 0 may write",
+            do=writable_where(where),
         ) from error
 
 

@@ -220,6 +220,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             validated at the end of each epoch, and every `validationInterval` steps.
             `checkpointFolder`, a path that all executors see, or an address of a store as
             "s3://bucket/run" (fsspec): a run is saved there after each epoch, and gone on with.
+            `checkpointInterval`: it is saved every so many steps, too.
     """
 
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
@@ -228,6 +229,12 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
     numTail = Param(Params._dummy(), "numTail", "tasks for the model's end", TypeConverters.toInt)
     checkpointFolder = Param(
         Params._dummy(), "checkpointFolder", "where a run is saved", TypeConverters.toString
+    )
+    checkpointInterval = Param(
+        Params._dummy(),
+        "checkpointInterval",
+        "steps from one checkpoint to the next; 0: at the end of each epoch",
+        TypeConverters.toInt,
     )
     validationInterval = Param(
         Params._dummy(),
@@ -245,7 +252,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             )
         super().__init__(parts)
         self._setDefault(epochs=1, numRanks=2, numServers=0, numTail=0)
-        self._setDefault(checkpointFolder="", validationInterval=0)
+        self._setDefault(checkpointFolder="", checkpointInterval=0, validationInterval=0)
         self.setParams(**params)
 
     def fit(self, dataset: Any, params: Any = None, *, validation: Any = None) -> Any:
@@ -280,19 +287,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
     def _fit(self, df: Any) -> ShoalModel:
         of = self.getOrDefault
         mark = of("validationIndicatorCol") if self.isSet("validationIndicatorCol") else ""
-        interval = of("validationInterval")
-        if interval < 0 or (interval and not mark):
-            raise UsageError(
-                "validationInterval is a number of steps between validations",
-                got=f"{interval}" + ("" if mark else ", and no validationIndicatorCol"),
-                do="name the column that marks rows to validate with, or give fit(…, validation=…)",
-            )
-        if of("numTail") and of("checkpointFolder"):
-            raise UsageError(
-                "a model whose end is on tail hosts is not saved while it is fitted",
-                got=f"numTail={of('numTail')} and a checkpointFolder",
-                do="leave one of them out",
-            )
+        self._check_intervals(mark)
         training = FitFunction(
             self.payload,
             of("featuresCol"),
@@ -300,7 +295,8 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             of("epochs"),
             of("seed"),
             _folder(of("checkpointFolder")),
-            interval,
+            of("validationInterval"),
+            of("checkpointInterval"),
         )
         result, *_ = run(
             training,
@@ -319,6 +315,30 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
         model._summary = Summary(result.losses, result.validations)
         self._copyValues(model)  # the parameters that both have
         return model
+
+    def _check_intervals(self, mark: str) -> None:
+        """Refuse validations and checkpoints that cannot be, before anything starts."""
+        of = self.getOrDefault
+        interval, folder = of("validationInterval"), of("checkpointFolder")
+        if interval < 0 or (interval and not mark):
+            raise UsageError(
+                "validationInterval is a number of steps between validations",
+                got=f"{interval}" + ("" if mark else ", and no validationIndicatorCol"),
+                do="name the column that marks rows to validate with, or give fit(…, validation=…)",
+            )
+        interval = of("checkpointInterval")
+        if interval < 0 or (interval and not folder):
+            raise UsageError(
+                "checkpointInterval is a number of steps between checkpoints",
+                got=f"{interval}" + ("" if folder else ", and no checkpointFolder"),
+                do="name a folder that all executors see: checkpointFolder=…",
+            )
+        if of("numTail") and folder:
+            raise UsageError(
+                "a model whose end is on tail hosts is not saved while it is fitted",
+                got=f"numTail={of('numTail')} and a checkpointFolder",
+                do="leave one of them out",
+            )
 
 
 def _folder(path: str) -> str:

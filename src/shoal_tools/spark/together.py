@@ -9,11 +9,14 @@ Before each step ranks tell how many rows they have ahead, as far as two steps o
 bytes to every other rank. From those numbers all find alike who gives whom what. Rows cross the
 network only to ranks that have none left of their own. A last step with fewer rows than ranks is
 joined with the one before.
+
+A position is the number of rows that each rank has given of its own. So as many ranks go on in the
+middle of an epoch, also with batches of another size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import pyarrow as pa
@@ -54,37 +57,78 @@ class JointBatches:
         self._total = batch_size * comm.size
         self._seed = None if seed is None else [seed, comm.rank]
         self._epoch = 0
-        self._peeked: Ahead | None = None  # of a pass in which nobody took a second batch
+        self._start: int | None = None  # own rows before the next pass; None: it begins the epoch
+        self._given = 0  # own rows up to the batch that came last
+        self._peeked: tuple[int, Ahead] | None = None  # a pass that nobody took a second batch of
 
     def set_epoch(self, epoch: int) -> None:
         """Let this be the epoch of the passes that begin."""
         if epoch != self._epoch:
             self._peeked = None
-        self._epoch = epoch
+        self._epoch, self._start = epoch, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place behind the batch that came last: how many rows this rank has given."""
+        return {"given": self._given, "order": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass of this epoch begin at such a place.
+
+        Raises:
+            UsageError: rows are in another order now.
+        """
+        if state["order"] != self._seed:
+            raise UsageError(
+                "the checkpoint was saved in the middle of an epoch of another order",
+                got=f"seed and rank {self._seed}",
+                expected=f"{state['order']}, as when it was saved",
+                do="give the same seed and shuffle, or another checkpoint folder",
+            )
+        self._start = int(state["given"])
 
     def __iter__(self) -> Iterator[Any]:
-        ahead, self._peeked = self._peeked, None
-        if ahead is None:
-            ahead = Ahead(self._rows.in_order(self._epoch, self._seed))
-        step = 0
-        while (given := self._step(ahead, step)) is not None:
+        start, self._start = self._start, None
+        return self._batches(start)
+
+    def _batches(self, start: int | None) -> Iterator[Any]:
+        behind, step = start or 0, 0
+        ahead = self._ahead(behind)
+        self._peeked = behind, ahead
+        while (given := self._step(ahead, step, is_start=start is None)) is not None:
             own, batch = given
             if step == 0:
-                self._peeked = ahead
                 ahead.put_back(own)
-            yield self._convert(batch)
+            converted = self._convert(batch)
+            behind += len(own)
+            self._given = behind
+            yield converted
             if step == 0:
                 self._peeked = None
                 ahead.take(len(own))
             step += 1
 
-    def _step(self, ahead: Ahead, step: int) -> tuple[Any, Any] | None:
+    def _ahead(self, behind: int) -> Ahead:
+        """Return the own rows of the coming pass, without so many that were given before."""
+        (there, ahead), self._peeked = self._peeked or (0, None), None
+        if ahead is None or there > behind:
+            there, ahead = 0, Ahead(self._rows.in_order(self._epoch, self._seed))
+        if (skipped := ahead.skip(behind - there)) < behind - there:
+            raise UsageError(
+                "the checkpoint was saved in the middle of an epoch of other rows",
+                where=f"rank {self._comm.rank}, epoch {self._epoch}",
+                got=f"{there + skipped} rows",
+                expected=f"more than {behind}, which had been taken",
+                do="give the same DataFrame, or another checkpoint folder",
+            )
+        return ahead
+
+    def _step(self, ahead: Ahead, step: int, *, is_start: bool) -> tuple[Any, Any] | None:
         """What this rank gave of its own, and its batch; None behind the last step."""
         comm = self._comm
         have = comm.numbers([ahead.look(2 * self._total)] * comm.size, _PURPOSE)
         num = rows_of_step(have, self._total)
         if not num:
-            if step == 0 and self._what == TO_TRAIN:
+            if step == 0 and is_start and self._what == TO_TRAIN:
                 raise no_rows()
             return None
         if num < comm.size:
@@ -141,6 +185,15 @@ class Ahead:
             left -= len(taken[-1])
         self._num -= num
         return pa.concat_tables(taken) if taken else []
+
+    def skip(self, num: int) -> int:
+        """Leave out the next ones, and return how many there were."""
+        skipped = 0
+        while skipped < num and (part := self.look(1)):
+            part = min(num - skipped, self._num)
+            self.take(part)
+            skipped += part
+        return skipped
 
     def put_back(self, table: Any) -> None:
         """Let these come again, first."""

@@ -1,8 +1,13 @@
-"""What an estimator's ranks run. Nothing here needs Spark."""
+"""What an estimator's ranks run. Nothing here needs Spark.
+
+A checkpoint has weights, states of optimizers, the loader's position, and the values of `_start`.
+In the middle of an epoch each rank knows the losses of its own rows. So a checkpoint has their sum
+over the ranks, and rank 0 takes it up again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.sample import Objective
 from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_SECONDS
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.parallel import parallelize
 from shoal.front.request import listed
@@ -41,6 +47,7 @@ class FitFunction:
     seed: int
     checkpoints: str  # a folder, or ""
     interval: int  # steps from one validation to the next; 0: at the end of epochs only
+    save_every: int = 0  # steps from one checkpoint to the next; 0: at the end of epochs only
 
     def batch(self, columns: dict[str, Any]) -> tuple[int, Any]:
         """What the loader gives: a batch beside its number of rows."""
@@ -54,14 +61,12 @@ class FitFunction:
         check_made("model", model)
         optimizer = self.parts.optimizer(model.parameters())
         torch.manual_seed(self.seed + 1 + world().rank)  # each rank drops out on its own
+        sample = self.parts.sample_of(next(iter(loader))[1])  # behind a last batch there is none
         with ExitStack() as stack:
-            checkpoints = self._checkpoints(stack, model, optimizer)
+            checkpoints = self._checkpoints(stack, model, optimizer, loader)
             at = checkpoints.resume() if checkpoints is not None else _start()
-            losses, validations = list(at["losses"]), list(at["validations"])
-            loader.set_epoch(at["epoch"])
             options = self.parts.options_for(model)
             if at["epoch"] < self.epochs:
-                sample = self.parts.sample_of(next(iter(loader))[1])
                 model, loss, optimizer = parallelize(
                     model,
                     objective.loss_fn,
@@ -74,30 +79,33 @@ class FitFunction:
             learning = _Learning(
                 self, model, objective, listed(optimizer), validation, options.get("count")
             )
-            learning.step = at["step"]
-            for epoch in range(at["epoch"], self.epochs):
-                loss, told = learning.epoch(epoch, loader)
-                losses.append(loss)
-                validations += told
-                if checkpoints is not None:
-                    values = {"losses": losses, "validations": validations}
-                    checkpoints.step(epoch=epoch + 1, step=learning.step, **values)
-                    checkpoints.save()
+            learning.go_on(at, checkpoints)
+            for _ in range(at["epoch"], self.epochs):
+                learning.learn(loader)
             state = {name: value.cpu() for name, value in model.state_dict().items()}
-        return FitResult(state if world().rank == 0 else {}, losses, validations)
+        found = learning.at
+        weights = state if world().rank == 0 else {}
+        return FitResult(weights, found["losses"], found["validations"])
 
-    def _checkpoints(self, stack: ExitStack, model: Any, optimizer: Any) -> Checkpoints | None:
+    def _checkpoints(
+        self, stack: ExitStack, model: Any, optimizer: Any, loader: Any
+    ) -> Checkpoints | None:
         if not self.checkpoints:
             return None
-        objects: dict[str, Any] = {"model": model, **_start()}
+        objects: dict[str, Any] = {"model": model, "loader": loader, **_start()}
         for number, each in enumerate(listed(optimizer)):
             objects[f"optimizer{number or ''}"] = each
-        return stack.enter_context(Checkpoints(self.checkpoints, **objects))
+        return stack.enter_context(Checkpoints(self.checkpoints, every_s=MOST_SECONDS, **objects))
 
 
 def _start() -> dict[str, Any]:
     """What a checkpoint has beside weights, before the first step."""
-    return {"epoch": 0, "step": 0, "losses": [], "validations": []}
+    return {"epoch": 0, "step": 0, "losses": [], "validations": [], "begun": _nothing_begun()}
+
+
+def _nothing_begun() -> dict[str, Any]:
+    """Return the sums of an epoch over all ranks, before its first step."""
+    return {"loss": 0.0, "weight": 0.0, "ranks": 0}
 
 
 class _Learning:
@@ -114,21 +122,45 @@ class _Learning:
     ) -> None:
         self._training, self._model, self._objective = training, model, objective
         self._optimizers, self._validation, self._count = optimizers, validation, count
-        self.step = 0  # that were made, in all epochs
+        self.at, self._checkpoints = _start(), None  # type: tuple[dict[str, Any], Any]
 
-    def epoch(self, epoch: int, loader: Any) -> tuple[float, list[dict[str, Any]]]:
-        """The mean loss over the rows of all ranks, and what was validated."""
-        interval, told = self._training.interval, []
-        total, weights = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
+    def go_on(self, at: Mapping[str, Any], checkpoints: Checkpoints | None) -> None:
+        """Go on from the values of a checkpoint, and save to these ones."""
+        self.at, self._checkpoints = dict(at), checkpoints
+        if at["begun"]["ranks"] != world().size:  # then the loader begins the epoch anew
+            self.at["begun"] = _nothing_begun()
+
+    def learn(self, loader: Any) -> None:
+        """Train to the end of the epoch, and note the mean loss over the rows of all ranks."""
+        at, training = self.at, self._training
+        begun = at["begun"] if world().rank == 0 else _nothing_begun()
+        total = torch.tensor(begun["loss"], dtype=torch.float64, device="cpu")
+        weights = begun["weight"]
         self._model.train()
         for loss, weight in self._steps(loader):
             total, weights = total + loss.double().cpu() * weight, weights + weight
-            self.step += 1
-            if self._validation is not None and interval and self.step % interval == 0:
-                told.append(self._validated(epoch))
-        if self._validation is not None and not (told and told[-1]["step"] == self.step):
-            told.append(self._validated(epoch))
-        return mean(float(total) / (weights or 1.0), weight=weights), told
+            at["step"] += 1
+            if training.interval and at["step"] % training.interval == 0:
+                self._validate()
+            if training.save_every and at["step"] % training.save_every == 0:
+                sums = {"loss": _summed(float(total)), "weight": _summed(weights)}
+                at["begun"] = {**sums, "ranks": world().size}
+                self._save(wait=False)
+        self._validate()
+        at["losses"] = [*at["losses"], mean(float(total) / (weights or 1.0), weight=weights)]
+        at |= {"epoch": at["epoch"] + 1, "begun": _nothing_begun()}
+        self._save(wait=True)
+
+    def _save(self, *, wait: bool) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.step(**self.at)
+            self._checkpoints.save(wait=wait)
+
+    def _validate(self) -> None:
+        """Validate, unless that was done behind this step."""
+        told = self.at["validations"]
+        if self._validation is not None and not (told and told[-1]["step"] == self.at["step"]):
+            self.at["validations"] = [*told, self._validated()]
 
     def _steps(self, loader: Any) -> Iterator[tuple[Tensor, float]]:
         """The loss of each step, and what it counts."""
@@ -144,7 +176,7 @@ class _Learning:
     def _weight(self, rows: int, counted: tuple[Any, ...]) -> float:
         return float(rows if self._count is None else self._count(*counted))
 
-    def _validated(self, epoch: int) -> dict[str, Any]:
+    def _validated(self) -> dict[str, Any]:
         """Means over the validation rows of all ranks, on every rank the same (a collective)."""
         parts = self._training.parts
         self._model.eval()
@@ -158,5 +190,10 @@ class _Learning:
             )
         loss = mean(own.losses / (own.weight or 1.0), weight=own.weight)
         right = mean(own.right / (own.of_all or 1.0), weight=own.of_all)
-        found = {"epoch": epoch, "step": self.step, "loss": loss, "rows": rows}
+        found = {"epoch": self.at["epoch"], "step": self.at["step"], "loss": loss, "rows": rows}
         return found | {"right": right if parts.metric else None}
+
+
+def _summed(value: float) -> float:
+    """Sum a number over all ranks (a collective)."""
+    return mean(value) * world().size

@@ -290,8 +290,9 @@ def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> N
         estimator.copy().setParams(numRank=2)
     with pytest.raises(UsageError, match="on tail hosts is not saved"):
         estimator.copy().setParams(checkpointFolder="run", numTail=1).fit(df)
-    with pytest.raises(UsageError, match="number of steps"):
-        estimator.copy().setParams(validationInterval=5).fit(df)
+    for interval in ("validationInterval", "checkpointInterval"):
+        with pytest.raises(UsageError, match=f"{interval} is a number of steps"):
+            estimator.copy().setParams(**{interval: 5}).fit(df)
     with pytest.raises(UsageError, match="more ranks than tasks") as many:
         estimator.copy().setParams(numRanks=4).fit(df)
     assert many.value.do
@@ -307,6 +308,10 @@ def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> N
 
 KILLS = {
     "a rank": "import os; os.kill(os.getpid(), 9)",
+    "a rank, with checkpoints of each step": "import os, pathlib, time\n"
+    "while not pathlib.Path(checkpoints, 'step-00000007', 'state.json').exists():\n"
+    "    time.sleep(0.1)\n"
+    "os.kill(os.getpid(), 9)",
     "an executor": "import os\n"
     "pid = os.getppid()\n"
     "while b'CoarseGrainedExecutorBackend' not in open(f'/proc/{pid}/cmdline', 'rb').read():\n"
@@ -330,7 +335,7 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
     """As if nothing had been: weights, losses and validations."""
     df = digits(spark, (90, 0, 31, 59))
 
-    def fitted(name: str, kill: str) -> Any:
+    def fitted(name: str, kill: str, interval: int = 0) -> Any:
         folder = tmp_path / name
         (folder / "calls").mkdir(parents=True)
 
@@ -343,7 +348,7 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
             late = calls.stat().st_size > 8 and not held  # in mid of the third epoch
             if kill and late and os.environ["RANK"] == "1" and not (folder / "killed").exists():
                 (folder / "killed").touch()
-                exec(kill)
+                exec(kill, {"checkpoints": str(folder / "checkpoints")})
             return columns["x"] / 16, columns["y"]
 
         double = parts(
@@ -361,6 +366,7 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
             epochs=4,
             seed=5,
             checkpointFolder=str(folder / "checkpoints"),
+            checkpointInterval=interval,
         )
         model = estimator.fit(df)
         assert (folder / "killed").exists() == bool(kill)
@@ -374,8 +380,13 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
     whole, calls = fitted("whole", "")
     assert calls == [13] * 3  # a look, and 2 steps and a validation an epoch
     for name, kill in KILLS.items():
-        again, own = fitted(name, kill)
-        assert len(own) == 6 and own[:3] == [7] * 3, name  # two epochs once more
+        every_step = int("each step" in name)
+        again, own = fitted(name, kill, every_step)
+        # two epochs once more, or all but the first step of them
+        assert len(own) == 6 and own[:3] == [7 - every_step] * 3, name
+        assert again.summary.objectiveHistory == pytest.approx(
+            whole.summary.objectiveHistory, rel=0, abs=1e-10
+        )
         assert len(again.summary.validations) == 4
         for told, expected in zip(
             again.summary.validations, whole.summary.validations, strict=True

@@ -143,37 +143,39 @@ def test_bad_input_is_told_before_anything_starts(spark: Any) -> None:
 
 
 def test_a_killed_rank_has_the_stage_go_on_from_its_checkpoint(spark: Any, tmp_path: Path) -> None:
-    """The same weights as those of a run that nothing befell."""
+    """In the middle of the third epoch of six steps: it has the weights of an undisturbed run."""
 
     def train(loader: Any, folder: Path, deadly: bool) -> Any:
         torch.manual_seed(0)
         model = nn.Linear(64, 10).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loss_fn, began = nn.CrossEntropyLoss(), folder / "began"
-        with shoal.Checkpoints(folder, model=model, optimizer=optimizer, epoch=0) as checkpoints:
-            first = checkpoints.resume()["epoch"]
-            loader.set_epoch(first)
-            sample = next(iter(loader))[1:]
+        loss_fn, began, ids = nn.CrossEntropyLoss(), folder / "began", []
+        objects = {"model": model, "optimizer": optimizer, "loader": loader}
+        sample = next(iter(loader))[1:]
+        with shoal.Checkpoints(folder, **objects) as checkpoints:
+            checkpoints.resume()
+            first = checkpoints.steps
             model, loss_fn, optimizer = shoal.parallelize(model, loss_fn, optimizer, sample=sample)
-            for epoch in range(first, 4):
-                for step, (_, x, y) in enumerate(loader):
-                    here = (epoch, step, shoal.world().rank) == (2, 1, 1)
+            for _ in range(loader.epoch, 4):
+                for own, x, y in loader:
+                    here = (checkpoints.steps, shoal.world().rank) == (13, 1)
                     if deadly and here and not began.exists():
                         began.touch()
                         os.kill(os.getpid(), signal.SIGKILL)
                     optimizer.zero_grad()
                     loss_fn(model(x), y).backward()
                     optimizer.step()
-                checkpoints.step(epoch=epoch + 1)
-                checkpoints.save()
-        return first, model.weight.detach().clone()
+                    ids.append(own.tolist())
+                    checkpoints.step()
+                    checkpoints.save()
+        return first, ids, model.weight.detach().clone()
 
     df, given = digits(spark), {"num_ranks": 2, "batch_size": 16, "epochs": 4}
     plain, killed = tmp_path / "plain", tmp_path / "killed"
     whole = run(lambda loader: train(loader, plain, False), df, to_batch=to_batch_here(), **given)
     again = run(lambda loader: train(loader, killed, True), df, to_batch=to_batch_here(), **given)
-    assert [first for first, _ in whole] == [0, 0] and [first for first, _ in again] == [2, 2]
-    for (_, expected), (_, found) in zip(whole, again, strict=True):
+    for (zero, ids, expected), (first, own, found) in zip(whole, again, strict=True):
+        assert (zero, len(ids), first, own) == (0, 24, 13, ids[13:])
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,76 @@ def test_a_look_at_one_batch_takes_no_row(tmp_path: Path) -> None:
 
     ((peeked, ids),) = run(1, work)
     assert ids[:2] == peeked and sorted(ids) == list(range(7))
+
+
+def rows_behind(
+    sizes: list[int], folder: Path, epoch: int, taken: int, batch_size: int = 2
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids by step on all ranks: those of a pass that is left, and those of one that goes on."""
+
+    def work(comm: ThreadComm) -> tuple[list[list[int]], list[list[int]]]:
+        def loader(name: str, batch_size: int) -> JointBatches:
+            file = folder / f"{comm.rank}-{name}" if epoch else None
+            rows = RankRows(batches_of(comm.rank, sizes[comm.rank]), file)
+            made = JointBatches(comm, rows, batch_size, 0, columns_of)
+            made.set_epoch(epoch)
+            return made
+
+        first, second = loader("first", 2), loader("second", batch_size)
+        before = [batch["id"].tolist() for batch in islice(first, taken)]
+        next(iter(second), None)  # a look at the start
+        second.load_state_dict(first.state_dict())
+        looked = next(iter(second), {"id": torch.tensor([])})["id"].tolist()
+        second.load_state_dict(first.state_dict())  # as before each pass
+        behind = [batch["id"].tolist() for batch in second]
+        assert looked == (behind or [[]])[0]
+        return before, behind
+
+    ranks = run(len(sizes), work)
+    before, behind = (zip(*steps, strict=True) for steps in zip(*ranks, strict=True))
+    return list(map(flat, before)), list(map(flat, behind))
+
+
+def flat(parts: Iterable[list[int]]) -> list[int]:
+    """Ids of all ranks in a step, or of all steps."""
+    return list(chain.from_iterable(parts))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("sizes", UNEVEN.values(), ids=UNEVEN)
+def test_a_pass_goes_on_behind_the_rows_that_were_taken(
+    sizes: list[int], epoch: int, tmp_path: Path
+) -> None:
+    (whole,) = epochs(sizes, tmp_path, 2)[epoch:][:1]
+    steps = list(map(flat, whole))
+    for taken in range(len(steps) + 1):
+        before, behind = rows_behind(sizes, tmp_path, epoch, taken)
+        assert (before, behind) == (steps[:taken], steps[taken:])
+
+
+def test_batches_of_another_size_go_on_with_the_rows_that_are_left(tmp_path: Path) -> None:
+    before, behind = rows_behind([9, 2, 6], tmp_path, 1, 1, batch_size=1)
+    there = [*range(9), 100, 101, *range(200, 206)]
+    assert sorted(flat(before + behind)) == there
+    assert len(before[0]) == 6 and len(behind[0]) == 3
+
+
+def test_a_place_in_other_rows_is_refused() -> None:
+    (state,) = run(1, lambda comm: placed(comm, 9, 0))
+    assert state == {"given": 6, "order": [0, 0]}
+    for num, seed, words in ((5, 0, "of other rows"), (9, 1, "of another order")):
+        with pytest.raises(UsageError, match=words):
+            run(1, lambda comm, num=num, seed=seed: placed(comm, num, seed, state))
+
+
+def placed(comm: ThreadComm, num: int, seed: int, state: Any = None) -> Any:
+    """Take some batches of a rank, and return the place behind them."""
+    loader = JointBatches(comm, RankRows(batches_of(0, num), None), 2, seed, columns_of)
+    if state is not None:
+        loader.load_state_dict(state)
+    for _ in islice(loader, 3):
+        pass
+    return loader.state_dict()
 
 
 def test_rows_that_were_to_be_read_once_are_gone(tmp_path: Path) -> None:

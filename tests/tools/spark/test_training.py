@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,83 @@ def test_a_run_goes_on_from_its_folder(tmp_path: Path) -> None:
         torch.testing.assert_close(again.state[name], value, rtol=0, atol=1e-10)
     whole, _ = trained(2, FitFunction(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
     assert whole.validations == again.validations  # nothing is left to do
+
+
+class Stopped(Exception):
+    """The end of a run in the middle of an epoch."""
+
+
+def stopping_sgd(step: int) -> Any:
+    """Make an optimizer that stops the run behind so many steps."""
+    steps = dict[int, int]()
+
+    def count(optimizer: Any, *_: Any) -> None:
+        steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+        if steps[id(optimizer)] == step:
+            raise Stopped
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(parameters)
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+    return made
+
+
+def stopping_metric(calls: int) -> Any:
+    """Make a metric that stops the run, on the rank which calls it so often."""
+    counted = threading.local()
+
+    def metric(output: Any, target: Any) -> tuple[int, int]:
+        counted.calls = getattr(counted, "calls", 0) + 1
+        if counted.calls == calls:
+            raise Stopped
+        return accuracy(output, target)
+
+    return metric
+
+
+STOPS: dict[str, dict[str, Any]] = {
+    "in the second epoch": {"optimizer": stopping_sgd(6)},
+    "in the first": {"optimizer": stopping_sgd(2)},
+    "behind its last step": {"metric": stopping_metric(3)},
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, stop: str, every: int) -> None:
+    """Three steps an epoch, a checkpoint behind each."""
+
+    def fit(**more: Any) -> FitFunction:
+        folder = str(tmp_path / "checkpoints")
+        return FitFunction(parts(**more), "x", "y", 3, 0, folder, every, save_every=1)
+
+    if every and stop == "behind its last step":
+        stop = "in the second epoch"  # it would stop elsewhere
+    with pytest.raises(Stopped):
+        trained(2, fit(**STOPS[stop]), tmp_path)
+    again, _ = trained(2, fit(), tmp_path)
+    model, told, losses = expected(3, 2, every)
+    assert [each["step"] for each in again.validations] == [t["step"] for t in told]
+    for found, wanted in zip(again.validations, told, strict=True):
+        assert found == pytest.approx(wanted, rel=0, abs=1e-10)
+    assert again.losses == pytest.approx(losses, rel=0, abs=1e-10)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(again.state[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_begins_the_epoch_anew(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints")
+    with pytest.raises(Stopped):
+        stopped = parts(optimizer=stopping_sgd(6))
+        trained(2, FitFunction(stopped, "x", "y", 3, 0, folder, 0, save_every=1), tmp_path)
+    with pytest.warns(UserWarning, match="2 ranks had rows of its own, and now there are 3"):
+        again, *_ = trained(3, FitFunction(parts(), "x", "y", 3, 0, folder, 0), tmp_path)
+    # five steps before, and then two epochs of two
+    assert [each["step"] for each in again.validations] == [3, 7, 9]
+    assert len(again.losses) == 3 and again.losses[2] < again.losses[1] < again.losses[0]
 
 
 class OwnLoss(nn.Module):
