@@ -70,7 +70,7 @@ class TrainingRun:
         checkpoint: folder of the run's checkpoints. The run goes on from the newest one there.
         every_s: seconds from one checkpoint to the next.
         reasons: whether to print why each layer is served as it is.
-        report: file for a page about the run; if it ends in .json, for the record behind the page.
+        report: file for a page about the run, or for its record if the name ends in .json.
         json_path: file for the time of a step, the predicted time, and the plan.
     """
 
