@@ -84,7 +84,7 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
         (True, 2)
     """
 
-    def __iter__(self) -> Iterator[T]:  # torch names its own class
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch names its own class
         return self.source.passed(self._fetch)
 
     def _fetch(self) -> Iterator[T]:
@@ -344,7 +344,7 @@ def _copy(loader: DataLoader[T], source: Source[T], **own: Any) -> ShardedLoader
         own["in_order"] = True  # ranks' batches belong together in order only
     vars(copied).update(source=source, _iterator=None, **own)
     copied.__class__ = _class_of(type(loader))  # type: ignore[arg-type]  # a type has a hash
-    return copied  # its class is this one now
+    return copied  # type: ignore[return-value]  # its class is this one now
 
 
 @cache
