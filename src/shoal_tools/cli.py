@@ -1,7 +1,7 @@
-"""The command line: parses, calls, prints. `shoal COMMAND --help` says the rest.
+"""The command line: it parses, calls and prints. `shoal COMMAND --help` explains the commands.
 
-A command on a recipe runs on the ranks it finds itself among (torchrun's environment variables, as
-under `shoal lab`), or starts `--ranks N` of them on this machine, each running the same command.
+A command on a recipe runs on the ranks of its session (from torchrun's environment variables, as
+under `shoal lab`). Or it starts `--ranks N` of them on this machine, each with the same command.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shoal_tools.commands.train import train
 
 
 class _Reporting(click.Group):
-    """Prints errors without Shoal's own frames, tells the other ranks, exits with 1 (2 for what the
-    caller can fix).
+    """Prints errors without Shoal's own frames, tells the other ranks, and exits with 1.
 
-    An error of the recipe's own comes with its traceback from where Shoal called it. With
-    SHOAL_TRACEBACK=1 all frames of every error come first.
+    The exit code is 2 for an error that the caller can fix. An error of the recipe's own comes
+    with its traceback from where Shoal called it. With SHOAL_TRACEBACK=1 all frames of every error
+    come first.
     """
 
     def invoke(self, context: click.Context) -> Any:
@@ -45,7 +45,7 @@ class _Reporting(click.Group):
             return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except BrokenPipeError:  # whoever reads this has read enough, such as `head`
+        except BrokenPipeError:  # the reader, such as `head`, has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except ShoalError as error:
@@ -81,7 +81,7 @@ class _Reporting(click.Group):
 
 
 def _follows() -> bool:
-    """Whether rank 0 of the same session says all of what the caller can fix."""
+    """Return whether rank 0 of the same session prints all errors that the caller can fix."""
     try:
         return world().rank > 0
     except UsageError:
@@ -99,11 +99,11 @@ def _follows() -> bool:
 )
 def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
-    with suppress(UsageError):  # a command that has ranks says it
+    with suppress(UsageError):  # a command that has ranks reports it
         adopt()
 
 
-_WHOLE = 1000  # characters of a sentence about a command: none is cut
+_WHOLE = 1000  # longest sentence about a command, in characters, so that none is cut
 _GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Train": (train, run, test, features),
     "Hosts that come and go": (rendezvous, agent),

@@ -1,18 +1,19 @@
-"""What a model would take on any number of hosts: is it worth it, and what would help.
+"""A model's step on any number of hosts: whether more hosts are worth it, and which changes help.
 
     measured profile ─▶ imagined hosts ─▶ plan (search.py) ─▶ timeline (step.py), four times:
         usual        all compute as long as the slowest of them in the median step      step
         unlucky      … as in one step of twenty                                          p95
         alike        no host slower than another                  usual − alike  = stragglers
-        free link    links without end                            alike − free   = link
+        free link    links without limit                          alike − free   = link
         one host     nothing is sent                              free − alone   = owners, and the
-                                                                  processor time of bytes; of a
-                                                                  pipeline its bubble
+                                                                  processor time of bytes; or a
+                                                                  pipeline's bubble
 
-Every step waits for the slowest of P hosts: the largest of P draws of a normal law. A profile is
-that of the slowest rank of those that measured it, so the draws are counted from there.
+Every step waits for the slowest of P hosts: the largest of P draws of a normal law. A profile comes
+from the slowest of the ranks that measured it, so the draws are counted from there.
 
-Costs a search a number of hosts (some seconds; of 500 layers at 1,024 hosts 20), and 8 predictions.
+Costs a search for each number of hosts (some seconds; 20 for 500 layers at 1,024 hosts), and 8
+predictions.
 Guarded by tests/tools/test_simulate.py.
 """
 
@@ -48,8 +49,8 @@ from shoal.planner.timeline import Predictor, as_planned
 
 _MEDIAN, _UNLUCKY = 0.5, 0.95
 _AS_DDP = "replicate:allreduce"
-_FREE = 1e6  # times as fast as the link: no limit
-_FASTER, _MORE_ROWS, _CODECS = 2.0, 2.0, ("bfloat16", "int8")  # that may help
+_FREE = 1e6  # times the link's speed, which no longer limits anything
+_FASTER, _MORE_ROWS, _CODECS = 2.0, 2.0, ("bfloat16", "int8")  # changes that may help
 
 
 def simulate(
@@ -60,8 +61,8 @@ def simulate(
     Args:
         profile: the model.
         measured: the ranks that measured it.
-        hosts: how many, each number once.
-        question: what else is asked.
+        hosts: numbers of hosts, each once.
+        question: the network, the stragglers and the plans to assume.
 
     Raises:
         UsageError: a number is not at least 1.
@@ -80,14 +81,14 @@ def simulate(
 def explained(
     profile: ModelProfile, measured: Cluster, answer: Foresight
 ) -> tuple[Explanation, Timeline, Cluster] | None:
-    """The plan for the most hosts and its step there, with the hosts; None for one host alone.
+    """Explain the plan for the most hosts: reasons, a step, and the hosts; None for one host alone.
 
-    Of other ways to serve layers nothing is said: for many hosts that takes long.
+    Other ways to serve layers are left out, because they take long for many hosts.
 
     Args:
         profile: the model that was simulated.
         measured: the ranks that measured it.
-        answer: of `simulate`.
+        answer: the result of `simulate`.
     """
     last = answer.scales[-1]
     if last.hosts == 1:
@@ -102,12 +103,12 @@ def explained(
 def ddp_step_s(
     profile: ModelProfile, cluster: Cluster, usual: ModelProfile | None = None
 ) -> float | None:
-    """Predict a step with an all-reduce of all layers, as DDP makes it; None if that cannot be.
+    """Predict a step with an all-reduce of all layers, as in DDP; None if no such plan exists.
 
     Args:
-        profile: the model, by which buckets are chosen.
+        profile: the model; buckets are chosen by it.
         cluster: the ranks.
-        usual: the same of the slowest rank, if that is another profile.
+        usual: the profile of the slowest rank, if that is another one.
     """
     try:
         made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
@@ -124,11 +125,11 @@ class _Model:
         self.alone_s = self._stretched(profile, 1, _MEDIAN).step_s
 
     def hosts(self, number: int) -> Cluster:
-        """So many of them."""
+        """Imagine so many hosts."""
         return imagined(self._measured, number, self._question.network)
 
     def profile_on(self, hosts: int) -> ModelProfile:
-        """The model on one of so many."""
+        """Return the model's profile on one of so many hosts."""
         return self._of_rows(1 / hosts if self._question.strong else 1)
 
     def usual(self, hosts: int) -> ModelProfile:
@@ -136,7 +137,7 @@ class _Model:
         return self._stretched(self.profile_on(hosts), hosts, _MEDIAN)
 
     def scale(self, hosts: int, plan: Plan | None = None) -> Scale:
-        """What so many hosts take, under a plan made for them."""
+        """Foresee a step on so many hosts, under a plan made for them."""
         question, profile = self._question, self.profile_on(hosts)
         if hosts == 1:
             unlucky_s = self._stretched(profile, 1, _UNLUCKY).step_s
@@ -163,17 +164,17 @@ class _Model:
             BUBBLE if is_dealt(made) else OWNERS: free_s - compute_s,
             STRAGGLERS: usual_s - alike_s,
         }
-        rows = 1 if question.strong else hosts  # as many as one host
+        rows = 1 if question.strong else hosts  # count all rows, in units of one host's
         times = rows * self.alone_s / usual_s
         ddp_s = None if plan else self._ddp_s(profile, cluster)
         return Scale(hosts, usual_s, unlucky_s, times, limits, made, ddp_s)
 
     def _ddp_s(self, profile: ModelProfile, cluster: Cluster) -> float | None:
-        """Return a step with an all-reduce of all layers; None if that cannot be."""
+        """Predict a step with an all-reduce of all layers; None if no such plan exists."""
         return ddp_step_s(profile, cluster, self._stretched(profile, cluster.size, _MEDIAN))
 
     def helps(self, scales: Sequence[Scale]) -> list[Help]:
-        """What would bring most at the largest number of hosts, under its plan or one like it."""
+        """List the changes that help most at the largest number of hosts, under a similar plan."""
         last, question = scales[-1], self._question
         if last.hosts == 1:
             return []
@@ -203,7 +204,7 @@ class _Model:
         return sorted(found, key=lambda help: -help.gain)
 
     def _coded(self, plan: Plan, cluster: Cluster, codec: str) -> Plan:
-        """The plan with a codec for every layer that may have one, by the strategy that it has."""
+        """Return the plan with a codec for every layer that its strategy allows one."""
         predictor = Predictor(as_planned(self._profile, plan), cluster)
 
         def coded(choice: Choice) -> Choice:
@@ -219,7 +220,7 @@ class _Model:
         return replace(plan, choices=tuple(map(coded, plan.choices)))
 
     def _of_rows(self, times: float) -> ModelProfile:
-        """The profile with so many times the rows, whose time they are taken to be."""
+        """Return the profile with so many times the rows, and so many times their seconds."""
         if times == 1:
             return self._profile
         names = tuple(layer.name for layer in self._profile.layers)
@@ -234,14 +235,14 @@ class _Model:
         )
 
     def _stretched(self, profile: ModelProfile, hosts: int, chance: float) -> ModelProfile:
-        """The slowest of so many hosts, in a step that so many others are not longer than."""
+        """Return the slowest of so many hosts, at this quantile of its step times."""
         sigma = self._question.straggler
         measured = slowest(self._measured.size, _MEDIAN, sigma)
         return stretched(profile, slowest(hosts, chance, sigma) / measured)
 
 
 def slowest(hosts: int, chance: float, sigma: float) -> float:
-    """What the slowest of some hosts takes with a chance at most, where a host takes 1 in the mean.
+    """Return the step time of the slowest host at a quantile, where a host's mean is 1.
 
     Examples:
         >>> round(slowest(1, 0.5, sigma=0.1), 3), round(slowest(64, 0.5, sigma=0.1), 3)
@@ -251,7 +252,7 @@ def slowest(hosts: int, chance: float, sigma: float) -> float:
 
 
 def _free(cluster: Cluster) -> Cluster:
-    """The same hosts on links without end: only what processors do is left."""
+    """Return the same hosts on links without limit: only processors take time."""
     paces = {
         name: replace(pace, wall=replace(pace.wall, round_s=0.0, byte_s=pace.wall.byte_s / _FREE))
         for name, pace in cluster.paces.items()

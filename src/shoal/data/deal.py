@@ -1,12 +1,12 @@
-"""Who has which rows: global batches, cut into one part a rank.
+"""The rows of each rank: global batches, cut into one part for each rank.
 
     global order   0 1 2 3 4 5 6 7 | 8 9 10 11 12       2 ranks of 4 rows
     rank 0         0 1 2 3         | 8 9 10
     rank 1                 4 5 6 7 |        11 12
 
-Ranks that count different batches wait for one another for ever, and padding with repeated rows (as
-DistributedSampler does) is not the mathematics of one process. So every global batch has a row for
-each rank at least.
+If ranks counted different batches, they would wait for one another for ever. Padding with repeated
+rows (as DistributedSampler does) is not the mathematics of one process. So every global batch has
+at least one row for each rank.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class Deal:
-    """How global batches are dealt, and which part is this rank's."""
+    """The division of global batches among ranks, and this rank's place in it."""
 
     rank: int
     size: int
-    together: bool = False  # a loader's batch is that of all ranks together
+    together: bool = False  # whether a loader's batch is shared by all ranks
     shares: Shares = field(default_factory=Shares)
 
     def check_batches(self) -> None:
-        """Look whether batches that are made already can be dealt so.
+        """Check that batches which the loader has made can be dealt so.
 
         Raises:
-            UsageError: whole ones are to be dealt in shares.
+            UsageError: whole batches would have to be dealt in shares.
         """
         if not (self.together or self.shares.even):
             raise UsageError(
@@ -45,7 +45,7 @@ class Deal:
             )
 
     def rows(self, batch_size: int) -> int:
-        """Rows of all ranks in a step.
+        """Return the number of rows of all ranks in a step.
 
         Raises:
             UsageError: a batch of all ranks is smaller than their number.
@@ -62,25 +62,25 @@ class Deal:
         return batch_size
 
     def span(self, num: int, epoch: int, turn: int) -> tuple[int, int]:
-        """First and last of this rank's rows, of the `num` that a global batch has."""
+        """Return the start and the end of this rank's rows in a global batch of `num` rows."""
         sizes = cut_by(num, self.size, self.shares.at(epoch, turn))
         start = sum(sizes[: self.rank])
         return start, start + sizes[self.rank]
 
     def mine(self, rows: Sequence[T], epoch: int, turn: int) -> list[T]:
-        """This rank's rows of a global batch."""
+        """Return this rank's rows of a global batch."""
         start, stop = self.span(len(rows), epoch, turn)
         return list(rows[start:stop])
 
 
 def global_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> list[int]:
-    """Rows that all ranks take in a step: those of one process, at least one a rank.
+    """List how many rows all ranks take in each step: as one process does, but one a rank at least.
 
     Args:
-        num_rows: that there are.
+        num_rows: number of rows that there are.
         size: number of ranks.
         whole: rows of a whole global batch.
-        drop_last: leave out the last one if it is not whole.
+        drop_last: whether to leave out the last batch if it is not whole.
 
     Raises:
         UsageError: there are not enough rows for a single step.
@@ -98,7 +98,7 @@ def global_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> lis
             do="train on fewer ranks"
             + (", with a smaller batch_size or drop_last=False" if drop_last else ""),
         )
-    # some ranks would have no row in the last step: take some from the step before
+    # some ranks would have no row in the last step, so it takes some from the step before
     if batches[-1] < size:
         both = batches.pop() + batches.pop()
         batches += [both - size, size] if both >= 2 * size else [both]
@@ -106,7 +106,7 @@ def global_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> lis
 
 
 def num_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> int:
-    """Count the batches of `global_batches`, also where there are too many to list."""
+    """Count the batches of `global_batches`, even if there are too many to list."""
     before = max(0, num_rows // whole - 2)
     return before + len(global_batches(num_rows - before * whole, size, whole, drop_last))
 
@@ -114,14 +114,14 @@ def num_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> int:
 def last_batches(
     num_rows: int, size: int, whole: int, drop_last: bool, *, is_start: bool
 ) -> list[int]:
-    """Rows that all ranks take in the last steps, where whole batches have been cut off before.
+    """List how many rows all ranks take in the last steps, after whole batches were cut off.
 
     Args:
-        num_rows: that are left.
+        num_rows: number of rows that are left.
         size: number of ranks.
         whole: rows of a whole global batch.
-        drop_last: leave out the last one if it is not whole.
-        is_start: whether nothing was taken before in this epoch.
+        drop_last: whether to leave out the last batch if it is not whole.
+        is_start: whether no row of this epoch was taken before.
     """
     if not is_start and (not num_rows or (drop_last and num_rows < whole)):
         return []
@@ -129,7 +129,7 @@ def last_batches(
 
 
 def cut_by(num: int, size: int, shares: Sequence[float] | None) -> list[int]:
-    """Rows of each rank: in these shares or, without, as many on each; one at least."""
+    """Divide rows by these shares, or evenly without shares; each rank gets one at least."""
     if shares is None or num <= size:
         return cut_sizes(num, size)
     ideal = [num * share / sum(shares) for share in shares]
@@ -143,7 +143,7 @@ def cut_by(num: int, size: int, shares: Sequence[float] | None) -> list[int]:
 
 
 def shared_by(num_items: int, deal: Deal) -> tuple[int, int, int]:
-    """Where there are fewer items than ranks: this rank's item, which part of it, of how many."""
+    """Return this rank's item, its part of it, and the number of parts, if items are too few."""
     ranks = 0
     for item, sharing in enumerate(cut_sizes(deal.size, num_items)):
         if deal.rank < ranks + sharing:

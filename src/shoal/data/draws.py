@@ -1,7 +1,7 @@
-"""Random numbers of samplers, streams and workers, apart from those of the script.
+"""Random numbers of samplers, streams and workers, apart from the script's numbers.
 
-An order depends on a seed and the epoch alone, so it is the same on every rank. A worker's numbers
-depend on the rank, too: else two ranks would augment their rows alike.
+An order depends only on a seed and the epoch, so it is the same on every rank. A worker's numbers
+depend on the rank too. Otherwise two ranks would augment their rows alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.core.draws import RANDOM_STATE
 
 @final
 class RandomState:
-    """The state of all that Python code draws from."""
+    """The state of all random sources of Python code: torch, random and numpy."""
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         self._generators = [torch.default_generator, *generators]
@@ -27,7 +27,7 @@ class RandomState:
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def put_back(self) -> None:
-        """Let them go on from here."""
+        """Put all sources back into this state."""
         for source, state in zip(self._generators, self._states, strict=True):
             source.set_state(state)
         random.setstate(self._python)
@@ -35,7 +35,7 @@ class RandomState:
 
 
 def seed_all(seed: int, numpy: int | list[int], generators: Iterable[torch.Generator] = ()) -> None:
-    """Start all that Python code draws from at a seed, which numpy takes in a form of its own."""
+    """Seed all random sources of Python code. Numpy's seed has a form of its own."""
     for source in (torch.default_generator, *generators):
         source.manual_seed(seed % 2**63)
     random.seed(seed)
@@ -43,13 +43,13 @@ def seed_all(seed: int, numpy: int | list[int], generators: Iterable[torch.Gener
 
 
 def seed_worker(seed: int) -> None:
-    """Start all that Python code draws from, in a worker, at a seed of `mixed`."""
+    """Seed all random sources in a worker, from a seed of `mixed`."""
     seed_all(seed, [seed % 2**32, seed >> 32])
 
 
 @contextmanager
 def _kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Put back the state of before at the end. No other thread draws meanwhile."""
+    """Restore the earlier random state at the end. No other thread draws in this context."""
     with RANDOM_STATE:
         before = RandomState(generators)
         try:
@@ -60,10 +60,10 @@ def _kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
 
 @final
 class OwnRandom:
-    """A random stream beside the program's, which a sampler or a stream of rows draws from.
+    """A random stream apart from the program's, for a sampler or a stream of rows.
 
     Args:
-        seed: the seed that it starts at.
+        seed: its first seed.
         generators: further generators of the program that the code draws from.
     """
 
@@ -73,12 +73,12 @@ class OwnRandom:
         self._generators = list(generators)
 
     def reseed(self, seed: int) -> None:
-        """Begin anew."""
+        """Begin anew at a seed."""
         self._seed = seed
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw from it for a while."""
+        """Draw from this stream in the context."""
         with _kept(self._generators):
             if self._seed is not None:
                 seed_all(self._seed, self._seed % 2**32, self._generators)
@@ -91,7 +91,7 @@ class OwnRandom:
 
 @contextmanager
 def drawing_at(seed: int) -> Iterator[None]:
-    """Draw from a seed of `mixed` for a while, and put back the state of before."""
+    """Draw from a seed of `mixed` in the context, and restore the earlier state at the end."""
     with _kept():
         seed_worker(seed)
         yield

@@ -1,13 +1,14 @@
-"""Ranks that have batches of their own end an epoch together.
+"""Ranks with batches of their own end an epoch together.
 
-Nobody knows another rank's end before it comes. So each rank tells the others, beside the step
-before, whether it has a batch for the next one: 24 bytes to every other rank, for which nobody
-waits as a rule. The first batch is given without a word, so that a rank may look at one alone.
+A rank cannot know another rank's end before it comes. So each rank tells the others, during the
+step before, whether it has a batch for the next one. This takes 24 bytes to every other rank, and
+usually no rank waits for it. Ranks give their first batch without telling, so that a rank may look
+at one alone.
 
     step    0         1                  2              …
     has     batch     batch, asks: 2?    batch, asks: 3?
 
-If one has ended, the epoch ends on all, and ranks say that they leave rows.
+If one rank has ended, the epoch ends on all, and ranks warn that they leave rows.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _PURPOSE = "shard: has every rank a batch?"
 
 @final
 class NextBatchCheck:
-    """The ranks' check, over a channel of its own, whether each has a batch for the next step."""
+    """The ranks' check, over a channel of its own, that each has a batch for the next step."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm.channel("streams") if comm.size > 1 else None
         self._asked: Callable[[], list[bool]] | None = None
 
     def ask(self, epoch: int, step: int, has: bool) -> Callable[[], list[bool]]:
-        """Start telling whether this rank has a batch; what it gives waits for the others."""
+        """Start telling others whether this rank has a batch; the result waits for answers."""
         comm = self._comm
         if comm is None:
             return lambda: [has]
         if self._asked is not None:
-            self._asked()  # answer for a pass that was left
+            self._asked()  # answer for a pass that the loop has left
         comm.begins(_PURPOSE)
         own = torch.tensor([epoch, step, has], device="cpu")
         told = [torch.empty_like(own) for _ in range(comm.size)]
@@ -76,13 +77,13 @@ class NextBatchCheck:
 @final
 @dataclass(frozen=True)
 class OwnEnds:
-    """The end of an epoch for this rank, if each has batches of its own.
+    """The end of an epoch for this rank, if each rank has batches of its own.
 
     Args:
-        rank: this one.
+        rank: this rank.
         size: number of ranks.
         next_batch: the check among all ranks.
-        alone: the way to let all ranks share one source, in words.
+        alone: another way, by which all ranks share one source, in words.
     """
 
     rank: int
@@ -115,7 +116,7 @@ class OwnEnds:
             if number:
                 coming = next(steps, None)
                 answer = self.next_batch.ask(epoch, number + 1, coming is not None)
-            yield replace(step, digest=0, end=0, last=False)  # ranks have unlike ones
+            yield replace(step, digest=0, end=0, last=False)  # ranks have different ones
             if not number:
                 coming = next(steps, None)
             number, step = number + 1, coming

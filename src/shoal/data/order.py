@@ -1,9 +1,9 @@
-"""A sampler's order, the same on every rank: it depends on a seed and the epoch alone.
+"""A sampler's order, the same on every rank: it depends only on a seed and the epoch.
 
 It is drawn piece by piece, as far as a pass has come. So a sampler may be endless, and one of 10
 billion rows costs no more memory than a short one.
 
-    sampler   piece, piece, piece, …      pieces that no pass needs any more are given up
+    sampler   piece, piece, piece, …      pieces that no pass needs any more are freed
               ^ a look   ^ the pass that trains
 """
 
@@ -29,14 +29,14 @@ from torch.utils.data import (
 from shoal.core.draws import RANDOM_STATE
 from shoal.data.draws import OwnRandom
 
-_LOOKED_AT = 256  # rows at the start of an order
+_LOOKED_AT = 256  # rows at the start of an order that a digest reads
 _KEPT = 1 << 20  # rows or lists that stay in memory for another pass of the same epoch
-_GROWTH = 8  # longest piece by the first: pieces grow, because each costs a change of random states
+_GROWTH = 8  # longest piece ÷ the first: pieces grow, because each costs a change of random states
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class _Drawn:
-    """Some of an order, and the piece behind it once that is drawn."""
+    """A piece of an order, and the next piece once that is drawn."""
 
     def __init__(self, units: list[Any]) -> None:
         self.units = units
@@ -45,38 +45,38 @@ class _Drawn:
 
 @final
 class Order:
-    """Rows, or lists of rows, that a sampler gives in an epoch, drawn as they are needed.
+    """The rows, or lists of rows, that a sampler gives in an epoch, drawn as they are needed.
 
-    A sampler that draws from a random source of its own (not its `generator` attribute, torch,
-    random or numpy) must be given the same seed on every rank by its maker.
+    A sampler may draw from a random source of its own, which is not its `generator` attribute,
+    torch, random or numpy. Then its maker must seed it alike on every rank.
 
     Args:
         sampler: the sampler. It is iterated over once for all passes of the epoch.
         seed: the same on every rank.
         epoch: number of the epoch.
-        piece: rows or lists of the first piece. Each has twice as many as the one before, up to 8
-            times.
+        piece: rows or lists of the first piece. Each piece is twice as long as the one before, up
+            to 8 times this number.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int, epoch: int, piece: int = 1024) -> None:
         self._sampler, self._epoch = sampler, epoch
         self._piece, self._most = piece, piece * _GROWTH
-        self.is_drawing = False  # so that a call of the sampler's `set_epoch` is its own
+        self.is_drawing = False  # a call of `set_epoch` meanwhile is the sampler's own
         self._units: Iterator[Any] | None = None
         self._lent, given = _own_generators(sampler, seed + epoch)
         self._random = OwnRandom(seed + epoch, given)
-        self._is_plain = type(sampler) in _OF_TORCH  # draws from its generator only
+        self._is_plain = type(sampler) in _OF_TORCH  # whether it draws from its generator only
         self._lock = threading.Lock()
         self._first: _Drawn | None = _Drawn([])
         self._digest: int | None = None
 
     @property
     def is_gone(self) -> bool:
-        """Whether its start is in memory no more, so that another pass needs a new order."""
+        """Whether its start is no longer in memory, so that another pass needs a new order."""
         return self._first is None
 
     def units(self) -> OrderReader:
-        """Return a reader of all of it, at the start."""
+        """Return a reader at the start of the order."""
         assert self._first is not None
         return OrderReader(self, self._first)
 
@@ -87,7 +87,7 @@ class Order:
         return self._digest
 
     def after(self, piece: _Drawn, num: int) -> _Drawn | None:
-        """Return the next piece, behind so many rows or lists; None at the end."""
+        """Return the next piece, given how many rows or lists come before it; None at the end."""
         if num >= _KEPT:
             self._first = None
         with self._lock:
@@ -116,10 +116,10 @@ class OrderReader(Iterator[Any]):
 
     def __init__(self, order: Order, piece: _Drawn) -> None:
         self._order, self._piece = order, piece
-        self._at = self._num = 0  # rows of the piece, and rows before it
+        self._at = self._num = 0  # rows read in this piece, and rows before it
 
     def take(self, num: int) -> list[Any]:
-        """Read so many; fewer at the end."""
+        """Read so many rows or lists; fewer at the end."""
         found = self._piece.units[self._at : self._at + num]
         self._at += len(found)
         while len(found) < num and self._go_on():
@@ -129,7 +129,7 @@ class OrderReader(Iterator[Any]):
         return found
 
     def skip(self, num: int) -> int:
-        """Leave so many out, and return how many there were."""
+        """Skip so many rows or lists, and return how many there were."""
         skipped = 0
         while skipped < num:
             some = min(num - skipped, len(self._piece.units) - self._at)
@@ -155,7 +155,7 @@ class OrderReader(Iterator[Any]):
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler the epoch, if it asks for it, but no source that follows the sampler."""
+    """Tell a sampler the epoch if it has `set_epoch`, but not the sources that follow it."""
     if hasattr(sampler, "set_epoch"):
         getattr(sampler.set_epoch, "own", sampler.set_epoch)(epoch)
 
@@ -185,8 +185,8 @@ def _own_generators(sampler: Any, seed: int) -> tuple[Lent, list[torch.Generator
     """Find generators for a sampler.
 
     Returns:
-        Generators to lend, because other threads draw from torch's too, and generators that the
-        sampler has, to be put back behind each piece.
+        Generators to lend to it, because other threads draw from torch's, and generators that the
+        sampler has, which are put back after each piece.
     """
     lent, given = [], []
     for source in (sampler, getattr(sampler, "sampler", None)):
@@ -205,7 +205,7 @@ def _own_generators(sampler: Any, seed: int) -> tuple[Lent, list[torch.Generator
 
 @contextmanager
 def _lending(lent: Lent) -> Iterator[None]:
-    """Let samplers draw from these generators for a while."""
+    """Make samplers draw from these generators in the context."""
     before = [source.generator for source, _ in lent]
     try:
         for source, generator in lent:

@@ -1,12 +1,12 @@
-"""A stream of one rank's own rows, read in workers or not, that goes on from where it was.
+"""A stream of one rank's own rows, read in workers or not, which continues at a position.
 
-    part     the rows of one worker; all of them without workers
-    piece    a batch, the part that it comes from, and the dataset's own state behind it
+    part     the rows of one worker; all rows without workers
+    piece    a batch, its part of the stream, and the dataset's own state after it
 
-A dataset with `state_dict` and `load_state_dict` goes on from its own state. Any other one is read
-from its start up to the position, which is exact if its rows depend on nothing but random numbers:
-torch, random and numpy begin each batch at a seed of the loader's seed, the epoch, the rank, the
-part and the number of the batch. Guarded by tests/data/test_own_streams.py.
+A dataset with `state_dict` and `load_state_dict` continues from its own state. Any other dataset is
+read from its start to the position. That is exact if its rows depend only on random numbers: torch,
+random and numpy are seeded for each batch. The seed is made of the loader's seed, the epoch, the
+rank, the part and the number of the batch. Guarded by tests/data/test_own_streams.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shoal.data.parts import digest_of
 from shoal.data.told import ToldDataset, next_part
 from shoal.data.worker_info import WorkerInfo, begin
 
-_START = -1  # number of the draws as a part begins
-_LOOKED_AT = 256  # elements of a row, by which a stream is known again
+_START = -1  # number that stands for the draws as a part begins
+_LOOKED_AT = 256  # elements of a row in the digest that recognises a stream
 
 
 class StreamPiece(NamedTuple):
@@ -37,12 +37,12 @@ class StreamPiece(NamedTuple):
     parts: int
     digest: int  # digest of the first row of the batch
     before: int  # digest of the batch before, if that was skipped
-    state: bytes | None  # state of the dataset behind the batch; None if it has none
+    state: bytes | None  # state of the dataset after the batch; None if it has none
     batch: Any
 
 
 def has_state(dataset: Any) -> bool:
-    """Whether a dataset can say where it is, and go on from there."""
+    """Return whether a dataset can save its position and continue from it."""
     return all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
 
 
@@ -51,11 +51,11 @@ class OwnStream(ToldDataset[StreamPiece]):
     """One rank's own stream as batches, for torch's workers.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         batch_size: rows of a batch; None if the dataset gives batches.
-        drop_last: leave out a last batch that is not whole.
+        drop_last: whether to leave out a last batch that is not whole.
         collate: makes a batch of rows.
-        rank: this one.
+        rank: this rank.
         draws: whether the stream draws from seeds of its own. If not, it draws as the script does.
     """
 
@@ -79,7 +79,7 @@ class OwnStream(ToldDataset[StreamPiece]):
         return (worker + next_part(start)) % workers
 
     def seed_of(self, part: int, number: int = _START) -> int:
-        """Return the seed of a batch of a part."""
+        """Return the seed of one batch of a part."""
         seed, epoch, _ = self.told()
         return mixed(seed, epoch, self._rank, part, number)
 
@@ -110,7 +110,7 @@ class OwnStream(ToldDataset[StreamPiece]):
             before = 0
 
     def _units(self, rows: Iterator[Any]) -> list[Any]:
-        """Read the rows of a batch, or one batch; nothing at the end."""
+        """Read the rows of a batch, or one batch; return an empty list at the end."""
         whole = self._batch_size or 1
         units = list(islice(rows, whole))
         return [] if self._drop_last and len(units) < whole else units
@@ -124,18 +124,18 @@ class OwnStream(ToldDataset[StreamPiece]):
         return nullcontext()
 
     def _state(self) -> bytes | None:
-        """Return the dataset's state of now; None if it has none, or none that can be copied."""
+        """Return the dataset's present state; None if it has none, or one that cannot be copied."""
         if not has_state(self.dataset):
             return None
         try:
             return pickle.dumps(self.dataset.state_dict())
-        except Exception:  # any error: the dataset's own code may refuse in any way
+        except Exception:  # the dataset's own code may raise anything
             return None
 
 
 @final
 class StreamWorker(WorkerInfo):
-    """Torch's record of a worker for a stream of this rank: its number is that of its part."""
+    """Torch's record of a worker for a stream of this rank, with the part's number as its own."""
 
     def __init__(self, info: Any, stream: OwnStream) -> None:
         super().__init__(info, stream.dataset)
@@ -143,24 +143,24 @@ class StreamWorker(WorkerInfo):
 
     @property
     def id(self) -> int:
-        """The part."""
+        """Number of the part."""
         return self._stream.part_of(self._info.id, self._info.num_workers)
 
     @property
     def seed(self) -> int:
-        """The seed at which the part begins, in this epoch and on this rank."""
+        """Seed of the part's start, in this epoch and on this rank."""
         return self._stream.seed_of(self.id)
 
 
 @final
 @dataclass(frozen=True)
 class BeginStream:
-    """The first call in a worker: random numbers of its own, then the user's `worker_init_fn`."""
+    """The first call in a worker: seed it, then call the user's `worker_init_fn`."""
 
     init: Callable[[int], object] | None
 
     def __call__(self, worker: int) -> None:
-        """Begin, in the worker."""
+        """Prepare the worker."""
         info: Any = torch_worker._worker_info
         seen = StreamWorker(info, info.dataset)
         seed_worker(seen.seed)

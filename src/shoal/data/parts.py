@@ -23,7 +23,7 @@ from shoal.profiling.identity import content
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one.
+    """Return a batch's number of rows: the first dimension of its first tensor with dimensions.
 
     Without tensors it is the length of the columns in a dict, or of a list of words or dicts.
 
@@ -47,13 +47,13 @@ def num_rows(batch: Any) -> int:
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
-    """Rows `start` to `stop` of a batch: of tensors, arrays and lists in all that it is made of."""
+    """Return rows `start` to `stop` of a batch: of all tensors, arrays and lists in it."""
     rows = num_rows(batch)
     return batch if (start, stop) == (0, rows) else _cut(batch, rows, start, stop)
 
 
 def one_of(batch: Any, number: int, parts: int) -> Any:
-    """One of so many parts that differ by one row at most.
+    """Return one of so many parts, which differ by one row at most.
 
     Raises:
         UsageError: there are fewer rows than parts.
@@ -83,11 +83,11 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 def digest_of(row: Any, most: int | None = None) -> int:
-    """A digest of a row of a stream, of what can be looked at; never 0.
+    """Return a digest of a row of a stream, of its tensors, arrays, words and numbers; never 0.
 
     Args:
         row: a row, or a batch.
-        most: elements to look at in each tensor, array or word; by default all.
+        most: number of elements that it reads of each tensor, array or word; by default all.
     """
     found = 1
     for leaf in pytree.tree_leaves(row):

@@ -1,8 +1,8 @@
-"""Rows of a sampler, or lists of rows of a batch_sampler of one's own.
+"""Rows of a sampler, or lists of rows of a batch_sampler that the user has made.
 
-The loader's own sampler is asked for its order, the same on all ranks, and global batches are cut
-out of it as it comes. Costs the row numbers of a piece on every rank, and no communication. A
-sampler that splits by rank itself gives each rank its own: samplers.py sees it.
+The loader's own sampler gives its order, the same on all ranks, and global batches are cut out of
+it as it comes. Costs the row numbers of a piece on every rank, and no communication. A sampler that
+splits by rank itself gives each rank its own rows: samplers.py finds that out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.data.parts import num_rows, one_of, part
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Source, other_order
 
 T = TypeVar("T")
-_LISTED = 1 << 20  # longest order that is read whole, to count lists or for an earlier digest
+_LISTED = 1 << 20  # longest order that is read whole, to count lists or for an old digest
 
 
 class GlobalBatch(NamedTuple):
@@ -31,18 +31,18 @@ class GlobalBatch(NamedTuple):
 
     rows: list[Any]
     num: int  # rows or items by which the position advances
-    own: Sequence[Any] | None = None  # this rank's rows; by default cut out of all
+    own: Sequence[Any] | None = None  # this rank's rows; by default they are cut out of all rows
 
 
 class Known(Source[T]):
-    """Rows that have numbers, or names, which a sampler gives.
+    """Rows with numbers or names, which a sampler gives.
 
     Args:
         sampler: gives rows, or lists of rows.
-        deal: how they are dealt. As for one rank if each rank's sampler gives its own.
+        deal: the division among ranks; for one rank if each rank's sampler gives its own rows.
         seed: the same on every rank.
-        passes: of the session.
-        ends: of ranks, if each has a sampler for its own rows; None if all have one order.
+        passes: the session's passes.
+        ends: the ranks' ends, if each has a sampler for its own rows; None if all have one order.
     """
 
     piece = 64  # rows or lists that are drawn from the sampler at once
@@ -62,7 +62,7 @@ class Known(Source[T]):
 
     @property
     def rank(self) -> int:
-        """This rank, among all."""
+        """This rank's number among all ranks."""
         return self.deal.rank if self._ends is None else self._ends.rank
 
     def ordered(self) -> Order:
@@ -73,7 +73,7 @@ class Known(Source[T]):
         return self._ordered[1]
 
     def follow_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch, unless it is the sampler that calls itself."""
+        """Make this epoch the next pass's, unless the sampler itself calls this while it draws."""
         if self._ordered is None or not self._ordered[1].is_drawing:
             super().follow_epoch(epoch)
 
@@ -85,11 +85,11 @@ class Known(Source[T]):
         return self._digest[1]
 
     def order(self) -> int:
-        """Return the digest that all ranks have alike; 0 if each has an order of its own."""
+        """Return the digest that is the same on all ranks; 0 if each has an order of its own."""
         return self.digest() if self._ends is None else 0
 
     def state(self) -> dict[str, Any]:
-        """Return where the pass is that training belongs to, as plain data."""
+        """Return the position of the pass that training is in, as plain data."""
         state = super().state()
         if self._ends is not None and state["position"]:
             state["order"] = self.digest() if state["epoch"] == self.epoch else 0
@@ -97,7 +97,7 @@ class Known(Source[T]):
 
     @property
     def taken(self) -> int:
-        """How many rows of the epoch's order were taken before the coming pass."""
+        """Number of rows of the epoch's order that were taken before the coming pass."""
         return self.start[0] if self.start else 0
 
     def turns(self) -> Iterator[GlobalBatch]:
@@ -106,10 +106,10 @@ class Known(Source[T]):
 
     @abstractmethod
     def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
-        """Make global batches of rows or lists, behind those that were taken."""
+        """Make global batches of the rows or lists after the ones that were taken."""
 
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
-        """A pass over what is left of the epoch."""
+        """Begin a pass over the rest of the epoch."""
         turns, is_start = self.turns(), not self.start
         steps = self._given(fetch(), turns, self.taken, self.epoch)
         if self._ends is None:
@@ -127,15 +127,15 @@ class Known(Source[T]):
             yield LoaderStep(own, [taken], is_last, end=end, digest=first)
 
     def given(self, batch: Any, turn: GlobalBatch, at: tuple[int, int]) -> T:
-        """Make a batch of the loop of one that the loader gave, in an epoch's turn."""
+        """Make the loop's batch of the loader's batch, in an epoch's turn."""
         own: T = batch
         return own
 
     def look(self) -> None:
-        """Look whether there are rows enough for a step.
+        """Check that there are enough rows for a step.
 
         Raises:
-            UsageError: there are too few for the ranks.
+            UsageError: there are too few rows for the ranks.
         """
         next(self.turns(), None)
 
@@ -154,11 +154,11 @@ class Known(Source[T]):
         return self.count(num)
 
     def count(self, num: int) -> int:
-        """Count the steps of the coming pass, of so many rows, lists or items in the epoch."""
+        """Count the steps of the coming pass, if the epoch has so many rows, lists or items."""
         return sum(1 for _ in self.turns())
 
     def check(self, order: int) -> None:
-        """Look whether the sampler's order is that of the position. Its end shows as it is read."""
+        """Check that the sampler's order is the position's. A later end shows while it is read."""
         num = self.numel()
         own = self.digest()
         if order and own and order != own and order != self._earlier_digest():
@@ -167,24 +167,24 @@ class Known(Source[T]):
             raise other_order(f"{self.start} taken", f"at most {num}, as many as there are")
 
     def numel(self) -> int | None:
-        """Return the length that positions of an epoch go up to; None if nobody knows."""
+        """Return the length that an epoch's positions go up to; None if it is not known."""
         return length_of(self.sampler)
 
     def _earlier_digest(self) -> int:
-        """Return the digest of releases that drew whole orders: their positions hold."""
+        """Return the digest of earlier releases, which drew whole orders: their positions hold."""
         units = self.ordered().units().take(_LISTED + 1)
         return digest(units[:: max(1, len(units) // 256)]) if len(units) <= _LISTED else 0
 
 
 def length_of(sampler: Any) -> int | None:
-    """Return the length that a sampler tells; None if it tells none.
+    """Return the length that a sampler states; None if it states none.
 
     >>> length_of(range(3)), length_of(iter([]))
     (3, None)
     """
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):  # a wrapper of one without a length raises either
+    except (TypeError, NotImplementedError):  # a wrapper around no length raises either
         return None
 
 
@@ -198,10 +198,10 @@ def _marked(turns: Iterator[GlobalBatch]) -> Iterator[tuple[GlobalBatch, bool]]:
 
 
 def _behind(units: OrderReader, taken: int) -> OrderReader:
-    """Go behind so many rows or items.
+    """Skip so many rows or items.
 
     Raises:
-        UsageError: there are not as many.
+        UsageError: there are fewer.
     """
     skipped = units.skip(taken)
     if skipped < taken:
@@ -211,13 +211,13 @@ def _behind(units: OrderReader, taken: int) -> OrderReader:
 
 @final
 class SamplerRows(Known[T]):
-    """Single rows, of which a loader makes batches.
+    """Single rows, from which a loader makes batches.
 
     Args:
         sampler: gives rows.
-        batch_size: the loader's.
-        drop_last: the loader's.
-        deal: and further arguments as for `Known`.
+        batch_size: the loader's batch_size.
+        drop_last: the loader's drop_last.
+        deal: this and further arguments are as for `Known`.
     """
 
     kind = "rows of a sampler"
@@ -231,7 +231,7 @@ class SamplerRows(Known[T]):
         self._whole = deal.rows(batch_size)
 
     def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
-        """Cut global batches out of rows, as long as each rank has a row in the one behind."""
+        """Cut global batches out of rows, as long as each rank has a row in the next one."""
         whole, size = self._whole, self.deal.size
         left, rows, is_start = _behind(units, taken), list[Any](), not taken
         while True:
@@ -245,21 +245,21 @@ class SamplerRows(Known[T]):
             yield GlobalBatch(rows[start:end], end - start)
 
     def count(self, num: int) -> int:
-        """Count the steps of the coming pass, of so many rows in the epoch."""
+        """Count the steps of the coming pass, if the epoch has so many rows."""
         left, size, whole = num - self.taken, self.deal.size, self._whole
         if self.taken and (left <= 0 or (self._drop_last and left < whole)):
             return 0
         return num_batches(left, size, whole, self._drop_last)
 
     def look(self) -> None:
-        """Look whether there are rows enough for a step, by the sampler's length if it tells it."""
+        """Check that there are enough rows for a step, by the sampler's length if it states one."""
         if self.numel() is None:
             super().look()
         else:
             self.num_steps()
 
     def facts(self) -> str:
-        """Rows and batches."""
+        """Return the numbers of batches and rows, in words."""
         num = self.numel()
         if num is None:
             return f"batches of {self._batch_size} rows, of a sampler without __len__"
@@ -268,19 +268,19 @@ class SamplerRows(Known[T]):
 
 @final
 class Lists(Known[T]):
-    """Lists of rows, each of which a loader makes a batch of: those of a batch_sampler.
+    """Lists of rows that a batch_sampler gives. A loader makes a batch of each.
 
-    They are ranks' batches, dealt in turn. Of a last turn that has too few of them, the rows are
-    cut. With `together`, or shares, the rows of each global batch are cut.
+    They are ranks' batches, dealt in turn. If the last turn has too few lists, their rows are cut.
+    With `together`, or shares, the rows of each global batch are cut.
     """
 
     kind = "lists of a batch_sampler"
 
     def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
-        """Make turns of lists. Those with a row for every rank at least, else they are joined."""
+        """Make turns of lists. A turn with too few rows for the ranks joins its neighbour."""
         size, lists = self.deal.size, _lists_behind(map(list, units), taken)
-        num = 1 if self.deal.together else size  # lists of a turn
-        held: list[GlobalBatch] = []  # the last turn, which may give rows to the one behind
+        num = 1 if self.deal.together else size  # number of lists in a turn
+        held: list[GlobalBatch] = []  # the last turn, which may give rows to the next one
         is_start = not taken
         while group := list(islice(lists, num)):
             turn = self._turn(group, whole=len(group) == num and self._as_they_are(group))
@@ -300,7 +300,7 @@ class Lists(Known[T]):
         return GlobalBatch(rows, len(rows), group[self.deal.rank] if whole else None)
 
     def _joined(self, before: list[GlobalBatch], turn: GlobalBatch) -> list[GlobalBatch]:
-        """Return both turns. If one has no row for some rank, it takes some of the other's."""
+        """Return both turns. If one has no row for some rank, it takes some of the other's rows."""
         size = self.deal.size
         if not before or (turn.num >= size and before[-1].num >= size):
             return [*before, turn]
@@ -314,33 +314,33 @@ class Lists(Known[T]):
         return [*before[:-1], *(GlobalBatch(rows[a:b], b - a) for a, b in pairwise(ends))]
 
     def numel(self) -> int | None:
-        """Nobody knows the number of rows in lists that come."""
+        """Return None, because the number of rows in lists to come is not known."""
         return None
 
     def count(self, num: int) -> int:
-        """Count the steps of the coming pass: of many lists by their number, else one by one."""
+        """Count the steps of the coming pass: from the number of lists if they are many."""
         if num <= _LISTED:
             return super().count(num)
         return -(-num // (1 if self.deal.together else self.deal.size))
 
     def facts(self) -> str:
-        """Lists, if the batch_sampler tells their number."""
+        """Return the number of lists in words, if the batch_sampler states it."""
         num = length_of(self.sampler)
         return "lists of rows" if num is None else f"{num} lists of rows"
 
 
 @final
 class Items(Known[T]):
-    """Batches that the dataset has made already, one an item (batch_size=None).
+    """Batches that the dataset has already made, one for each item (batch_size=None).
 
-    They are dealt in turn, and those of a last turn that has too few of them are cut. With
-    `together` each is cut.
+    They are dealt in turn. If the last turn has too few items, they are cut. With `together` each
+    item is cut.
     """
 
     kind = "items of a sampler"
 
     def cut(self, units: OrderReader, taken: int) -> Iterator[GlobalBatch]:
-        """Make turns of items."""
+        """Group items into turns."""
         size, left, is_start = self.deal.size, _behind(units, taken), not taken
         while group := left.take(self._each):
             is_start = False
@@ -352,12 +352,12 @@ class Items(Known[T]):
         return shared_by(num_items, self.deal)[0]
 
     def given(self, batch: Any, turn: GlobalBatch, at: tuple[int, int]) -> T:
-        """The item, or this rank's part of it."""
+        """Return the item, or this rank's part of it."""
         own: T = own_part(batch, turn.num, self.deal, *at)
         return own
 
     def count(self, num: int) -> int:
-        """Count the steps of the coming pass, of so many items in the epoch."""
+        """Count the steps of the coming pass, if the epoch has so many items."""
         return -(-(num - self.taken) // self._each)
 
     @property
@@ -365,7 +365,7 @@ class Items(Known[T]):
         return 1 if self.deal.together else self.deal.size
 
     def facts(self) -> str:
-        """Items, if the sampler tells their number."""
+        """Return the number of items in words, if the sampler states it."""
         num = self.numel()
         return "batches" if num is None else f"{num} batches"
 
@@ -380,21 +380,21 @@ def _rows_of(
 
 
 def own_part(batch: Any, num_items: int, deal: Deal, epoch: int, turn: int) -> Any:
-    """This rank's part of a batch that is made already, which may be all of it.
+    """Return this rank's part of a batch that is already made, which may be all of it.
 
     Args:
-        batch: this rank's, of so many in the turn.
-        num_items: batches of the turn.
-        deal: which part.
-        epoch: and turn: for shares.
-        turn: its number.
+        batch: the batch that this rank has fetched.
+        num_items: number of batches in the turn.
+        deal: the division among ranks.
+        epoch: number of the epoch; shares may depend on it.
+        turn: number of the turn.
     """
     if deal.size == 1:
         return batch
     if deal.together:
         rows = num_rows(batch)
         if rows < deal.size:
-            return one_of(batch, deal.rank, deal.size)  # which says so
+            return one_of(batch, deal.rank, deal.size)  # raises an error that says so
         return part(batch, *deal.span(rows, epoch, turn))
     _, number, parts = shared_by(num_items, deal)
     return batch if parts == 1 else one_of(batch, number, parts)
@@ -402,21 +402,21 @@ def own_part(batch: Any, num_items: int, deal: Deal, epoch: int, turn: int) -> A
 
 @final
 class OwnRows(Sampler[list[Any]]):
-    """What torch's loader asks for rows: this rank's, batch by batch."""
+    """The sampler that torch's loader asks for rows. It gives this rank's rows, batch by batch."""
 
     def __init__(self, source: Known[Any], batch_size: int | None, drop_last: bool) -> None:
         self.source = source
         self.batch_size, self.drop_last = batch_size, drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch."""
+        """Make this epoch the next pass's."""
         self.source.follow_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return (rows for _, rows in self._numbered())
 
     def seeded(self) -> Iterator[tuple[int, list[Any]]]:
-        """Yield this rank's rows, batch by batch, each with a seed for what reading them draws."""
+        """Yield this rank's rows, batch by batch, each with a seed for the code that reads them."""
         key = self.source.seed, self.source.epoch, self.source.rank
         return ((mixed(*key, taken), rows) for taken, rows in self._numbered())
 
@@ -431,7 +431,7 @@ class OwnRows(Sampler[list[Any]]):
 
 @final
 class OwnItems(Sampler[Any]):
-    """What torch's loader asks for items that are batches: this rank's."""
+    """The sampler that torch's loader asks for items that are batches. It gives this rank's."""
 
     def __init__(self, source: Items[Any]) -> None:
         self._rows = OwnRows(source, None, drop_last=False)
@@ -441,7 +441,7 @@ class OwnItems(Sampler[Any]):
         return (row for (row,) in self._rows)
 
     def seeded(self) -> Iterator[tuple[int, Any]]:
-        """Yield items as `OwnRows` yields rows."""
+        """Yield seeds and items, as `OwnRows` yields seeds and rows."""
         return ((seed, row) for seed, (row,) in self._rows.seeded())
 
     def __len__(self) -> int:
@@ -457,7 +457,7 @@ class GlobalOrder(Sampler[Any]):
         self.sampler = source.sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch; the passes after it go on from there."""
+        """Make this epoch the next pass's. The passes after it continue from there."""
         self.source.follow_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -469,10 +469,10 @@ class GlobalOrder(Sampler[Any]):
 
 
 def _lists_behind(lists: Iterator[list[Any]], taken: int) -> Iterator[list[Any]]:
-    """Yield the rest of lists of rows, of which so many rows were taken.
+    """Yield the rest of lists, after so many of their rows.
 
     Raises:
-        UsageError: there are not as many rows.
+        UsageError: there are fewer rows.
     """
     left = taken
     for rows in lists:

@@ -1,11 +1,11 @@
-"""Samplers that are made for several ranks already: torch's DistributedSampler, and others.
+"""Samplers that are made for several ranks: torch's DistributedSampler, and others.
 
-    a DistributedSampler       is taken over: its order is dealt out, without rows that come twice
+    a DistributedSampler       is replaced: its order is dealt out, without repeated rows
     one that splits by itself  gives each rank its own rows, which are taken as they are
     all others                 give one order on every rank, which is dealt out
 
-A sampler splits by itself if it, or its code, has this rank's number and the number of ranks. To
-deal such an order out again would lose rows and say nothing.
+A sampler splits by itself if it, or its code, has this rank's number and the number of ranks. If
+such an order was dealt out again, rows would be lost silently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.core.errors import UsageError
 from shoal.data.order import set_epoch
 from shoal.data.source import Source
 
-_DEPTH = 4  # samplers within samplers
+_DEPTH = 4  # deepest nesting of samplers in samplers
 _RANK = {
     "rank", "process_index", "process_id", "shard_id", "shard_index", "data_parallel_rank",
     "dp_rank", "rank_id", "get_rank", "local_rank", "worker_rank", "current_rank",
@@ -33,15 +33,15 @@ _RANKS = {
     "data_parallel_size", "dp_size", "rank_size", "get_world_size", "size", "nranks",
 }  # fmt: skip
 _ASKS = ({"get_rank", "get_world_size"}, {"world", "rank", "size"})
-_SETTINGS = ("RANK", "WORLD_SIZE")  # variables of the environment
+_SETTINGS = ("RANK", "WORLD_SIZE")  # environment variables
 
 
 @final
 class WholeOrder(Sampler[int]):
-    """The order of all ranks that a DistributedSampler cuts its own rows out of.
+    """The order of all ranks, from which a DistributedSampler cuts its own rows.
 
     Args:
-        given: torch's own sampler. It follows its dataset, seed, shuffle and drop_last.
+        given: torch's own sampler. This order follows its dataset, seed, shuffle and drop_last.
         size: number of ranks.
     """
 
@@ -70,7 +70,7 @@ class WholeOrder(Sampler[int]):
 
 
 def taken_over(sampler: Any, size: int) -> WholeOrder | None:
-    """Return the whole order of a DistributedSampler that cuts as torch's; else None."""
+    """Return the whole order of a sampler that cuts as torch's DistributedSampler; else None."""
     own = isinstance(sampler, DistributedSampler) and (
         type(sampler).__iter__ is DistributedSampler.__iter__
     )
@@ -78,20 +78,20 @@ def taken_over(sampler: Any, size: int) -> WholeOrder | None:
 
 
 def follow(sampler: Any, source: Source[Any]) -> None:
-    """Let `set_epoch` of a sampler, and of samplers within it, set the epoch of a source, too."""
+    """Make `set_epoch` of a sampler, and of samplers in it, also set the epoch of a source."""
     for one in _within(sampler):
         inner = getattr(one, "set_epoch", None)
         if inner is not None:
-            with suppress(AttributeError):  # it has no attributes of its own
+            with suppress(AttributeError):  # it may have no attributes of its own
                 one.set_epoch = _Following(one.set_epoch, source)
 
 
 @final
 class _Following:
-    """A sampler's `set_epoch`, for the script."""
+    """A sampler's `set_epoch`, which also tells a source."""
 
     def __init__(self, before: Callable[[int], object], source: Source[Any]) -> None:
-        self.own = getattr(before, "own", before)  # without sources that follow
+        self.own = getattr(before, "own", before)  # its own function, without sources that follow
         self._before, self._source = before, source
 
     def __call__(self, epoch: int) -> None:
@@ -102,7 +102,7 @@ class _Following:
 def may_repeat(sampler: Any) -> bool:
     """Return whether a sampler may give a row twice in a pass, such as one with replacement.
 
-    Of samplers that are not torch's own nobody knows.
+    A sampler that is not torch's own may do so.
     """
     return any(
         bool(getattr(one, "replacement", False))
@@ -116,9 +116,9 @@ class RankSplit:
     """A sampler that seems to split its rows by rank.
 
     Args:
-        name: of its class.
-        by: the sign of it, in words.
-        fits: whether it has this rank's number, and the number of ranks here.
+        name: its class's name.
+        by: the evidence, in words.
+        fits: whether it has this rank's number and the number of ranks here.
     """
 
     name: str
@@ -127,11 +127,11 @@ class RankSplit:
 
 
 def split_of(sampler: Any, rank: int, size: int) -> RankSplit | None:
-    """Look whether a sampler splits by rank itself.
+    """Find out whether a sampler splits by rank itself; return None if not.
 
     Args:
         sampler: a sampler or batch_sampler.
-        rank: this one.
+        rank: this rank.
         size: number of ranks.
     """
     for one in _within(sampler):
@@ -144,10 +144,10 @@ def split_of(sampler: Any, rank: int, size: int) -> RankSplit | None:
 
 
 def own_samplers(everyone: list[RankSplit | None]) -> bool:
-    """Whether all ranks' samplers give each its own rows.
+    """Return whether every rank's sampler gives it its own rows.
 
     Raises:
-        UsageError: they split by other numbers than the ranks here have.
+        UsageError: the samplers split by other numbers than the ranks here have.
     """
     found = [split for split in everyone if split is not None]
     if not found:
@@ -189,7 +189,7 @@ def _of_attributes(sampler: Any, rank: int, size: int) -> RankSplit | None:
 
 
 def _of_code(sampler: Any, rank: int, size: int) -> RankSplit | None:
-    """Look whether the code of its methods has the numbers, from elsewhere than its attributes."""
+    """Find a split in the code of its methods, which may read the numbers from outside."""
     for kind in type(sampler).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
             continue
@@ -208,7 +208,7 @@ def _of_code(sampler: Any, rank: int, size: int) -> RankSplit | None:
 
 
 def _words(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the names and the texts in code, also of functions in it."""
+    """Return the names and the texts in code, and in functions inside it."""
     names, texts = {*code.co_names, *code.co_freevars}, set[str]()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -235,7 +235,7 @@ def _is(value: Any, number: int) -> bool:
 
 
 def _is_world(value: Any, rank: int, size: int) -> bool:
-    """Whether an object, such as an accelerator, has both numbers."""
+    """Return whether an object, such as an accelerator, has both numbers."""
     if isinstance(value, type | types.ModuleType):
         return False
     return any(_is(getattr(value, name, None), rank) for name in _RANK) and any(

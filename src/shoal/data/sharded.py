@@ -30,50 +30,50 @@ _ONE_ORDER = "a sampler that gives one order on every rank, which shard deals ou
 
 
 class Positioned(Generic[T]):
-    """What shoal.shard gives: each rank's own batches, and the position that all ranks are at."""
+    """A sharded loader: each rank's own batches, and the position that all ranks share."""
 
     source: Source[T]
-    # Accelerate deals no rows of a loader with this mark: it would do it a second time
+    # Accelerate does not deal out a loader with this mark, and so not a second time.
     _is_accelerate_prepared: ClassVar[bool] = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the global order, as plain data.
+        """Return the position in the global order, as plain data.
 
-        It is the same on every rank, but for streams that shard themselves. It is behind the last
-        batch that the loop took in the epoch that it trains on. Saved by any number of ranks, any
-        number of ranks goes on from it.
+        It is the same on every rank, except for streams that shard themselves. It stands after the
+        last batch that the loop took in the epoch that it trains on. Any number of ranks may save
+        it, and any number may go on from it.
 
         Raises:
-            UsageError: a dataset that shards itself cannot say where it is.
+            UsageError: a dataset that shards itself cannot tell its position.
         """
         return self.source.state()
 
     @property
     def epoch(self) -> int:
-        """The epoch of the row that comes next, counted from 0: where a loop goes on.
+        """The epoch of the next row, counted from 0: a loop goes on there.
 
         Raises:
-            UsageError: as `state_dict`.
+            UsageError: as in `state_dict`.
         """
         return int(self.state_dict()["epoch"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on from a position, on every rank from the same one.
+        """Make the next pass go on from a position, which must be the same on every rank.
 
         Raises:
-            UsageError: it is that of another kind of loader, another dataset or another order.
+            UsageError: it belongs to another kind of loader, another dataset or another order.
         """
         self.source.load(_of_rank(state, self.source))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch, from its start."""
+        """Make the next pass begin this epoch, from its start."""
         self.source.set_epoch(epoch)
 
 
 class ShardedLoader(Positioned[T], DataLoader[T]):
     """A DataLoader of this rank's own rows, which `shard` makes of a DataLoader.
 
-    It has all options of the loader that it was made of.
+    It has all options of that loader.
 
     Examples:
         >>> import shoal
@@ -88,7 +88,7 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
         return self.source.passed(self._fetch)
 
     def _fetch(self) -> Iterator[T]:
-        """Begin a pass. Workers stay for it if they began at the start of an epoch, as it does."""
+        """Begin a pass. Workers are kept if this pass and the last one begin an epoch."""
         goes_on = bool(self.source.start)
         if goes_on or vars(self).get("_went_on"):
             self._iterator = None
@@ -106,13 +106,13 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
 
 
 def _of_rank(state: Mapping[str, Any], source: Source[Any]) -> Mapping[str, Any]:
-    """Pick this rank's own state, where a checkpoint has one of each rank."""
+    """Pick this rank's own state if a checkpoint has one for each rank."""
     states: Any = state.get("ranks") if isinstance(state, Mapping) else None
     if not isinstance(states, list) or not states or not isinstance(states[0], Mapping):
         return state
     own, first = source.own, states[0]
     if own is not None and own.size == len(states):
-        own_state: Mapping[str, Any] = states[own.rank]  # checked as it is loaded
+        own_state: Mapping[str, Any] = states[own.rank]  # checked when it is loaded
         return own_state
     if own is not None and own.rank == 0:
         warnings.warn(
@@ -126,9 +126,9 @@ def _of_rank(state: Mapping[str, Any], source: Source[Any]) -> Mapping[str, Any]
 
 @final
 class ShardedBatches(Positioned[T]):
-    """This rank's own of the batches that an iterable gives, which `shard` makes of one.
+    """This rank's own batches of an iterable, which `shard` makes of an iterable of batches.
 
-    It has `state_dict`, `load_state_dict`, `set_epoch` and `epoch`, as a `ShardedLoader`.
+    It has `state_dict`, `load_state_dict`, `set_epoch` and `epoch`, as a `ShardedLoader` has.
 
     Examples:
         >>> import shoal, torch
@@ -155,18 +155,18 @@ def sharded(
     passes: Passes | None = None,
     next_batch: NextBatchCheck | None = None,
 ) -> Any:
-    """A loader that gives a rank its own rows.
+    """Return a loader that gives a rank its own rows.
 
     Args:
         loader: a DataLoader, or an iterable of batches; all its options are kept.
-        deal: how global batches are dealt.
-        seed: the same on every rank. Seed and epoch give the order.
-        passes: of the session.
-        next_batch: among ranks, if each has a dataset or sampler for its own rows; None if all
-            have the same.
+        deal: the division of global batches among ranks.
+        seed: the same on every rank. Seed and epoch determine the order.
+        passes: the session's passes.
+        next_batch: the check among ranks, if each has a dataset or sampler for its own rows; None
+            if all have the same.
 
     Raises:
-        UsageError: a loader that cannot be dealt, or too few rows for the ranks.
+        UsageError: the loader cannot be dealt out, or has too few rows for the ranks.
 
     >>> rows = DataLoader(list(range(10)), batch_size=2)
     >>> [batch.tolist() for batch in sharded(rows, Deal(rank=1, size=2), seed=0)]
@@ -189,7 +189,7 @@ def sharded(
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the giver of a loader's order: its own batch_sampler, or else a sampler; or None."""
+    """Return the object with a loader's order: its own batch_sampler, a sampler, or None."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     batches = loader.batch_sampler
@@ -201,7 +201,7 @@ def sampler_of(loader: Any) -> Any:
 def _of_rows(
     loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: OwnEnds | None = None
 ) -> ShardedLoader[T]:
-    """Of a dataset with `__getitem__`. With `ends`, each rank's sampler gives its own rows."""
+    """Shard a dataset with `__getitem__`. With `ends`, each rank's sampler gives its own rows."""
     batches, given = loader.batch_sampler, sampler_of(loader)
     whole = taken_over(given, deal.size) if ends is None else None
     rows = given if whole is None else whole
@@ -227,10 +227,10 @@ def _of_rows(
 
 
 def _alone(loader: DataLoader[Any], deal: Deal) -> Deal:
-    """Deal as for one rank: this rank's sampler gives rows for no other.
+    """Return the deal for one rank, because this rank's sampler gives rows for no other.
 
     Raises:
-        UsageError: a sampler of torch's that gives all rows, or a batch that is to be cut.
+        UsageError: a sampler of torch gives all rows, or a batch would have to be cut.
     """
     given = sampler_of(loader)
     if type(given).__module__.startswith("torch.") and not isinstance(given, DistributedSampler):
@@ -252,7 +252,7 @@ def _alone(loader: DataLoader[Any], deal: Deal) -> Deal:
 
 
 def _of_stream(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> ShardedLoader[T]:
-    """Of an IterableDataset."""
+    """Shard an IterableDataset that gives all ranks the same stream."""
     if loader.num_workers and isinstance(deal.shares, Speed):
         raise UsageError(
             "workers that read a stream cut it themselves, and know of no speeds",
@@ -278,7 +278,7 @@ def _of_stream(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> 
 def _of_streams(
     loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, ends: OwnEnds
 ) -> ShardedLoader[T]:
-    """Of datasets that give each rank its own rows."""
+    """Shard datasets that give each rank its own rows."""
     if isinstance(deal.shares, Speed):
         raise UsageError(
             "ranks that have streams of their own take rows at their own pace",
@@ -305,7 +305,7 @@ def _of_streams(
 def _of_batches(
     loader: Any, deal: Deal, seed: int, passes: Passes, next_batch: NextBatchCheck | None
 ) -> ShardedBatches[Any]:
-    """Of an iterable of batches."""
+    """Shard an iterable of batches."""
     if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping):
         raise UsageError(
             "shard takes a DataLoader, or anything that gives batches again and again",
@@ -335,22 +335,22 @@ def _of_batches(
 
 
 def _copy(loader: DataLoader[T], source: Source[T], **own: Any) -> ShardedLoader[T]:
-    """A copy keeps every option, also those of newer versions and of subclasses.
+    """Copy a loader with every option, including options of newer versions and of subclasses.
 
-    Assigning batch_sampler is refused by DataLoader, as batch_size would no longer describe it;
-    what takes its place here keeps to the same batch_size.
+    DataLoader does not allow assigning batch_sampler, because batch_size would no longer describe
+    it. The new batch_sampler here keeps to the same batch_size.
     """
     copied = copy.copy(loader)
     if hasattr(copied, "in_order"):
-        own["in_order"] = True  # else ranks' batches would not belong together
+        own["in_order"] = True  # ranks' batches belong together in order only
     vars(copied).update(source=source, _iterator=None, **own)
     copied.__class__ = _class_of(type(loader))  # type: ignore[arg-type]  # a type has a hash
-    return copied  # type: ignore[return-value]  # it is one now
+    return copied  # type: ignore[return-value]  # its class is this one now
 
 
 @cache
 def _class_of(kind: type[DataLoader[Any]]) -> type[ShardedLoader[Any]]:
-    """ShardedLoader as a subclass of a user's own DataLoader."""
+    """Make ShardedLoader a subclass of a user's own DataLoader."""
     if kind is DataLoader:
         return ShardedLoader
     return type(f"Sharded{kind.__name__}", (ShardedLoader, kind), {})

@@ -1,8 +1,8 @@
-"""How many of a global batch's rows each rank takes: as many, in given shares, or by speed.
+"""Rows of a global batch that each rank takes: equally many, in given shares, or by speed.
 
-Speed is measured as the loop runs: rows over the seconds between two batches, less what this rank
-has waited for others. Every 16 steps ranks tell each other theirs, 24 bytes to every other rank.
-New shares begin with the first batch that no rank has cut yet, so all cut alike.
+Speed is measured as the loop runs: rows over the seconds between two batches, without this rank's
+waits for others. Every 16 steps ranks tell each other their speeds, 24 bytes to every other rank.
+New shares begin with the first batch that no rank has cut yet, so all ranks cut alike.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from shoal.core.numbers import how_many, shown
 from shoal.core.passes import Passes
 from shoal.data.parts import num_rows
 
-_FIRST, _EVERY = 5, 16  # steps of a pass, after which ranks tell their speeds
+_FIRST, _EVERY = 5, 16  # steps of a pass after which ranks tell their speeds
 _PURPOSE = "shard: comparing speeds"
 _LEAST, _MOST = 1e-6, 1e6  # smallest and largest share
 
 
 def _numbers(shares: Any) -> list[float]:
-    """Return shares as numbers; none if they are anything else."""
+    """Return shares as numbers; an empty list if they are anything else."""
     if isinstance(shares, str | bytes | Mapping):
         return []
     try:
         shares = list(shares)
         return [] if any(isinstance(s, str | bool) for s in shares) else [float(s) for s in shares]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # also of tensors
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors raise these too
         return []
 
 
 class Shares:
-    """As many rows on every rank."""
+    """Equally many rows on every rank."""
 
     even = True
 
     def at(self, epoch: int, turn: int) -> Sequence[float] | None:
-        """The shares of a global batch, the same on every rank; None where they are even.
+        """Return the shares of a global batch, the same on every rank; None if they are even.
 
         Args:
-            epoch: in which it is.
+            epoch: number of its epoch.
             turn: its number in the pass.
         """
         return None
 
     def asked(self, num_steps: int) -> None:
-        """The loop asks for a batch; so many steps of the pass were trained on."""
+        """Note that the loop asks for a batch, and how many steps of the pass have trained."""
 
     def given(self, batch: Any) -> None:
-        """It gets one."""
+        """Note that the loop gets a batch."""
 
 
 @final
 class FixedShares(Shares):
-    """The same shares for every batch."""
+    """Fixed shares for every batch, as the user gives them."""
 
     even = False
 
@@ -74,18 +74,18 @@ class FixedShares(Shares):
         self._shares = numbers
 
     def at(self, epoch: int, turn: int) -> Sequence[float] | None:
-        """Those given."""
+        """Return the user's shares."""
         return self._shares
 
 
 @final
 class Speed(Shares):
-    """By the measured speed of each rank.
+    """Shares by the measured speed of each rank.
 
     Args:
         comm: the ranks.
-        passes: tell what the main thread has waited for other ranks.
-        clock: gives seconds.
+        passes: they tell how long the main thread has waited for other ranks.
+        clock: returns seconds.
     """
 
     even = False
@@ -95,19 +95,19 @@ class Speed(Shares):
     ) -> None:
         self._comm = comm.channel("speeds") if comm.size > 1 else None
         self._passes, self._clock = passes, clock
-        self._begin: tuple[int, int] = (0, 0)  # epoch and turn that no rank's cut is behind
-        self._shares: list[tuple[tuple[int, int], list[float]]] = []  # and from where they hold
+        self._begin: tuple[int, int] = (0, 0)  # epoch and turn that no rank has cut yet
+        self._shares: list[tuple[tuple[int, int], list[float]]] = []  # begin of each, and shares
         self._given: tuple[float, float, int] | None = None
         self._rows, self._seconds = 0, 0.0
 
     def at(self, epoch: int, turn: int) -> Sequence[float] | None:
-        """Those that ranks agreed upon for this batch."""
+        """Return the shares that ranks agreed on for this batch."""
         self._begin = max(self._begin, (epoch, turn + 1))
         holding = [shares for begin, shares in self._shares if begin <= (epoch, turn)]
         return holding[-1] if holding else None
 
     def asked(self, num_steps: int) -> None:
-        """The loop asks for a batch, and has trained on the last one."""
+        """Note that the loop asks for a batch, and has trained on the last one."""
         if self._comm is None or not num_steps:
             self._given = None
             return
@@ -116,13 +116,13 @@ class Speed(Shares):
             self._rows += rows
             self._seconds += self._clock() - begin_s - (self._passes.waited_s() - waited_s)
         self._given = None
-        if num_steps == 1:  # which warms up
+        if num_steps == 1:  # the first step only warms up
             self._rows, self._seconds = 0, 0.0
         if num_steps == _FIRST or num_steps % _EVERY == 0:
             self._agree(self._comm)
 
     def given(self, batch: Any) -> None:
-        """The loop gets one."""
+        """Note when the loop gets a batch, and its rows."""
         self._given = self._clock(), self._passes.waited_s(), num_rows(batch)
 
     def _agree(self, comm: Comm) -> None:

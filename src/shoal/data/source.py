@@ -1,7 +1,7 @@
-"""Where batches come from: passes over it, and the position in the global order.
+"""Sources of batches: passes over a source, and the position in the global order.
 
-A position counts what all ranks have taken, so any number of ranks can go on from it. Batches that
-workers have fetched ahead are not taken yet. What an epoch is: core/passes.py.
+A position counts the rows that all ranks have taken, so any number of ranks can continue from it.
+Batches that workers have fetched ahead are not taken yet. core/passes.py defines an epoch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from shoal.data.deal import Deal
 from shoal.data.shares import Shares
 
 T = TypeVar("T")
-Position = list[int]  # rows or batches that all ranks have taken; several where a stream has parts
-Fetch = Callable[[], Iterator[Any]]  # begins a pass over what the source prepared
+Position = list[int]  # rows or batches that all ranks have taken; in each part of a stream
+Fetch = Callable[[], Iterator[Any]]  # begins a pass over rows that the source has prepared
 _MOST_EPOCH = 1 << 31
-_MOST_BEGUN = 64  # passes of one epoch, most of them peeks
+_MOST_BEGUN = 64  # most passes of one epoch that are kept, nearly all of them peeks
 
 
 @dataclass(frozen=True)
 class LoaderStep(Generic[T]):
-    """The batch that this rank takes in one step, and the position behind it."""
+    """The batch that this rank takes in one step, and the position after it."""
 
     batch: T
-    position: Position  # place behind this step
-    last: bool = False  # of the epoch
-    order: int = 0  # a digest of the pass's order, where it is known only now
-    end: int = 0  # rows or batches of the whole stream, where its end was read
-    digest: int = 0  # digest of one row that a stream gives in this step
+    position: Position  # position after this step
+    last: bool = False  # whether it is the epoch's last step
+    order: int = 0  # a digest of the pass's order, if it was not known before
+    end: int = 0  # rows or batches of the whole stream, if its end was read
+    digest: int = 0  # digest of one row of a stream in this step
     places: list[Any] = field(default_factory=list)  # places of a stream's parts
 
 
 @dataclass(frozen=True)
 class OwnPlace:
-    """The rank that a position belongs to, where each rank has rows of its own."""
+    """The rank that a position belongs to, if each rank has rows of its own."""
 
     rank: int
     size: int
@@ -52,43 +52,43 @@ class OwnPlace:
 
 @dataclass(eq=False)
 class Begun:
-    """A pass, and how far it is."""
+    """A pass, and its position."""
 
     noted: Pass
     position: Position
     drawn: bool = False
-    steps: int = 0  # steps with a backward
+    steps: int = 0  # number of steps with a backward
     places: list[Any] = field(default_factory=list)  # places of a stream's parts
 
 
 class Source(ABC, Generic[T]):
     """Gives one rank its batches, pass after pass."""
 
-    kind: ClassVar[str]  # in positions and messages
+    kind: ClassVar[str]  # name of the kind in positions and messages
 
     def __init__(self, deal: Deal, seed: int, passes: Passes, own: OwnPlace | None = None) -> None:
         self.deal, self.seed, self.own = deal, seed, own
-        self.epoch = 0  # of the passes that begin, until one of them counts
-        self.start: Position = []  # where they begin: [] is the start of the epoch
-        self._passes, self._begun = passes, list[Begun]()  # in this epoch
-        self._left: Begun | None = None  # pass of the epoch before, which may go on behind a look
+        self.epoch = 0  # epoch of the next passes, until one of them counts
+        self.start: Position = []  # position at which they begin: [] is the start of the epoch
+        self._passes, self._begun = passes, list[Begun]()  # passes in this epoch
+        self._left: Begun | None = None  # last epoch's pass, which may go on after a peek
         passes.loaders += 1
         self._number = passes.loaders
 
     @abstractmethod
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
-        """A pass over what is left of the epoch; workers start at once."""
+        """Begin a pass over the rest of the epoch; workers start at once."""
 
     @abstractmethod
     def num_steps(self) -> int:
-        """Of the coming pass. Raises TypeError where nobody knows."""
+        """Count the steps of the coming pass. Raises TypeError if the number is not known."""
 
     @abstractmethod
     def facts(self) -> str:
-        """What every rank must have alike, in words."""
+        """Describe the facts that every rank must have alike, in words."""
 
     def order(self) -> int:
-        """A digest of the coming pass's order; 0 where nobody knows it yet."""
+        """Return a digest of the coming pass's order; 0 if it is not known yet."""
         return 0
 
     def passed(self, fetch: Fetch) -> Iterator[T]:
@@ -102,15 +102,15 @@ class Source(ABC, Generic[T]):
         return _TrackedPass(steps, begun, self._passes, self.deal.shares, self.own is not None)
 
     def follow_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch, as a sampler's `set_epoch` says.
+        """Make this epoch the next pass's, as a sampler's `set_epoch` asks.
 
-        A loop says it before each pass, also before one that goes on in the middle of that epoch.
+        A loop calls it before each pass, even before one that goes on in the middle of an epoch.
         """
         if _epoch(epoch) != self.epoch or any(map(self._counts, self._begun)):
             self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of this epoch, from its start.
+        """Make the next pass begin this epoch, from its start.
 
         Raises:
             UsageError: it is no whole number from 0 on.
@@ -118,7 +118,7 @@ class Source(ABC, Generic[T]):
         self.epoch, self.start, self._begun, self._left = _epoch(epoch), [], [], None
 
     def state(self) -> dict[str, Any]:
-        """Where the pass is that training belongs to, as plain data."""
+        """Return the position of the pass that training is in, as plain data."""
         epoch, position = self.epoch, self.start
         order = self.order() if position else 0
         current = self._current()
@@ -138,10 +138,10 @@ class Source(ABC, Generic[T]):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on from a position.
+        """Make the next pass go on from a position.
 
         Raises:
-            UsageError: it is none, or that of another kind of loader, dataset or order.
+            UsageError: it is no position, or belongs to another kind of loader, dataset or order.
         """
         try:
             kind, seed, epoch = str(state["kind"]), int(state["seed"]), int(state["epoch"])
@@ -183,10 +183,10 @@ class Source(ABC, Generic[T]):
 
     @abstractmethod
     def check(self, order: int) -> None:
-        """Look whether one can go on from the position that was set; `order` is its digest.
+        """Check that a pass can go on from the position that was set; `order` is its digest.
 
         Raises:
-            UsageError: one cannot.
+            UsageError: it cannot.
         """
 
     def _advance(self) -> None:
@@ -195,12 +195,12 @@ class Source(ABC, Generic[T]):
             self.epoch, self.start, self._begun = self.epoch + 1, [], []
 
     def _counts(self, begun: Begun) -> bool:
-        """Whether a pass is an epoch, also one that went on where nothing was left of it."""
+        """Return whether a pass counts as an epoch. One that went on at the very end does too."""
         nothing_left = begun.noted.complete and bool(begun.position) and not begun.drawn
         return self._passes.counts(begun.noted) or nothing_left
 
     def _current(self) -> Begun | None:
-        """The pass that training belongs to; as long as there is no model, the last one."""
+        """Return the pass that training is in, or without any model the last one."""
         trained = [begun for begun in self._begun if begun.noted.trained]
         if not trained and not self._passes.is_trained():
             trained = [begun for begun in self._begun if begun.drawn]
@@ -209,10 +209,10 @@ class Source(ABC, Generic[T]):
 
 
 def _undrawn(fetch: Fetch) -> Iterator[Any]:
-    """Begin a pass that goes on, and put back torch's random state.
+    """Begin a pass that goes on, and restore torch's random state.
 
-    The DataLoader drew a number as the epoch began, and draws one again. With that, a run that goes
-    on would draw others for dropout than one that was never stopped.
+    The DataLoader drew a number as the epoch began, and now draws one again. Without this, dropout
+    would get other numbers in a continued run than in one that was never stopped.
     """
     with undrawn():
         return fetch()
@@ -220,7 +220,7 @@ def _undrawn(fetch: Fetch) -> Iterator[Any]:
 
 @final
 class _TrackedPass(Iterator[T]):
-    """An iterator over a pass that notes what is taken from it."""
+    """An iterator over a pass, which notes the batches that are taken from it."""
 
     def __init__(
         self,
@@ -231,11 +231,11 @@ class _TrackedPass(Iterator[T]):
         is_own: bool,
     ) -> None:
         self._steps, self._begun, self._passes, self._shares = steps, begun, passes, shares
-        self._is_own = is_own  # rows of this rank: ranks have only the number of steps alike
+        self._is_own = is_own  # this rank has its own rows, so ranks share only the number of steps
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch that was drawn last is known to be the last one."""
+        """Whether the last batch that was drawn is known to be the epoch's last one."""
         return self._begun.noted.complete
 
     def __next__(self) -> T:
@@ -263,7 +263,7 @@ class _TrackedPass(Iterator[T]):
 
 
 def _epoch(epoch: Any) -> int:
-    """Return an epoch as an int, also if it is one of numpy's or a tensor."""
+    """Return an epoch as an int, also from numpy's integers or a tensor."""
     try:
         number = -1 if isinstance(epoch, bool) else operator.index(epoch)
     except TypeError:
@@ -278,7 +278,7 @@ def _epoch(epoch: Any) -> int:
 
 
 def other_order(got: str, expected: str) -> UsageError:
-    """The error where a position does not belong to what a loader gives."""
+    """Return the error for a position that does not belong to a loader's rows."""
     return UsageError(
         "a position of another dataset or order",
         got=got,

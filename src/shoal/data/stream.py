@@ -12,10 +12,10 @@ are joined with the batches of the step before.
 Random numbers that a stream draws from torch, random and numpy start at the same seed on every
 rank.
 
-**Workers.** A dataset that asks for `get_worker_info()` gives each worker a stream of its own: each
-is dealt by itself, and their last rows together. One that does not ask would give all workers the
-same rows. Here it is one stream, of which each worker takes some global batches: the order is that
-without workers. Guarded by tests/data/test_stream.py.
+**Workers.** A dataset that calls `get_worker_info()` gives each worker a stream of its own. Each
+stream is dealt by itself, and their last rows together. A dataset that does not call it would give
+all workers the same rows. Here it is one stream, and each worker takes some global batches: the
+order is the same as without workers. Guarded by tests/data/test_stream.py.
 
 Costs reading and decoding the whole stream on every rank, and no communication.
 """
@@ -44,21 +44,21 @@ from shoal.data.worker_info import begin
 
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
-_LOOKED_AT = 256  # elements of a row that each rank has read, which ranks compare
-_SHARDS = ("id", "num_workers", "dataset")  # who asks for these shares the stream out
+_LOOKED_AT = 256  # elements of a row that go into the digest which ranks compare
+_SHARDS = ("id", "num_workers", "dataset")  # the stream is divided by a dataset that reads these
 
 
 @final
 @dataclass(frozen=True)
 class Units:
-    """What a stream gives one by one: rows, of which batches are made, or batches."""
+    """The units of a stream: rows, from which batches are made, or whole batches."""
 
-    rows: int | None  # of all ranks in a step; None where units are batches
+    rows: int | None  # rows of all ranks in a step; None if units are batches
     drop_last: bool
-    collate: Collate  # of a list of rows, or of one batch
+    collate: Collate  # makes a batch of a list of rows, or of one batch
 
     def each(self, deal: Deal) -> int:
-        """Units of a global batch."""
+        """Return the number of units in a global batch."""
         return self.rows or (1 if deal.together else deal.size)
 
     def ahead(self, deal: Deal) -> int:
@@ -69,7 +69,7 @@ class Units:
         return deal.size if self.rows else max(2, self.each(deal))
 
     def own(self, units: list[Any], deal: Deal, epoch: int, turn: int) -> Any:
-        """This rank's batch of a global batch."""
+        """Make this rank's batch of a global batch."""
         if self.rows:
             return self.collate(deal.mine(units, epoch, turn))
         if len(units) > self.each(deal):
@@ -97,7 +97,7 @@ class Units:
         return all(num <= num_rows(self.collate(unit)) for num, unit in pairs)
 
     def last(self, num_units: int, deal: Deal, is_start: bool) -> list[int]:
-        """How the last units make global batches."""
+        """Divide the last units into global batches; return their sizes."""
         if self.rows:
             rows, drop_last = self.rows, self.drop_last
             return last_batches(num_units, deal.size, rows, drop_last, is_start=is_start)
@@ -110,14 +110,14 @@ class Units:
 
 
 class WorkerBatch(NamedTuple):
-    """A batch from a worker to the main process: a plain tuple, whose tensors can be pinned."""
+    """A batch from a worker to the main process: a plain tuple, so that tensors can be pinned."""
 
-    part: int  # of the stream: the worker's number where it was given a stream of its own
+    part: int  # part of the stream: the worker's number if it has a stream of its own
     parts: int
-    num: int  # units
-    order: int  # a digest of the first one of the epoch
+    num: int  # number of units
+    order: int  # digest of the epoch's first unit
     digest: int  # digest of the first row of this global batch
-    is_last: bool  # the batch is a list of units, for the main process
+    is_last: bool  # whether the batch is a list of units that the main process must cut
     batch: Any
 
 
@@ -154,9 +154,9 @@ class Dealt(ToldDataset[WorkerBatch]):
         for turn, (units, is_last) in enumerate(turns):
             at += len(units)
             if parts == 1 and turn % workers != number:
-                continue  # another worker's
+                continue  # it is another worker's
             digest = digest_of(units[0], _LOOKED_AT)
-            if worker is not None:  # `collate` may augment, and unlike on every rank
+            if worker is not None:  # `collate` may augment, in different ways on every rank
                 seed_worker(mixed(seed, epoch, self.deal.rank, part, at))
             batch = units if is_last else self.units.own(units, self.deal, epoch, turn)
             yield WorkerBatch(part, parts, len(units), order, digest, is_last, batch)
@@ -164,7 +164,7 @@ class Dealt(ToldDataset[WorkerBatch]):
     def _turns(
         self, first: list[Any], stream: Iterator[Any], random: OwnRandom, taken: int
     ) -> Iterator[tuple[list[Any], bool]]:
-        """Global batches, and at last what is left."""
+        """Yield global batches, and at last the rest."""
         each = self.units.each(self.deal)
         enough = each + self.units.ahead(self.deal)
         units, skipped, at_end = first, 0, False
@@ -189,7 +189,7 @@ class Dealt(ToldDataset[WorkerBatch]):
 
 @final
 class ObservedWorkerInfo:
-    """Torch's WorkerInfo for the dataset, which notes whether it shares the stream out."""
+    """Torch's WorkerInfo for the dataset. It notes whether the dataset divides the stream."""
 
     def __init__(self, info: Any, dataset: Any) -> None:
         self.id_, self.num_workers_ = info.id, info.num_workers
@@ -198,9 +198,9 @@ class ObservedWorkerInfo:
         self.shards = False
 
     def begin(self, seed: int, first: int) -> None:
-        """Begin a pass, whose random numbers start at this seed on every rank.
+        """Begin a pass, with the same seed on every rank.
 
-        Worker 0 has the part of the stream from which the first batch is to come.
+        Worker 0 gets the part of the stream that has the first batch.
         """
         self._seed, self.part = seed, (self.id_ + first) % self.num_workers_
 
@@ -221,7 +221,7 @@ class BeginWorker:
     init: Callable[[int], object] | None
 
     def __call__(self, worker: int) -> None:
-        """Begin, in the worker."""
+        """Prepare the worker."""
         info: Any = torch_worker._worker_info
         seed, epoch, start = info.dataset.told()
         observed = ObservedWorkerInfo(info, info.dataset.dataset)
@@ -230,7 +230,7 @@ class BeginWorker:
 
 
 def as_it_is(piece: Any) -> Any:
-    """Collate nothing: `Dealt` has done so."""
+    """Return the piece unchanged, because `Dealt` has collated it."""
     return piece
 
 
@@ -243,10 +243,10 @@ class Stream(Source[T]):
     def __init__(self, dealt: Dealt, num_workers: int, seed: int, passes: Passes) -> None:
         super().__init__(dealt.deal, seed, passes)
         self._dealt, self._num_workers = dealt, num_workers
-        self._order = 0  # of the epoch that a position was set in
+        self._order = 0  # digest of the epoch's order that a position was set in
 
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
-        """A pass over what is left of the stream."""
+        """Begin a pass over the rest of the stream."""
         self._dealt.tell(self.seed, self.epoch, self.start)
         return self._given(fetch(), list(self.start), self.epoch, self.order())
 
@@ -254,7 +254,7 @@ class Stream(Source[T]):
         self, pieces: Iterator[Any], taken: Position, epoch: int, expected: int
     ) -> Iterator[LoaderStep[T]]:
         units, deal = self._dealt.units, self.deal
-        left: list[tuple[int, Any]] = []  # the last units, and whose they are
+        left: list[tuple[int, Any]] = []  # the last units, each with its part's number
         is_start, turn, order = not taken, 0, expected
         for piece in (WorkerBatch(*each) for each in pieces):
             taken = taken or [0] * piece.parts
@@ -281,13 +281,13 @@ class Stream(Source[T]):
             yield LoaderStep(batch, taken, number == len(sizes) - 1, order, end)
 
     def _drawing(self, epoch: int, at: int) -> AbstractContextManager[None]:
-        """Collate as a worker does, which draws other numbers than those of other ranks."""
+        """Collate with random numbers that differ from other ranks', as in a worker."""
         if not self._num_workers:
             return nullcontext()
         return drawing_at(mixed(self.seed, epoch, self.deal.rank, -1, at))
 
     def num_steps(self) -> int:
-        """Of the coming pass, where the dataset has a length and no worker a stream of its own."""
+        """Count the steps of the coming pass, if the dataset has a length and workers share it."""
         units, deal = self._dealt.units, self.deal
         if not isinstance(self._dealt.dataset, Sized):
             raise TypeError(
@@ -303,13 +303,13 @@ class Stream(Source[T]):
         return len(sizes)
 
     def facts(self) -> str:
-        """What there is to know of a stream."""
+        """Describe the stream, in words."""
         units = self._dealt.units
         rows = "batches" if units.rows is None else f"{units.rows} rows for all ranks"
         return f"a stream{self._length()}, {rows}, {self._num_workers} workers"
 
     def _length(self) -> str:
-        """Say the length that the dataset names; '' if it names none."""
+        """Return the dataset's length in words; '' if it has none."""
         dataset = self._dealt.dataset
         try:
             return f" of {len(dataset)}" if isinstance(dataset, Sized) else ""
@@ -317,11 +317,11 @@ class Stream(Source[T]):
             return ""
 
     def order(self) -> int:
-        """A digest of the first row of an epoch that is gone on with."""
+        """Return a digest of the first row, if a pass goes on in the middle of an epoch; else 0."""
         return self._order if self.start else 0
 
     def check(self, order: int) -> None:
-        """Look whether there are as many workers as parts; the rest shows in the pass itself."""
+        """Check that there are as many workers as parts; other faults show in the pass itself."""
         parts = len(self.start)
         if parts > 1 and parts != self._num_workers:
             raise UsageError(
@@ -334,5 +334,5 @@ class Stream(Source[T]):
 
 
 def _behind(taken: Position, parts: list[int]) -> Position:
-    """A position behind so many more units."""
+    """Return the position after one more unit of each of these parts."""
     return [num + parts.count(part) for part, num in enumerate(taken)]

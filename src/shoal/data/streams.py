@@ -1,8 +1,8 @@
-"""Streams of which each rank has its own: a position, and a state, on each rank.
+"""Streams that are different on each rank: each rank has a position and a state of its own.
 
-The position is the number of batches that were taken of each part of this rank's stream, a part for
-each worker. ends.py lets all ranks end the epoch together. Costs that, and in a worker a copy of
-the dataset's state with each batch, if it has one.
+The position is the number of batches taken from each part of this rank's stream. There is one part
+for each worker. ends.py makes all ranks end the epoch together. This costs ends.py's messages, and
+in a worker a copy of the dataset's state with each batch, if it has one.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class Streams(Source[T]):
         )
 
     def num_steps(self) -> int:
-        """Nobody knows it."""
+        """Raise TypeError, because the number is not known."""
         raise TypeError("the length of streams is not known: count steps as you go")
 
     def facts(self) -> str:
-        """Say the kind: nothing else is known."""
+        """Return the kind in words: nothing else is known."""
         return "a stream on each rank"
 
     def state(self) -> dict[str, Any]:
-        """Return where this rank's stream is, with the dataset's own states."""
+        """Return the position of this rank's stream, with the dataset's own states."""
         state = super().state()
         if state["position"]:
             current = self._current()
@@ -91,7 +91,7 @@ class Streams(Source[T]):
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position of this rank, on as many ranks."""
+        """Go on from a position of this rank, with the same number of ranks."""
         super().load(state)
         num = len(self.start)
         states = [state["own"]] if "own" in state else state.get("states", [None] * num)
@@ -102,7 +102,7 @@ class Streams(Source[T]):
         ]
 
     def check(self, order: int) -> None:
-        """Look whether there are as many workers as parts; the rest shows as it is read."""
+        """Check that there are as many workers as parts; other faults show in the pass itself."""
         if self.start and len(self.start) != self._num_parts:
             raise UsageError(
                 "each worker had a part of the stream, and there are as many workers no more",

@@ -1,4 +1,4 @@
-"""A dataset around the user's own, which hears where each pass begins, in its workers too."""
+"""A dataset around the user's own, which is told where each pass begins, also in its workers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ToldDataset(IterableDataset[T_co]):
-    """A dataset around the user's own, which has the user's attributes.
+    """A dataset around the user's own, with the user's attributes.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # seed, epoch, position: shared with workers, which may outlive a pass
+        # seed, epoch and position, shared with workers, which may outlive a pass
         self._told = torch.zeros(3 + _MOST_WORKERS, dtype=torch.int64, device="cpu").share_memory_()
 
     def tell(self, seed: int, epoch: int, start: Position) -> None:
-        """Note the place at which the next pass begins."""
+        """Tell where the next pass begins."""
         told = [seed % 2**62, epoch, len(start), *start]
         self._told[: len(told)] = torch.tensor(told, dtype=torch.int64, device="cpu")
 
@@ -36,15 +36,15 @@ class ToldDataset(IterableDataset[T_co]):
         return seed, epoch, self._told[3 : 3 + num_told].tolist()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet: a copy is being made
+        if name == "dataset":  # a copy is being made, and does not have it yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 def next_part(taken: Position) -> int:
-    """Return the part from which the batch behind a position comes: workers take turns.
+    """Return the part that the batch after a position comes from: workers take turns.
 
-    A part that has ended is behind the others. It gives nothing, and the turn goes on.
+    A part that has ended is behind the others. It gives no batch, and the turn goes on.
 
     >>> next_part([]), next_part([8, 8, 4]), next_part([8, 8, 8]), next_part([8, 4, 8])
     (0, 2, 0, 0)

@@ -15,13 +15,13 @@ class WorkerInfo:
         self._info, self.dataset = info, dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_info":  # not there yet: a copy is being made
+        if name == "_info":  # a copy is being made, and does not have it yet
             raise AttributeError(name)
         return getattr(self._info, name)
 
 
 def begin(seen: Any, worker: int, init: Callable[[int], object] | None) -> None:
-    """Show the user's code another record, and call the user's `worker_init_fn`."""
+    """Show the user's code this record, and call the user's `worker_init_fn`."""
     module: Any = torch_worker
     module._worker_info = seen
     if init is not None:

@@ -4,9 +4,9 @@
     worker         seeds torch, numpy and random,      pass, this rank and the position
                    and reads the rows
 
-So no two ranks augment alike, and no two passes. A run that goes on in the middle of an epoch draws
-the same numbers. As a worker starts, before `worker_init_fn`, the seed is made of the worker's
-number. Guarded by tests/data/test_worker_draws.py.
+So ranks and passes all augment differently. A run that goes on in the middle of an epoch draws the
+same numbers. Before `worker_init_fn`, as a worker starts, the seed is made of the worker's number.
+Guarded by tests/data/test_worker_draws.py.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 @final
 class WorkerRows:
-    """A dataset as a worker sees it, which is asked for rows together with a seed."""
+    """A dataset as a worker sees it. Each request for rows comes with a seed."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getitem__(self, asked: tuple[int, Any]) -> Any:
-        """Read one item."""
+        """Read one item after seeding."""
         seed, key = asked
         seed_worker(seed)
         return self.dataset[key]
 
     def __getitems__(self, asked: tuple[int, list[Any]]) -> Any:
-        """Read the rows of a batch, as torch's own workers do."""
+        """Read the rows of a batch after seeding, as torch's own workers do."""
         seed, keys = asked
         seed_worker(seed)
         if getattr(self.dataset, "__getitems__", None):
@@ -75,13 +75,13 @@ class SeededInfo(WorkerInfo):
 @final
 @dataclass(frozen=True)
 class SeedWorker:
-    """The first call in a worker: random numbers of its own, then the user's `worker_init_fn`."""
+    """The first call in a worker: seed it, then call the user's `worker_init_fn`."""
 
     seeds: tuple[int, ...]  # loader's seed, epoch, rank
     init: Callable[[int], object] | None
 
     def __call__(self, worker: int) -> None:
-        """Begin, in the worker."""
+        """Prepare the worker."""
         info: Any = torch_worker._worker_info
         seed = mixed(*self.seeds, worker, -1)
         seed_worker(seed)
@@ -89,7 +89,7 @@ class SeedWorker:
 
 
 def seeded(loader: Loader, source: Known[Any]) -> Loader:
-    """Return the loader as its workers are to see it."""
+    """Return a copy of the loader that its workers see."""
     seen = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     seeds = source.seed, source.epoch, source.rank

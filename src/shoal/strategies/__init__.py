@@ -1,1 +1,1 @@
-"""How a site is served: one file a strategy."""
+"""Strategies, one a file, and the parts that they share."""

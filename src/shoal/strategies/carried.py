@@ -1,8 +1,8 @@
-"""What an exchange asks of the strategy it carries.
+"""Checks that an exchange and the strategy it carries fit, and puts coded parameters first.
 
-Whether the strategy takes it is said before anything runs. In a bucket what a codec codes comes
-first, and what travels exactly is behind it, beside control: small parameters, by their dimensions,
-and complex ones.
+The checks run before anything else does. In a bucket, the parameters that a codec codes come first.
+Small parameters (by their number of dimensions), complex ones and control follow, and travel
+exactly.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shoal.core.way import rows_and_rest
 
 
 def check_carried(layer: str, name: str, exchange: str) -> None:
-    """Raise PlanError where there is no such strategy or exchange, or they do not go together.
+    """Raise PlanError if the strategy or the exchange is unknown, or if they do not fit.
 
     Args:
         layer: its dotted name.
-        name: of the strategy.
+        name: the strategy's name.
         exchange: as plans write it, "" for none.
     """
     strategy = named(Strategy, name)
@@ -65,7 +65,7 @@ def check_holder(layer: str, name: str, exchange: str, ranks: int) -> None:
 
     Args:
         layer: its dotted name.
-        name: of the strategy.
+        name: the strategy's name.
         exchange: the rank, as plans write it.
         ranks: number of ranks.
     """
@@ -102,10 +102,10 @@ def _check_rows(layer: str, strategy: Strategy, exchange: str) -> None:
 
 
 def row_codec(exchange: str) -> Codec | None:
-    """The codec in which rows cross, of what a plan writes: "+bfloat16"; None for anything else.
+    """Return the codec that a plan's exchange gives to rows, as "+bfloat16"; None if it has none.
 
     Raises:
-        PlanError: there is none of that name, or it is too far off in one step.
+        PlanError: no codec has this name, or its error in one step is too large for rows.
     """
     text, _ = rows_and_rest(exchange)
     if not text:
@@ -123,14 +123,14 @@ def row_codec(exchange: str) -> Codec | None:
 
 
 def carriers(strategy: Strategy) -> list[str]:
-    """Names of the exact exchanges that a strategy takes."""
+    """List the names of the exact exchanges that a strategy takes."""
     return [name for name, kind in of(Exchange).items() if kind.exact and strategy.takes(kind())]
 
 
 def coded_first(
     parameters: Mapping[str, nn.Parameter], exchange: Exchange
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """A bucket's parameters in its order, and the first of them, which the exchange may code."""
+    """Return a bucket's parameters in their order, and the first of them, which may be coded."""
     coded = {
         name: p
         for name, p in parameters.items()
@@ -142,7 +142,7 @@ def coded_first(
 def profiles_coded_first(
     layers: Iterable[LayerProfile], exchange: Exchange
 ) -> tuple[list[ParameterProfile], int]:
-    """The same of the profiles of layers, with how many may be coded."""
+    """Return the profiles of a bucket's parameters in the same order, and how many may be coded."""
     parameters = [p for layer in layers for p in layer.parameters]
     coded = [p for p in parameters if _may_be_coded(len(p.shape), p.is_real, exchange)]
     others = [p for p in parameters if not _may_be_coded(len(p.shape), p.is_real, exchange)]

@@ -1,13 +1,14 @@
 """Column: each rank has N/P of a layer's outputs, and computes them for the rows of all ranks.
 
-    forward     gather x: K·M·s·(P−1) sent          give the rows their columns: K·N·s·(P−1)/P
-    backward    get their columns' dy: as much      give dx back, summed where the rows are:
-                                                    K·M·s·(P−1)
+    forward     gather x: K·M·s·(P−1) sent          send each row's rank its columns of y:
+                                                    K·N·s·(P−1)/P
+    backward    receive this rank's columns of dy:  send dx back, summed at its rows' rank:
+                K·N·s·(P−1)/P                       K·M·s·(P−1)
 
-A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical path, instead of 2·M·N·s·(P−1)/P
-that may hide; weight, gradient, update and optimizer state are divided by P. dx is not computed
-where x takes no gradient. Of a convolution the outputs are its channels; a sample's K·M is then all
-of its input, and K·N all of its output.
+A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical path, instead of
+2·M·N·s·(P−1)/P that may hide. Weight, gradient, update and optimizer state are divided by P. dx is
+not computed if x takes no gradient. The outputs of a convolution are its channels: K·M is then all
+of a sample's input, and K·N all of its output.
 
 Reference: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
 section 4; Shoeybi et al., "Megatron-LM", 2019, section 3.

@@ -1,12 +1,12 @@
-"""Copies and pickles of modules that Shoal has changed: ordinary ones, which need no shoal.
+"""Copies and pickles of modules that Shoal has changed: ordinary modules, which need no shoal.
 
     served_class     the class of a layer that a strategy serves
-    plain            of a layer whose class a strategy has changed
-    StaysBehind      what hangs on a module as a hook or an attribute, and no copy has
-    leaves_behind    has copies of modules of a class leave that out
+    plain            reduces a layer with a changed class, for copies and pickles
+    StaysBehind      a hook or an attribute of a module that no copy has
+    leaves_behind    makes copies of all modules of a class leave these out
 
-A hook that is left out goes with its number, or it would say of somebody's later hook of the same
-number how that is called. Guarded by tests/session/test_copies.py.
+A hook that is left out goes with its number. Otherwise its settings would hold for a later hook
+with the same number. Guarded by tests/session/test_copies.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, final
 
 from torch import nn
 
-# a module's hooks, and what else it knows of each by its number
+# tables of a module's hooks, each with the tables of settings that use the same numbers
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -31,19 +31,19 @@ _CLASSES: dict[tuple[Any, Any], Any] = {}
 
 
 def plain(module: nn.Module, kind: type[nn.Module], slot: str) -> tuple[Any, ...]:
-    """How to copy or pickle a served layer: as torch's own, without what is kept in `slot`."""
+    """Reduce a served layer for copy or pickle as torch does, without the attribute `slot`."""
     state = {name: value for name, value in vars(module).items() if name != slot}
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
 
 
 def served_class(serving: Any, kind: Any, name: str, module: str | None = None) -> Any:
-    """Return the class of layers of a kind that are run by another one: one class for all of them.
+    """Return the class of served layers of a kind. It is made once and used for all of them.
 
     Args:
         serving: the class that runs them.
         kind: the layers' own class.
-        name: its name.
-        module: its module, where plans know it by that; by default this one.
+        name: the name of the new class.
+        module: the module of the new class, if plans know it by that; by default this one.
     """
     key = serving, kind
     if key not in _CLASSES:
@@ -53,7 +53,7 @@ def served_class(serving: Any, kind: Any, name: str, module: str | None = None) 
 
 
 def kind_before(layer: Any) -> type[nn.Module]:
-    """Return the class that a served layer was of before."""
+    """Return the class that a layer had before it was served."""
     kind: type[nn.Module] = type(layer).__bases__[-1]
     return kind
 
@@ -62,12 +62,12 @@ class StaysBehind:
     """A hook or an attribute of a module that copies and pickles of the module leave out."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # where a class copies its modules in a way of its own: a function that does nothing
+        # a class with its own way to copy modules gets a function that does nothing
         return getattr, (nullcontext(), "__exit__")
 
 
 def leaves_behind(kind: type[nn.Module]) -> None:
-    """Have copies and pickles of all modules of that class leave out what stays behind."""
+    """Make copies and pickles of all modules of a class leave out their `StaysBehind` parts."""
     earlier = copyreg.dispatch_table.get(kind)
     if not isinstance(earlier, _Reduced):
         copyreg.pickle(kind, _Reduced(earlier))
@@ -76,7 +76,7 @@ def leaves_behind(kind: type[nn.Module]) -> None:
 @final
 @dataclass(frozen=True)
 class _Reduced:
-    """How to copy modules of a class: as before, without what stays behind."""
+    """Reduces modules of a class as before, without the parts that stay behind."""
 
     earlier: Callable[[Any], Any] | None
 
@@ -88,7 +88,7 @@ class _Reduced:
 
 
 def _without(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's attributes without those, and without hooks, that stay behind."""
+    """Return a module's attributes without parts that stay behind, in tables of hooks too."""
     kept = {name: value for name, value in state.items() if not isinstance(value, StaysBehind)}
     for table, marks in _HOOKS.items():
         hooks = kept.get(table, {})

@@ -1,9 +1,9 @@
-"""A layer that is cut over the ranks, as it is called: its part of the weight, for all ranks' rows.
+"""Calls of a layer that is cut over the ranks: this rank's part of the weight, for all ranks' rows.
 
-    an nn.Linear                   one operator moves rows and multiplies      (tensors/boundary.py)
-    each output of one weight row  the layer's own forward runs on the part, between the moves
-    any other layer                its own forward runs on this rank's rows, and the products inside
-                                   are made over all ranks              (tensors/weight_products.py)
+    an nn.Linear                    one operator moves rows and multiplies     (tensors/boundary.py)
+    outputs of one weight row each  the layer's own forward runs on the part, between the moves
+    any other layer                 its own forward runs on this rank's rows, and its products are
+                                    made over all ranks                 (tensors/weight_products.py)
 
 Guarded by tests/equivalence/test_cut.py, test_rowwise.py and test_multiplied.py.
 """
@@ -38,18 +38,18 @@ SLOT = "_cut_layer"  # attribute of a served layer: the part that runs it
 class CutMoves(ABC):
     """The moves of rows to the parts of a weight, and of products back."""
 
-    dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
-    takes_parts: ClassVar[bool] = False  # its input is cut already, as its weight is
+    dim: ClassVar[int]  # dimension of the weight: 0 holds the outputs, 1 the inputs
+    takes_parts: ClassVar[bool] = False  # True if the input is cut already, as the weight is
 
     @abstractmethod
     def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
-        """How rows come to the weight's parts."""
+        """Return the move that brings rows to the weight's parts."""
 
     @abstractmethod
     def leave(
         self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
-        """Bring the parts' products to the ranks whose rows they are, in that shape."""
+        """Return the parts' products in this shape, each on the rank that has the row."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class OwnParameters:
         weight: the layer's matrix.
         bias: its vector, or None.
         use: how it multiplies with these; None if its forward runs on parts as it stands.
-        is_exact: whether it is an nn.Linear, of no other class.
-        places: every parameter with the table that has it, and its name there.
+        is_exact: whether it is an nn.Linear itself, not a subclass.
+        places: every parameter with the table that holds it, and its name there.
     """
 
     weight: nn.Parameter
@@ -81,7 +81,7 @@ class OwnParameters:
 
     @property
     def is_turned(self) -> bool:
-        """Whether the weight is a matrix of (inputs, outputs)."""
+        """Whether the weight has the shape (inputs, outputs)."""
         return self.use is not None and self.use.turned
 
     def dim(self, dim: int) -> int:
@@ -118,7 +118,7 @@ class LayerPart:
         self._row_dims = row_dims(module)
         self._outputs = own.weight.shape[1 if own.is_turned else 0]
         at = accumulate(cut_sizes(self._outputs, place.ranks), initial=0)
-        self._mine = list(pairwise(at))[place.rank]  # of the outputs, those whose bias is here
+        self._mine = list(pairwise(at))[place.rank]  # this rank's outputs, where it adds the bias
 
     def run(
         self,
@@ -127,14 +127,14 @@ class LayerPart:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run one call of the layer, of which `forward` is its own."""
+        """Run one call of the layer; `forward` is the layer's own."""
         if self.own.use is None or self.own.is_exact:
-            (x,) = (*args, *kwargs.values())  # or it would not have been cut
+            (x,) = (*args, *kwargs.values())  # a layer with other arguments is never cut
             return self.called(module, forward, x)
         return _CutProducts(self, module).run(forward, args, kwargs)
 
     def called(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The layer's output for this rank's rows; `forward` is the layer's own."""
+        """Return the layer's output for this rank's rows; `forward` is the layer's own."""
         ahead, row = x.shape[: -self._row_dims], x.shape[-self._row_dims :]
         cut_rows = None
         if isinstance(x, CutOutput):
@@ -155,12 +155,12 @@ class LayerPart:
             crossing = self.crossing
             rows = CallRows(self._comm, tuple(told), purpose, self._weighs, self._name, crossing)
             inside = None
-        with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
+        with torch._C.DisableTorchFunctionSubclass():  # the parts themselves, not whole tensors
             if self.own.use is None:
                 product = forward(self._enter(rows)(flat).view(-1, *row))
             else:
                 product = self._product(rows, flat if inside is None else inside, inside is None)
-        place = product.shape[2:]  # of an output, in a convolution
+        place = product.shape[2:]  # height and width of the output of a convolution
         widths = [width * place.numel() for width in self._widths]
         output = self._strategy.leave(
             product.flatten(1), rows, widths, (*ahead, self._outputs, *place)
@@ -181,8 +181,9 @@ class LayerPart:
         return self._strategy.enter(rows, self._widths)
 
     def _added_bias(self) -> Tensor | None:
-        """What this rank adds to its product: its bias, with zeros for other ranks' where all
-        outputs are summed.
+        """Return the bias that this rank adds to its product.
+
+        If all outputs are summed, it has zeros at the other ranks' places.
         """
         bias = self.own.bias
         if bias is None or not self._strategy.dim:
@@ -224,7 +225,7 @@ class _CutLayer(nn.Module):
     @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         part = self._cut_layer
-        if part is None or not part.own.are_held():  # by functional_call
+        if part is None or not part.own.are_held():  # functional_call puts others in place
             return super().forward(*args, **kwargs)
         return part.run(self, super().forward, args, kwargs)
 
@@ -241,6 +242,6 @@ def cut_class(kind: type[nn.Module]) -> Any:
 
 
 def error_of_rows(layer: nn.Module) -> float | None:
-    """How far rows of a cut layer were off as they crossed, relative; None where none did."""
+    """Return the relative error of a cut layer's rows as they crossed; None if all were exact."""
     part: LayerPart | None = layer.__dict__.get(SLOT)
     return None if part is None else part.crossing.error

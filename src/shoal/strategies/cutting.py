@@ -1,20 +1,20 @@
-"""Layers cut over the ranks: what `column`, `row`, pairs and `head` share.
+"""Layers cut over the ranks: the parts that `column`, `row`, pairs and `head` share.
 
     1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from
                   all ranks
-    2             the layer on this rank's part of the weight, for the rows of all ranks; in chunks,
-                  as they come
-    3             what came out goes to the ranks whose rows they are
-    4  backward   the same way back; the weight's gradient stays where the weight is, and is the
+    2             the layer runs on this rank's part of the weight for the rows of all ranks, in
+                  chunks as they come
+    3             the products go to the ranks that have the rows
+    4  backward   the same way back; the weight's gradient stays with the weight, and is the
                   global mean at once
 
-The moves are autograd's (tensors/boundary.py); between them it is the layer's own function, or for
+The moves are autograd's (tensors/boundary.py). Between them runs the layer's own function, or for
 nn.Linear one that does the same, so autocast, hooks on modules and checkpointing work as ever.
 Parameters, their gradients and the optimizer's state are divided by P (tensors/cut.py).
 
-Main threads wait for these moves. What a linear layer's rows take on their way in hides under its
-own products: that of one chunk under the sending of the next, and in backward, where they go back,
-that of the weight's gradient.
+Main threads wait for these moves. A part of the time hides under the layer's own products if it is
+linear: in forward a chunk is sent during the product of the one before. In backward, rows go back
+during the product that makes the weight's gradient.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from shoal.tensors.cut_output import CutOutput
 from shoal.tensors.output_call import OutputCall
 from shoal.tensors.over_ranks import OverRanks
 
-COUNT_BYTES = 80  # the number of rows, and what for, to every peer
+COUNT_BYTES = 80  # a message to every peer: the number of rows, and their purpose
 
 
 @dataclass(frozen=True)
 class CutFacts(Facts):
-    """What a layer is called with, and whether it can be cut by outputs."""
+    """Inputs of a layer's calls, and whether it can be cut by outputs."""
 
-    input_elements: int = 0  # of all calls
-    input_grad: bool = True  # something it is called with takes a gradient
-    rowwise: bool = False  # each of its outputs follows from one row of its weight
+    input_elements: int = 0  # sum over all calls
+    input_grad: bool = True  # whether any input takes a gradient
+    rowwise: bool = False  # whether each of its outputs follows from one row of its weight
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[CutFacts]) -> CutFacts:
@@ -77,7 +77,7 @@ class CutFacts(Facts):
 
 @final
 class CutProbe(Probe):
-    """Counts what layers are called with, and tries their forward on parts of the weight."""
+    """Counts the inputs of layers, and tries their forward on parts of the weight."""
 
     def measure(self, layer: Layer, trial: Trial) -> CutFacts:
         watched = trial.step.layers[layer.name]
@@ -85,8 +85,11 @@ class CutProbe(Probe):
 
 
 class CutStrategy(CutMoves, Strategy):
-    """Cuts the weight of a layer along one dimension: of an nn.Linear, by outputs also of others
-    (rowwise.py).
+    """Cuts the weight of a layer along one dimension.
+
+    An nn.Linear may be cut along both. Another layer may be cut if its input meets the weight in
+    products (profiling/weight_use.py), or along outputs that follow from one row of the weight each
+    (profiling/rowwise.py).
     """
 
     role = Role.CUT
@@ -101,29 +104,29 @@ class CutStrategy(CutMoves, Strategy):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        """The moves of one forward, and of one backward."""
+        """Return the moves of one forward, and of one backward."""
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
-        """What a cut layer costs, by these equations (docs/ideas/how-it-chooses.md has them too).
+        """Estimate a cut layer's cost by these equations (also in docs/ideas/how-it-chooses.md).
 
         P ranks, K rows a rank, c chunks, n products in backward: 2, or 1 where x takes no gradient.
         A product of k rows takes a + b·k seconds on the whole weight.
 
-            part         its width ÷ all widths          of the rank that has most of the weight
+            part         its width ÷ all widths          on the rank with most of the weight
             grown        part·(a + b·P·K) / (a + b·K)    a product's time: its part, rows of all
-            repeated     part·a / (a + b·K)              what each further chunk adds to that
-            memory_s     own product − (a + b·K)         to take memory for the weight's gradient
+            repeated     part·a / (a + b·K)              added by each further chunk
+            memory_s     own product − (a + b·K)         allocates the weight's gradient
             products_s   backward − memory_s             of the layer as profiled
-            later_part   1 − 1/c                         rows that come after the first chunk
+            later_part   1 − 1/c                         share of rows after the first chunk
             entering_s   bytes of x · byte_s             that may hide: all but the latency
             leaving_s    bytes of dx at the move's pace  that may hide
-            messages_s   (c−1) · processor's round_s     of further chunks, each way
+            messages_s   (c−1) · processor's round_s     for further chunks, each way
             forward      (grown + (c−1)·repeated) · profiled forward + messages_s
             backward     grown·products_s + part·memory_s, and with dx
                          (c−1)·repeated·products_s/2 + messages_s
-            coding       elements that cross · (code + read) of the codec, where there is one
+            coding       elements that cross · (code + read) of the codec, if there is one
             hidden       later_part · min(entering_s, forward's product) in forward,
                          min(leaving_s, grown·products_s/n · (1 + later_part)) in backward
         """
@@ -166,7 +169,7 @@ class CutStrategy(CutMoves, Strategy):
         )
 
     def _widths(self, layer: LayerProfile, cluster: Cluster) -> list[int]:
-        """Of each rank's part of the weight, the first of which is widest."""
+        """Return the width of each rank's part of the weight. The first is the widest."""
         return cut_sizes((layer.outputs, layer.inputs)[self.dim], cluster.size)
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
@@ -206,7 +209,7 @@ class CutStrategy(CutMoves, Strategy):
 
 
 def run_cut(name: str, strategy: CutStrategy, module: nn.Module, place: Place) -> None:
-    """Run a module on this rank's part of its weight from now on. The weight is cut already."""
+    """Run a module on this rank's part of its weight. The weight must be cut already."""
     own = OwnParameters.of(module, strategy.use_of(name, module, place))
     widths = cut_sizes(own.weight.shape[own.dim(strategy.dim)], place.ranks)
     part = LayerPart(name, strategy, module, own, widths, place)
@@ -215,14 +218,14 @@ def run_cut(name: str, strategy: CutStrategy, module: nn.Module, place: Place) -
 
 
 def run_whole(module: nn.Module) -> LayerPart:
-    """Give a module its own class again; return its part. Its weight is still cut."""
+    """Give a module its own class again, and return its part. Its weight is still cut."""
     part: LayerPart = module.__dict__.pop(SLOT)
     module.__class__ = kind_before(module)
     return part
 
 
 class ByOutputs(CutStrategy):
-    """Cuts by outputs. What comes out stays cut, unless `leave` says otherwise.
+    """Cuts by outputs. The output stays cut unless a subclass changes `leave`.
 
     See tensors/cut_output.py.
     """
@@ -249,7 +252,7 @@ class ByOutputs(CutStrategy):
         self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
-        # what is asked of the output crosses as it is: sums of a loss, or all of it
+        # later moves of the output, of a loss's sums or of all logits, are exact
         rows = replace(rows, crossing=EXACT)
         if rows.comm.attendance is None:
             return CutOutput.of(product, rows, widths, numbers)
@@ -265,7 +268,7 @@ def _not_by_rows(kind: str) -> str:
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
-    """Why a layer called by all ranks together cannot be cut along such a dimension, or None."""
+    """Return why a layer that all ranks call together cannot be cut so, or None."""
     if layer.calls_vary:
         how_often = "ranks or steps differ in how often they call it"
         return f"{how_often}, and what is cut is called by all ranks together"
@@ -273,7 +276,7 @@ def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str |
 
 
 def refused(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
-    """Why a layer cannot be in parts along a dimension of that width, or None."""
+    """Return why a layer cannot be cut along a dimension of this width, or None."""
     if layer.outside_use:
         return layer.outside_use
     if not layer.calls:
@@ -288,7 +291,7 @@ def refused(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str
 
 
 def move(topology: Topology, nbytes: Callable[[int, int], float]) -> Traffic:
-    """One message from every rank to every other, of `nbytes(source, to)`."""
+    """Return the traffic if every rank sends every other one message of `nbytes(source, to)`."""
     sent, received, leaving = ([0.0] * topology.size for _ in range(3))
     for source, to in permutations(range(topology.size), 2):
         sent[source] += nbytes(source, to)
@@ -298,13 +301,13 @@ def move(topology: Topology, nbytes: Callable[[int, int], float]) -> Traffic:
 
 
 def wire_itemsize(layer: LayerProfile) -> int:
-    """Bytes that an element of its rows takes where it crosses."""
+    """Return the bytes of one element of the layer's rows on the network."""
     itemsize, codec = layer.parameters[0].itemsize, layer.setting.codec
     return min(itemsize, codec_named(codec).nbytes(1, itemsize)) if codec else itemsize
 
 
 def _coding_s(layer: LayerProfile, cluster: Cluster, moves: Sequence[Traffic]) -> float:
-    """Seconds that coding what is sent and reading what comes takes a rank, on its main thread."""
+    """Return the seconds that a rank's main thread codes and decodes rows in these moves."""
     if not layer.setting.codec:
         return 0.0
     coding, elements = (
@@ -315,5 +318,5 @@ def _coding_s(layer: LayerProfile, cluster: Cluster, moves: Sequence[Traffic]) -
 
 
 def counts(layer: LayerProfile, topology: Topology) -> Traffic:
-    """The numbers of rows, told before every call."""
+    """Return the traffic of the numbers of rows, which are told before every call."""
     return move(topology, lambda source, to: COUNT_BYTES * layer.calls)

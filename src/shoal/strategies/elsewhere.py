@@ -1,13 +1,14 @@
-"""Gradients of a layer served by factors that its factors do not hold: a penalty, a use elsewhere.
+"""Gradients of a layer served by `factor` that its factors do not hold: from a penalty, or a second
+use of the weight.
 
-    1  before autograd adds one to `.grad`   what is there is laid aside
-    2  behind                                `.grad` has that gradient alone: it is kept here, and
-                                             what was laid aside is put back
-    3  on the lane                           where the ranks' headers say that any has one, they are
-                                             summed like a bucket (exchange/direct.py)
+    1  before autograd adds one to `.grad`   the present `.grad` is laid aside
+    2  after autograd has added it           `.grad` is that gradient alone: it is kept here, and
+                                             the tensor from step 1 is put back
+    3  on the lane                           if the ranks' headers say that any rank has one, they
+                                             are summed like a bucket (exchange/direct.py)
 
-So `.grad` stays what the factors make of it. Costs nothing but two calls a backward where there are
-none. Guarded by tests/equivalence/test_elsewhere.py.
+So `.grad` holds only the gradient made of factors. In a backward without such gradients, this costs
+two calls. Guarded by tests/equivalence/test_elsewhere.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shoal.strategies.landing import history
 
 @final
 class Elsewhere:
-    """Those of one layer.
+    """Gradients of one layer that its factors do not hold.
 
     Args:
         targets: its parameters.
@@ -54,7 +55,7 @@ class Elsewhere:
         return bool(self._kept)
 
     def coming(self, target: nn.Parameter, grad: Tensor | None) -> None:
-        """Autograd has all of a parameter's gradients; None where all are in factors."""
+        """Lay `.grad` aside before autograd adds to it; `grad` is None if factors hold it all."""
         if not accumulates(self._accumulators()):
             return
         if grad is None:
@@ -66,7 +67,7 @@ class Elsewhere:
         target.grad = None
 
     def landed(self, target: nn.Parameter) -> None:
-        """It has put one from elsewhere into `.grad`."""
+        """Keep the gradient that autograd has just put into `.grad`, and put the old one back."""
         if target not in self._aside:
             return
         gradient, target.grad = target.grad, self._aside.pop(target)
@@ -76,11 +77,11 @@ class Elsewhere:
         self._reached(target)
 
     def drop(self) -> None:
-        """Forget what is kept: `.grad` was cleared."""
+        """Forget the kept gradients, because `.grad` was cleared."""
         self._kept.clear()
 
     def taken(self, targets: Sequence[nn.Parameter], factor: float) -> Tensor | None:
-        """What this rank has, flat and multiplied, for an exchange; None for nothing."""
+        """Return this rank's kept gradients, flat and multiplied, and forget them; None if none."""
         if not self._kept:
             return None
         flat = torch.cat(
@@ -98,7 +99,7 @@ class Elsewhere:
 def summed(
     mine: Tensor | None, targets: Sequence[nn.Parameter], comm: Comm
 ) -> Mapping[nn.Parameter, Tensor]:
-    """The sum over ranks of what each has, by parameter."""
+    """Return the sum over ranks of their gradients, by parameter; `mine` is None if none here."""
     numels = [target.numel() for target in targets]
     like = targets[0]
     flat = mine if mine is not None else like.new_zeros(sum(numels), requires_grad=False)

@@ -1,19 +1,19 @@
-"""Embedding: each rank has V/P rows of a table, and gives the others those that they ask for.
+"""Embedding: each rank has V/P rows of a table, and sends the other ranks the rows they ask for.
 
     forward     1  80 bytes tell each peer how many of its rows are wanted; each id once: 8 bytes to
                    the row's rank
-                2  the rows come back: D·s each, to be spread over the ids
-    backward    3  each row's gradients, added up, go to its rank: D·s; they become the dense
-                   gradient of its part
+                2  the rows come back, D·s bytes each, and are spread over the ids
+    backward    3  each row's gradients are added up and go to its rank, D·s bytes; they become the
+                   dense gradient of its part
 
-An nn.EmbeddingBag makes its bags of the rows that have come. Of a table with `sparse=True` the
+An nn.EmbeddingBag makes its bags of the rows that have come. For a table with `sparse=True` the
 gradient of the part is a sparse tensor.
 
 With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function of the ids, instead of
-2·V·D·s·(P−1)/P; table, gradient, update and optimizer state are divided by P. The gradient is
-dense, as in one process: momentum moves rows that nobody looked up. It lies in a buffer of its own,
-of which a step writes the rows that it touches. Main threads wait for these messages: they hide
-under nothing.
+2·V·D·s·(P−1)/P. Table, gradient, update and optimizer state are divided by P. The gradient is
+dense, as in one process, because momentum also moves rows that no rank looked up. It lies in a
+buffer of its own, and a step writes only the rows that it touches. Main threads wait for these
+messages: they hide under nothing.
 
 Reference: Naumov et al., "Deep Learning Recommendation Model", 2019, section 4 (tables over ranks,
 all-to-all).
@@ -55,16 +55,16 @@ from shoal.tensors.cut import cut, cut_of, part_of, restore
 from shoal.tensors.over_ranks import OverRanks
 from shoal.tensors.wholes import holding_wholes, told_numbers
 
-_LOOKED_AT = 64  # rows of a gradient
+_LOOKED_AT = 64  # number of a gradient's rows that `is_written` looks at
 _ID_BYTES = 8
-_SLOT = "_cut_embedding"  # where a served layer keeps what runs it
+_SLOT = "_cut_embedding"  # attribute of a served layer: the table that runs it
 
 
 @dataclass(frozen=True)
 class IdFacts(Facts):
-    """What an embedding is asked for."""
+    """Number of ids that an embedding looks up."""
 
-    distinct: int = 0  # different ids, each call's by themselves
+    distinct: int = 0  # different ids, counted for each call
 
 
 @final
@@ -103,14 +103,14 @@ class EmbeddingRows(Strategy):
         product = layer.measured(ProductFacts)
         sizes, topology = cut_sizes(layer.inputs, cluster.size), cluster.topology
         row_bytes = layer.outputs * layer.parameters[0].itemsize
-        # ids, taken to be anywhere in the table
+        # ids are assumed to be spread evenly over the table
         of_rank = [layer.measured(IdFacts).distinct * size / layer.inputs for size in sizes]
         ids = move(topology, lambda source, to: of_rank[to] * _ID_BYTES)
         rows = move(topology, lambda source, to: of_rank[source] * row_bytes)
         slopes = move(topology, lambda source, to: of_rank[to] * row_bytes)
         forward = total([counts(layer, topology), ids, rows])
         part, pace = sizes[0] / layer.inputs, cluster.move_pace
-        sparse = layer.measured(SparseFacts)  # rows that are added up: as many as a rank has
+        sparse = layer.measured(SparseFacts)  # rows to add up: as many as a rank has
         return Cost(
             in_forward=Phase(forward, pace, Wait.AT_ONCE),
             in_backward=Phase(slopes, pace, Wait.AT_ONCE),
@@ -130,7 +130,7 @@ class EmbeddingRows(Strategy):
         assert place.comm is not None and isinstance(module.weight, nn.Parameter)
         sizes = cut_sizes(module.num_embeddings, place.ranks)
         over = OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm, place.weighs)
-        over.takes_hooks = False  # rows' gradients come by the table
+        over.takes_hooks = False  # the table brings gradients of rows, past autograd
         cut(module.weight, over)
         look_up_parts(name, module, place)
         return []
@@ -147,10 +147,10 @@ def look_up_parts(
     *,
     by_autograd: bool = False,
 ) -> None:
-    """Look up the rows of a module from now on at the ranks that have them. The weight is cut.
+    """Look up a module's rows at the ranks that have them. The weight must be cut already.
 
     Args:
-        name: of the module.
+        name: the module's name.
         module: the table.
         place: the ranks.
         by_autograd: whether autograd brings the gradient, dense, because the weight has other uses.
@@ -162,7 +162,7 @@ def look_up_parts(
 
 @final
 class _CutTable:
-    """A table of which each rank has a part, for the embedding that looks its rows up."""
+    """A table cut over the ranks, for the embedding that looks up its rows."""
 
     def __init__(
         self,
@@ -182,25 +182,25 @@ class _CutTable:
         self._padding: int | None = None
         if padding is not None and padding in own_rows:
             self._padding = own_rows.index(padding)
-        self._cut = cut_of(module.weight)  # whose buffer is the gradient,
-        self._touched: list[Tensor] = []  # with these rows that are not zero,
-        self._version = 0  # if it is as it was left then
+        self._cut = cut_of(module.weight)  # has the buffer of the dense gradient
+        self._touched: list[Tensor] = []  # rows of that buffer that are not zero
+        self._version = 0  # the buffer's version after the last write here
 
     def look_up(self, ids: Tensor) -> Tensor | None:
         found = self.found(ids)
         return None if found is None else F.embedding(found[1], found[2])
 
     def alone(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Let the module have the whole table inside, on a rank that is alone."""
+        """Let the module hold the whole table in this context, on a rank that calls it alone."""
         return holding_wholes([module], self._comm)
 
     def found(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The different ids, the place of each id among them, and the rows of them.
+        """Return the different ids, the place of each id among them, and their rows.
 
-        None: this rank is alone.
+        Return None if this rank is alone.
         """
         comm, starts = self._comm, self._starts
-        # ascending: each rank's together
+        # ascending, so ids of one rank stand together
         distinct, place = torch.unique(ids.long(), return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._rows:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
@@ -210,7 +210,7 @@ class _CutTable:
         if theirs is None:
             return None
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
-        with torch._C.DisableTorchFunctionSubclass():  # the part itself
+        with torch._C.DisableTorchFunctionSubclass():  # the part itself, not the whole table
             if self._by_autograd:
                 found = F.embedding(local, self.weight, self._padding)
             else:
@@ -219,7 +219,7 @@ class _CutTable:
         return distinct, place, rows
 
     def add(self, ids: Tensor, grad: Tensor) -> None:
-        """Add gradients of some of this rank's rows to its own."""
+        """Add gradients of some of this rank's rows to its gradient."""
         if self._sparse:
             self._add_rows(ids, grad)
         else:
@@ -232,7 +232,7 @@ class _CutTable:
         part = part_of(self.weight)
         rows = in_rows(ids, grad.to(part.dtype), part.shape)
         before = self._cut.settled(self.weight)
-        # a dense one comes of what reads the whole table
+        # it is dense if an operation reads the whole table
         added = rows if before is None else before + rows
         set_local_gradient(
             self.weight, added if added.layout is torch.strided else added.coalesce()
@@ -252,7 +252,7 @@ class _CutTable:
             self._version = target._version
 
     def _cleared(self) -> Tensor:
-        """A dense gradient of zeros: the last one, if free, with only its rows cleared."""
+        """Return a dense gradient of zeros: the last one, if free, with only its rows cleared."""
         buffer = self._cut.buffer
         if buffer is None:
             buffer = self._cut.buffer = torch.zeros_like(part_of(self.weight))
@@ -261,7 +261,7 @@ class _CutTable:
                 buffer.index_fill_(0, ids, 0.0)
             if is_written(buffer):
                 buffer.zero_()
-        else:  # somebody has changed it
+        else:  # user code has changed it
             buffer.zero_()
         self._touched.clear()
         self._version = buffer._version
@@ -269,16 +269,16 @@ class _CutTable:
 
 
 def is_written(dense: Tensor) -> bool:
-    """Whether a gradient that should be zeros was written, as optimizers do through `.data`.
+    """Return whether a gradient that should be zeros was written, as optimizers do through `.data`.
 
-    That leaves no version behind, so some rows are looked at: such an optimizer writes over all of
-    them.
+    A write through `.data` leaves no version, so this looks at some rows: such an optimizer writes
+    over all of them.
     """
     return bool(dense[:: max(1, len(dense) // _LOOKED_AT)].any())
 
 
 class _PartLookUp(torch.autograd.Function):
-    """Rows of this rank's part, whose gradient is not made anew: most of it would be zeros."""
+    """Looks up rows of this rank's part, and adds to one gradient that is kept: most of it is 0."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, part: Tensor, table: _CutTable) -> Tensor:
@@ -294,31 +294,31 @@ class _PartLookUp(torch.autograd.Function):
 
 
 class LookUpTable(Protocol):
-    """A table whose rows are elsewhere, at ranks or servers."""
+    """A table with its rows on other ranks or on servers."""
 
     weight: nn.Parameter
 
     def look_up(self, ids: Tensor) -> Tensor | None:
-        """The rows of these ids, of any shape. None: this rank is alone."""
+        """Return the rows of ids of any shape, or None if this rank is alone."""
 
 
 def run_by(module: nn.Embedding | nn.EmbeddingBag, table: LookUpTable) -> None:
-    """From here on the table looks up what the module is called with."""
+    """Make the table look up all ids in later calls of the module."""
     module.__class__ = _CUT_CLASSES[type(module)]
     module.__dict__[_SLOT] = table
 
 
 def run_by_itself(module: nn.Module) -> nn.Parameter:
-    """From here on the module is torch's own again; the weight, which is cut still."""
+    """Make the module torch's own again, and return its weight, which is still cut."""
     table: LookUpTable = module.__dict__.pop(_SLOT)
     module.__class__ = next(kind for kind, cut in _CUT_CLASSES.items() if type(module) is cut)
     return table.weight
 
 
 class CutEmbedding(nn.Embedding):
-    """An nn.Embedding whose rows are elsewhere, with the same parameters, names and repr.
+    """An nn.Embedding with its rows elsewhere. Its parameters, names and repr are the same.
 
-    A copy of it is an ordinary one.
+    A copy of it is an ordinary nn.Embedding.
     """
 
     _cut_embedding: LookUpTable | None = None
@@ -343,9 +343,9 @@ class CutEmbedding(nn.Embedding):
 
 
 class CutEmbeddingBag(nn.EmbeddingBag):
-    """An nn.EmbeddingBag whose rows are elsewhere, with the same parameters, names and repr.
+    """An nn.EmbeddingBag with its rows elsewhere. Its parameters, names and repr are the same.
 
-    A copy of it is an ordinary one.
+    A copy of it is an ordinary nn.EmbeddingBag.
     """
 
     _cut_embedding: _CutTable | None = None
@@ -365,7 +365,7 @@ class CutEmbeddingBag(nn.EmbeddingBag):
             with table.alone(self):
                 return super().forward(input, offsets, per_sample_weights)
         ids, place, rows = found_rows
-        if not len(rows):  # bags, if there are any, are empty
+        if not len(rows):  # if there are any bags, they are empty
             rows = F.pad(rows, (0, 0, 0, 1))
         padding = None
         if self.padding_idx is not None:

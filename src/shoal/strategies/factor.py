@@ -1,4 +1,4 @@
-"""Factor: send what the gradient is made of, (x, dy), and build dW = Σ dyᵀx on every rank.
+"""Factor: send the two factors of a gradient, (x, dy), and build dW = Σ dyᵀx on every rank.
 
 For a layer of M inputs and N outputs seen by K rows a rank, each rank sends K·(M+N)·s·(P−1) bytes
 instead of 2·M·N·s·(P−1)/P: fewer iff K < 2MN / (P(M+N)). The price is that every rank multiplies
@@ -7,14 +7,14 @@ all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)�
     1  forward      the layer keeps x                         (FactorLinear, FactorEmbedding: the
                                                               layer's new class)
     2  backward     dx as always; (x, dy) is kept for the lane instead of multiplied
-    3  on a lane    24 bytes tell each peer what comes; x and dy of all ranks are gathered, in
-                    rank order
-    4  on a lane    one product over all rows gives the global mean gradient, the same bits wherever
-                    the libraries agree
-    5  backward ends  `.grad` is that buffer, or has it added
+    3  on a lane    24 bytes tell each peer how many rows follow; x and dy of all ranks are
+                    gathered, in rank order
+    4  on a lane    one product over all rows gives the global mean gradient, the same bits if the
+                    ranks' libraries agree
+    5  backward ends  `.grad` becomes that buffer, or the buffer is added to it
 
-What the weight is used for besides, as in a penalty, is summed like a bucket (elsewhere.py), in the
-steps in which it comes on any rank. So are gradients that an autograd.Function asks for by
+Gradients from other uses of the weight, as in a penalty, are summed like a bucket (elsewhere.py),
+in the steps in which any rank has one. So are gradients that an autograd.Function asks for by
 torch.autograd.grad in its own backward, as an adjoint does.
 
 Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
@@ -44,16 +44,16 @@ from shoal.strategies.copies import kind_before, plain, served_class
 from shoal.strategies.factors import EmbeddingProduct, FactorProduct, FactorTransfer, LinearProduct
 from shoal.tensors.weight_products import Product, Products
 
-_HEADER_BYTES = 24  # to every peer: rows, share, and what else there is, with the round's mark
+_HEADER_BYTES = 24  # a message to each peer: rows, share, mark with a flag
 _ID_BYTES = 8
-_SLOT = "_factors"  # where a served layer keeps its transfer
+_SLOT = "_factors"  # attribute of a served layer: its transfer
 
 
 @final
 class Factor(Strategy):
     """Gathers the factors of a weight gradient and multiplies them on every rank.
 
-    For embeddings, linear layers, and others that multiply their input with their weight.
+    It serves embeddings, linear layers, and others that multiply their input with their weight.
     """
 
     name = "factor"
@@ -135,7 +135,7 @@ class Factor(Strategy):
 
 
 class _LinearFunction(torch.autograd.Function):
-    """F.linear whose weight gradient is left to a transfer."""
+    """F.linear that leaves its weight's gradient to a transfer."""
 
     @staticmethod
     def forward(
@@ -158,7 +158,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _EmbeddingFunction(torch.autograd.Function):
-    """F.embedding whose weight gradient is left to a transfer."""
+    """F.embedding that leaves its weight's gradient to a transfer."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, transfer: FactorTransfer) -> Tensor:

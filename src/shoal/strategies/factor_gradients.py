@@ -1,8 +1,8 @@
 """Buffers that hold a layer's global gradients, from their product to `.grad` and after.
 
-A buffer is made once and used again. Where `.grad` is the buffer of the backward before, the new
-gradient is added in place, on the lane. Where the user has put another tensor there, it is added to
-that as backward ends.
+A buffer is made once and used again. If `.grad` is still the buffer of the last backward, the lane
+adds the new gradient in place. If the user has put another tensor there, the buffer is added to
+that tensor as backward ends.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class FactorGradients:
             )
 
     def accumulates(self, target: nn.Parameter) -> bool:
-        """Whether the gradient is to be added to what is in the buffer."""
+        """Return whether the new gradient is added to the buffer's values."""
         return self._accumulates[target]
 
     def buffer(self, target: nn.Parameter) -> Tensor:
-        """The parameter's buffer, made if there is none."""
+        """Return the parameter's buffer; make it if there is none."""
         if target not in self._buffers:
-            # in its strides, which a fused optimizer takes for granted
+            # keeps the parameter's strides, because a fused optimizer assumes them
             self._buffers[target] = torch.empty_like(target)
         return self._buffers[target]
 
     def publish(self, targets: Iterable[nn.Parameter]) -> None:
-        """Have `.grad` be the buffer, or add this to it."""
+        """Make `.grad` the buffer, or add the buffer to it."""
         for target in targets:
             if target.grad is None or self._accumulates[target]:
                 target.grad = self._buffers[target]
@@ -49,5 +49,5 @@ class FactorGradients:
                 target.grad.add_(self._buffers[target])
 
     def tensors(self) -> Sequence[Tensor]:
-        """All buffers."""
+        """List all buffers."""
         return list(self._buffers.values())

@@ -1,9 +1,9 @@
-"""Pairs of factors that are kept on a rank from a layer's backward until they are sent.
+"""Pairs of factors that a rank keeps from a layer's backward until they are sent.
 
-accumulating   a backward leaves pairs, and `.grad` shows that there are some. What is put there
-               takes no memory
-cleared        whoever sets `.grad` to None or to zero drops the pairs, too. Any other change
-               of it is an error
+accumulating   a backward leaves pairs, and `.grad` gets a mark of them that takes no memory, if it
+               was None
+cleared        if user code sets `.grad` to None or to zero, the pairs are dropped too. Any other
+               change of it is an error
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class FactorPairs:
     """Pairs of one layer, one for each use of it.
 
     Args:
-        targets: the parameters of the layer that get gradients from them.
-        label: what messages call the layer's transfer.
+        targets: the layer's parameters that get gradients from the pairs.
+        label: name of the layer's transfer in messages.
         pin: the pin that serves the layer in another way, for messages.
     """
 
@@ -31,29 +31,29 @@ class FactorPairs:
         self._targets, self._label, self._pin = targets, label, pin
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._marks: dict[nn.Parameter, _KeptMark] = {}
-        self.kept_for: set[nn.Parameter] = set()  # targets that trained as something was kept
+        self.kept_for: set[nn.Parameter] = set()  # targets that took gradients as a pair was kept
 
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Keep a pair, of one row for each row of the layer's input."""
+        """Keep a pair. It has one row for each row of the layer's input."""
         self._pairs.append((left, right))
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """Return all pairs as one. There must be some."""
+        """Return all pairs as one. There must be at least one."""
         if len(self._pairs) == 1:
             return self._pairs[0]
         lefts, rights = zip(*self._pairs, strict=True)
         return torch.cat(lefts), torch.cat(rights)
 
     def clear(self) -> None:
-        """Drop the pairs: they are sent."""
+        """Drop the pairs, because they are sent."""
         self._pairs.clear()
         self.kept_for.clear()
 
     def mark(self) -> None:
-        """Let `.grad` show that something is kept: clearing it must drop that."""
+        """Mark `.grad`, so that clearing it is seen and drops the pairs."""
         self.kept_for.update(target for target in self._targets if target.requires_grad)
         for target in self._targets:
             if target.grad is None:
@@ -81,14 +81,14 @@ class FactorPairs:
 
 @final
 class _KeptMark:
-    """The `.grad` of a parameter with kept factors: what is done to it is done to them."""
+    """The `.grad` of a parameter with kept factors, watched so that clearing it drops them."""
 
     def __init__(self, gradient: Tensor, ours: bool) -> None:
-        self.gradient, self.ours = gradient, ours  # ours: put there to be seen
+        self.gradient, self.ours = gradient, ours  # ours: a zero tensor put there as a mark
         self._version = gradient._version
 
     def is_cleared(self, gradient: Tensor | None, where: str, pin: str) -> bool:
-        """Whether it was since set to None or to zero (UsageError for any other change)."""
+        """Return whether it was set to None or to zero; raise UsageError for any other change."""
         if gradient is None:
             return True
         if gradient is self.gradient and gradient._version == self._version:

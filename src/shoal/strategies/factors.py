@@ -25,7 +25,7 @@ from shoal.strategies.landing import at_least, has_nan, history
 
 
 class FactorProduct(ABC):
-    """A layer's gradient as the product of its factors: `left` (x, or ids) and `right` (dy)."""
+    """A layer's gradient as the product of two factors: `left` (x, or ids) and `right` (dy)."""
 
     names: tuple[str, str] = ("weight", "bias")  # names of the parameters in the layer
     weight: nn.Parameter
@@ -40,7 +40,7 @@ class FactorProduct(ABC):
 
     @abstractmethod
     def into(self, out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
-        """Write, or add, the weight's gradient."""
+        """Write the weight's gradient into `out`, or add it."""
 
 
 @final
@@ -79,7 +79,7 @@ class EmbeddingProduct(FactorProduct):
             right = right.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
         if not accumulate:
             out.zero_()
-        if out.is_cuda:  # where index_add_ adds in any order: each rank makes this sum by itself
+        if out.is_cuda:  # index_add_ adds in any order there; each rank makes this sum by itself
             out.index_put_((ids,), right, accumulate=True)
         else:
             out.index_add_(0, ids, right)
@@ -87,7 +87,7 @@ class EmbeddingProduct(FactorProduct):
 
 @final
 class FactorTransfer(Transfer):
-    """One layer's factors in one backward, kept as they come: a pair for each use."""
+    """One layer's factors in one backward, a pair for each use of the layer."""
 
     tells = True
 
@@ -100,19 +100,19 @@ class FactorTransfer(Transfer):
         self._targets = [
             p for p in (product.weight, product.bias) if p is not None and p.requires_grad
         ]
-        self._training = self._targets  # those that were not frozen since
+        self._training = self._targets  # targets without the frozen ones
         self._gradients = FactorGradients()
-        self._begun = False  # a backward has come here that is to be sent
-        self._landed: set[nn.Parameter] = set()  # those that it has brought all of
+        self._begun = False  # whether a backward has come here that will send
+        self._landed: set[nn.Parameter] = set()  # targets that have all gradients of this backward
         self._pairs = FactorPairs(self._targets, label, self._pin)
         self._packed: _PackedFactors | None = None
-        self._found = False  # something on any rank
+        self._found = False  # whether any rank has rows or extra gradients
         self._elsewhere = Elsewhere(self._targets, self._land, lambda: self._accumulators)
-        # autograd's, of the last call: a conversion there and back makes others
+        # autograd's nodes at the last call: converting the module to and fro makes new ones
         self._accumulators: list[Any] = []
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether this call of the layer is one of its own weights, and in training."""
+        """Return whether this call of the layer uses its own weights, in training."""
         trains = any(target.requires_grad for target in self._targets)
         held, (weight, bias) = module._parameters, self.product.names
         own = held.get(weight) is self.product.weight and held.get(bias) is self.product.bias
@@ -126,17 +126,17 @@ class FactorTransfer(Transfer):
         return output
 
     def add(self, left: Tensor, right: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Keep one pair of factors, of the call whose backward runs.
+        """Keep one pair of factors, from the call that backward has reached.
 
-        Return the gradients of weight and bias, if torch.autograd.grad asks for them. It does so
-        within the backward of an autograd.Function, which has them go on from there.
+        Return the gradients of weight and bias if torch.autograd.grad asks for them. It does so
+        inside the backward of an autograd.Function, which continues with them.
         """
         runs = torch._C._will_engine_execute_node
         try:
             lands = any(runs(node) for node in self._accumulators)
-        except RuntimeError:  # torch's answer where torch.autograd.grad asks
+        except RuntimeError:  # torch's answer if torch.autograd.grad asks
             return self._own_gradients(left, right)
-        if not lands:  # a gradient with respect to inputs only
+        if not lands:  # only the gradients of inputs are wanted
             return None, None
         if torch.is_grad_enabled():
             raise history()
@@ -148,13 +148,13 @@ class FactorTransfer(Transfer):
                 + self._pin,
             )
         backward = self._begin()
-        if self._has_hooks():  # they see a rank's own gradient, which is summed like a bucket then
+        if self._has_hooks():  # hooks see a rank's own gradient, which is then summed like a bucket
             return self._own_gradients(left, right)
         left, right = left.detach(), right.detach()
         weight = self.rounds.weighs()
         if weight is not None:
             right = right * weight
-        # until they are sent somebody may fill the same input with the next batch
+        # the script may fill the same input with the next batch before the pair is sent
         if backward.accumulating:
             left, right = left.clone(), right.clone()
         self._pairs.add(
@@ -166,12 +166,12 @@ class FactorTransfer(Transfer):
         return None, None
 
     def _has_hooks(self) -> bool:
-        """Return whether hooks on the parameters are to see gradients of this rank."""
+        """Return whether hooks on the parameters must see this rank's gradients."""
         hooks = [hook for t in self._targets for hook in (t._backward_hooks or {}).values()]
         return not all(isinstance(hook, OwnHook) for hook in hooks)
 
     def _own_gradients(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of weight and bias that come of this rank's rows alone."""
+        """Return the gradients of weight and bias from this rank's rows alone."""
         if torch.is_grad_enabled():
             raise history()
         product = self.product
@@ -182,7 +182,7 @@ class FactorTransfer(Transfer):
         return of_weight, None if product.bias is None else right.sum(0)
 
     def _begin(self) -> Round:
-        """A backward comes here: what was kept and cleared since does not count."""
+        """Begin a backward: pairs that were kept and cleared since do not count."""
         backward = self.rounds.current()
         if not self._begun or backward.accumulating:
             self._forget_if_cleared()
@@ -190,7 +190,7 @@ class FactorTransfer(Transfer):
         return backward
 
     def _land(self, target: nn.Parameter) -> None:
-        """A backward has brought all of a parameter. With the last of them, be ready."""
+        """Note that a parameter has all its gradients. With the last parameter, be ready."""
         backward = self.rounds.current()
         if backward.accumulating:
             if self._elsewhere:
@@ -201,19 +201,19 @@ class FactorTransfer(Transfer):
             backward.ready(self)
 
     def _forget_if_cleared(self) -> None:
-        """Drop what was kept, where `.grad` was cleared since."""
+        """Drop the kept pairs and gradients if `.grad` was cleared since."""
         if self._pairs.drop_if_cleared():
             self._elsewhere.drop()
 
     def pack(self, backward: Round) -> None:
-        self._forget_if_cleared()  # where this backward did not come here
+        self._forget_if_cleared()  # a backward may have passed this layer by
         product = self.product
         if self._pairs:
             left, right = self._pairs.joined()
         else:
             left = torch.empty(0, product.left_width, device=product.weight.device)
             right = torch.empty(0, product.right_width, device=product.weight.device)
-        # a backward may bring it transposed
+        # a backward may give it transposed
         mean = (right.to(product.weight.dtype) / self._ranks).contiguous()
         if backward.share != 1:
             mean.mul_(at_least(backward.share))
@@ -236,7 +236,7 @@ class FactorTransfer(Transfer):
         self._gradients.begin(self._training)
 
     def _trained(self) -> list[nn.Parameter]:
-        """Return the parameters that train, and those frozen since something was kept for them."""
+        """Return the parameters that train, and frozen ones with pairs from before the freeze."""
         kept = self._pairs.kept_for
         if self._landed and any(not target.requires_grad for target in kept):
             raise UsageError(
@@ -282,27 +282,27 @@ class FactorTransfer(Transfer):
 
 @dataclass(frozen=True)
 class _PackedFactors:
-    """Rows of factors that a rank contributes."""
+    """Rows of factors that this rank contributes."""
 
     left: Tensor
     right: Tensor
     share: float
-    more: Tensor | None  # gradients from elsewhere, flat
-    mark: Mark | None  # of the round
+    more: Tensor | None  # extra gradients, flat
+    mark: Mark | None  # the round's mark
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """All ranks' rows, in rank order, those on the right over the mean of shares."""
+    """All ranks' rows in rank order. The right factors are divided by the mean of shares."""
 
     left: Tensor
     right: Tensor
     mean_share: float
-    more: bool  # whether any rank has gradients from elsewhere
+    more: bool  # whether any rank has extra gradients
 
 
 def _gathered(comm: Comm, packed: _PackedFactors) -> _Gathered:
-    """All ranks' rows. A peer receives when it knows how much there is."""
+    """Gather all ranks' rows. A peer posts its receives when it knows the row counts."""
     left, right, mark = packed.left, packed.right, packed.mark
     word = 0 if mark is None else mark.word
     words = [len(left), packed.share, 2 * word + (packed.more is not None)]
@@ -322,7 +322,7 @@ def _gathered(comm: Comm, packed: _PackedFactors) -> _Gathered:
         comm.receive(parts[r], r) for parts in (lefts, rights) for r in comm.others if rows[r]
     ]
     if len(left):
-        own_factors = staged(left), staged(right)  # once for all, where they lie on a GPU
+        own_factors = staged(left), staged(right)  # copied from a GPU once for all peers
         pending += comm.send_in_turn((r, own_factors) for r in comm.others)
     lefts[comm.rank].copy_(left)
     rights[comm.rank].copy_(right)

@@ -1,15 +1,16 @@
-"""Local steps at servers (geo-SGD): a worker pushes how far its weights have gone, and pulls.
+"""Local steps at servers (geo-SGD): a worker pushes its weights' changes, and pulls global weights.
 
-    1  H steps     a worker by its own gradients; nothing is sent
+    1  H steps     a worker steps by its own gradients; nothing is sent
     2  pack        as a step ends: lr·(θ − θ_old) / N, where θ_old are the global weights as this
                    worker saw them last
-    3  on a lane   a slice of that goes to each server, which adds it (servers/geo.py) and answers
+    3  on a lane   a slice of this goes to each server, which adds it (servers/geo.py) and answers
                    with the global weights of its slice
-    4  publish     parameters become those; with a lag they keep what was learned since 2
+    4  publish     parameters become the global weights; with a lag they also keep their changes
+                   since 2
 
-No worker waits for another, but as the staleness says. Bytes a worker: all weights up and down,
-every H steps, and 16 bytes a server. Memory: one copy of the parameters, a second one while they
-are under way, with a lag a third.
+No worker waits for another, unless the staleness bound says so. Bytes a worker: all weights up and
+down, every H steps, and 16 bytes a server. Memory: one copy of the parameters, a second one while
+they travel, with a lag a third.
 
 With one worker this is the plain step. Paddle's workers differ in 4: they keep the part of their
 own steps that dividing by N has not pushed, and push it later.
@@ -36,40 +37,40 @@ from shoal.core.pieces import Piece, cut
 
 
 class GeoRequest(IntEnum):
-    """A worker's request to a server, which answers with its slice, but to the last."""
+    """A worker's request to a server. The server answers with its slice, except to the last."""
 
-    PUSH = 0  # a slice follows, to be added
-    PUT = 1  # a slice follows, to be had from now on
+    PUSH = 0  # a slice follows, and is added
+    PUT = 1  # a slice follows, and replaces the server's
     LOOK = 2
     END = 3  # nothing more comes from this worker over this lane
 
 
 def head(number: int, request: GeoRequest) -> Tensor:
-    """Return what comes first: the number of the transfer, and the request."""
+    """Return the first message: the number of the transfer, and the request."""
     return torch.tensor([number, request], dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class _PackedPush:
-    """A push that is under way, from `pack` to `publish`."""
+    """A push that travels, from `pack` to `publish`."""
 
-    flat: Tensor  # there the difference; back the global weights
+    flat: Tensor  # on the way there the change, on the way back the global weights
     left: Sequence[Tensor]  # pieces as they were packed, if steps go on meanwhile
 
 
 @final
 class GeoTransfer(Transfer):
-    """Parameters of one dtype and device, flat: the global weights that servers have of them.
+    """Parameters of one dtype and device, flat, with the global weights that servers have of them.
 
     Args:
         parameters: by dotted name.
         place: the site, and this worker among all ranks.
-        label: what messages call it.
-        outer: its `lr` is what a difference is multiplied by; its rule is "average".
+        label: the transfer's name in messages.
+        outer: its `lr` multiplies each change; its rule is "average".
     """
 
     served = True
-    number: int  # at the servers, in the order in which these were told of transfers
+    number: int  # number on the servers, in the order in which they were told of transfers
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], place: Place, label: str, outer: Outer
@@ -83,8 +84,8 @@ class GeoTransfer(Transfer):
         self._factor = outer.lr / place.ranks
         self._servers = range(place.ranks, place.ranks + place.servers)
         self._flat = self._parameters()  # θ_old
-        self._packed: _PackedPush | None = None  # while it is under way
-        self._seen = self._flat  # as `look` saw them
+        self._packed: _PackedPush | None = None  # set between `pack` and `publish`
+        self._seen = self._flat  # the global weights of the last `look`
 
     def _parameters(self) -> Tensor:
         return torch.cat([piece.of(piece.parameter) for piece in self.pieces.values()])
@@ -94,7 +95,7 @@ class GeoTransfer(Transfer):
         return parts
 
     def slice_of(self, server: int) -> Tensor:
-        """A copy of a server's slice of the parameters as they are."""
+        """Copy a server's slice of the present parameters."""
         return cut(self._parameters(), len(self._servers))[server - self._servers.start].clone()
 
     @torch.no_grad()
@@ -108,7 +109,7 @@ class GeoTransfer(Transfer):
         self._ask(GeoRequest.PUSH, self._packed.flat, comm)
 
     def _ask(self, request: GeoRequest, flat: Tensor, comm: Comm) -> None:
-        """Send all servers a request, and have their slices in `flat`, which held what is sent."""
+        """Send all servers a request with their slices of `flat`, and receive answers there."""
         slices = dict(zip(self._servers, cut(flat, len(self._servers)), strict=True))
         asked = {server: part for server, part in slices.items() if part.numel()}
         says = head(self.number, request)
@@ -133,29 +134,29 @@ class GeoTransfer(Transfer):
     def global_into(self, into: Mapping[str, Tensor], *, latest: bool = False) -> None:
         """Write the global weights into tensors by name.
 
-        They are those that this worker took over last; the `latest` are those of the last `look`.
+        These are the weights that this worker took over last, or with `latest` of the last `look`.
         """
         flat = self._seen if latest else self._flat
         for (name, piece), part in zip(self.pieces.items(), self._of_pieces(flat), strict=True):
             piece.of(into[name]).copy_(part)
 
     def look(self, comm: Comm) -> None:
-        """See the global weights as servers have them. This worker does not take them over."""
+        """Read the global weights from the servers. This worker does not take them over."""
         self._seen = torch.empty_like(self._flat)
         self._ask(GeoRequest.LOOK, self._seen, comm)
 
     def forget(self) -> None:
-        """What `look` saw is no longer needed."""
+        """Forget the weights that `look` has read."""
         self._seen = self._flat
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin a round with the parameters as they are, which servers have, too."""
+        """Begin a round with the present parameters, which servers have too."""
         self._flat = self._seen = self._parameters()
         self._packed = None
 
     def put(self, comm: Comm) -> None:
-        """Have servers take what the round has begun with. Worker 0 tells them for all."""
+        """Make servers take the round's first weights. Worker 0 sends them for all workers."""
         if comm.rank == 0:
             self._ask(GeoRequest.PUT, self._flat.clone(), comm)
 

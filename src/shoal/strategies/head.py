@@ -1,14 +1,15 @@
-"""Head: `column` for the layer of the logits, whose loss each rank computes on its classes.
+"""Head: `column` for the layer of the logits. Each rank computes the loss on its own classes.
 
-    forward     gather x: K·M·s·(P−1) sent; of every row in the loss its number and target, 16
-                bytes, to every peer, and four sums to the rank whose row it is
-    backward    four numbers a row to every peer               give dx back, summed where the rows
-                                                               are: K·M·s·(P−1)
+    forward     gather x: K·M·s·(P−1) sent; for each row in the loss its number and target, 16
+                bytes, to every peer, and four sums to the rank that has the row
+    backward    four numbers a row to every peer               send dx back, summed at its rows'
+                                                               rank: K·M·s·(P−1)
 
-A softmax on the way tells every peer two sums of each of all P·K rows, and one number back.
+A softmax before the loss sends every peer two sums for each of all P·K rows, and gets one number
+back.
 
-Neither the K·N logits nor the M·N gradients cross the network, which is what heads of very many
-classes need. What the model returns is this rank's rows of logits without the memory
+Neither the K·N logits nor the M·N gradients cross the network, so heads of very many classes can
+train. The model returns this rank's rows of logits as a tensor that takes no memory for them
 (tensors/cut_output.py).
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3; An et al., "Partial FC", 2020, section
@@ -29,16 +30,16 @@ from shoal.profiling.ends import Ends
 from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
 
 _TARGET_BYTES = 16  # a row's number and class
-_TERMS = 4  # of a row, each way
+_TERMS = 4  # terms of a row, each way
 
 
 @dataclass(frozen=True)
 class LossFacts(Facts):
     """The losses that a layer's output goes into, if it goes nowhere else."""
 
-    rows: int = 0  # of its output in cross entropies; 0 where some go elsewhere
-    calls: int = 0  # of these, with the softmaxes on the way,
-    softmax_rows: int = 0  # and the rows in those
+    rows: int = 0  # rows of its output in cross entropies; 0 if the output has other uses
+    calls: int = 0  # number of cross entropies and of softmaxes before them
+    softmax_rows: int = 0  # rows in these softmaxes
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[LossFacts]) -> LossFacts:
@@ -47,12 +48,12 @@ class LossFacts(Facts):
         return super().of_ranks(ranks)
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> LossFacts:
-        return LossFacts()  # its loss is that of its workers
+        return LossFacts()  # its loss belongs to the workers
 
 
 @final
 class LossProbe(Probe):
-    """Follows the outputs of linear layers to the loss."""
+    """Follows the outputs of linear layers to the losses."""
 
     def measure(self, layer: Layer, trial: Trial) -> LossFacts:
         uses = trial.once(Ends.of).losses.get(layer.name, [])

@@ -1,7 +1,7 @@
 """Gradients that land in buckets as autograd accumulates them, for all strategies with buckets.
 
-A number that lies on a GPU is not looked at, and none is brought there from the host, where it is
-not needed: either waits for all that the GPU has still to do.
+Numbers on a GPU are not read, and none is sent there from the host unless that is needed: either
+one waits until the GPU has finished all its queued work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 from shoal.profiling.identity import ROOT
 
-CLOSELY = 50  # backwards, in one of which every element is looked at: that is a pass over memory
+CLOSELY = 50  # every so many backwards one looks at every element, which is a pass over memory
 
 
 def history() -> UsageError:
-    """The error of a backward whose gradients are to be differentiated again."""
+    """Return the error for a backward that keeps a graph of its gradients."""
     return UsageError(
         "a gradient that is exchanged has no history (create_graph=True)",
         do="for a penalty on gradients of inputs use torch.autograd.grad(…, inputs, "
@@ -31,19 +31,21 @@ def history() -> UsageError:
 
 
 class Landing(ABC):
-    """The gradients of one transfer's parameters in a backward: each once, ready with the last.
+    """The gradients of one transfer's parameters in a backward. The last one makes it ready.
 
-    A transfer with a bucket has a subclass, whose `take` brings a gradient into that bucket.
+    Each parameter's gradient lands once. A transfer with a bucket has a subclass, and its `take`
+    brings a gradient into that bucket.
 
-    On a CPU each is scaled into its place as it lands. On a GPU they wait for the last, and one
-    kernel brings them all; they are scaled behind the sum. Of 16 bits none waits, since their sum
-    might overflow. Of what servers sum none waits: they are CPUs, which expect it scaled.
+    On a CPU each gradient is scaled into its place as it lands. On a GPU all gradients wait for the
+    last, and one kernel copies them; they are scaled after the sum. 16-bit gradients are scaled at
+    once, because their sum could overflow. So are gradients for servers: these are CPUs, which
+    expect them scaled.
 
     Args:
-        transfer: whose they are.
+        transfer: the transfer that the parameters belong to.
         parameters: by name.
         flat: the bucket.
-        ranks: how many add to its sums.
+        ranks: number of ranks that add to its sums.
         sparse: whether gradients may be sparse tensors.
         served: whether servers sum them.
     """
@@ -63,22 +65,22 @@ class Landing(ABC):
         if self._period is not None:
             self._period.join(parameters)
         self._waits = flat.device.type != "cpu" and flat.itemsize > 2 and not served
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # places in the bucket, and their gradients
         self._landed: set[nn.Parameter] = set()
         self._gathered: set[nn.Parameter] = set()
         self._closed = False
-        # a small parameter: a NaN mostly spreads to all sums over rows. None on a GPU
+        # a small parameter, because a NaN mostly spreads to all sums over rows; None on a GPU
         seen = [p for p in self.names if p.device.type == "cpu" and p.numel()]
         self._looked_at = min(seen, key=nn.Parameter.numel, default=None)
         self._backwards = 0
-        self._looks_closely = self._looked_at is not None  # NaN in any element
+        self._looks_closely = self._looked_at is not None  # look at every element for NaN
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._land) for parameter in self.names
         ]
 
     @abstractmethod
     def take(self, parameter: nn.Parameter, backward: Round) -> bool:
-        """Bring what is in a parameter's `.grad` into the bucket.
+        """Bring a parameter's `.grad` into the bucket.
 
         Return whether there was anything.
         """
@@ -92,7 +94,7 @@ class Landing(ABC):
         if backward.accumulating or not (period is None or period.is_due):
             return
         if parameter in self._gathered:
-            return  # more of it may come
+            return  # more of its gradient may come
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
         if gradient.layout is not torch.strided and not self._sparse:
@@ -122,13 +124,13 @@ class Landing(ABC):
             backward.ready(self._transfer)
 
     def gather(self, names: Set[str]) -> None:
-        """Take gradients of these parameters as the backward ends: they come in several parts."""
+        """Wait for the end of backward with these parameters, as their gradients come in parts."""
         self._gathered = {parameter for parameter, name in self.names.items() if name in names}
 
     def close(self, backward: Round) -> list[bool]:
-        """Take what has not landed as it is, and return whether each was used.
+        """Take the gradients that have not landed, and return whether each parameter was used.
 
-        It may be nothing, or what was read, assigned or kept.
+        Such a gradient may be None, or a tensor that user code read, assigned or kept.
         """
         self._closed = True
         for parameter, name in self.names.items():
@@ -153,25 +155,25 @@ class Landing(ABC):
         return used
 
     def bring(self, gradient: Tensor, place: Tensor) -> None:
-        """Bring a gradient to its place in the bucket: now, or with the last."""
+        """Bring a gradient to its place in the bucket: now, or with the last one."""
         if self._waits:
             self._waiting.append((place, gradient))
         else:
             torch.mul(gradient, 1.0 / self._ranks, out=place)
 
     def weigh(self, gradients: Sequence[Tensor], shares: Tensor, backward: Round) -> None:
-        """Multiply what this rank adds to a sum by its share of rows, which goes along."""
+        """Multiply this rank's part of a sum by its share of rows, and send the share with it."""
         if self._period is None:
             weigh(gradients, shares, backward.share, self._ranks)
-        else:  # each step's were multiplied as they were kept
+        else:  # each step's gradients were multiplied as they were kept
             weigh((), shares, self._period.share + backward.share, self._ranks)
 
     def divide(self, sums: Tensor, shares: Tensor) -> None:
-        """Make the mean over ranks of sums of what was brought."""
+        """Divide sums over ranks, so that they are the means of all ranks' gradients."""
         divide([sums], shares, self._ranks, self._ranks if self._waits else 1)
 
     def open(self) -> None:
-        """Be there for the next backward."""
+        """Be ready for the next backward."""
         self._landed.clear()
         self._closed = False
         self._backwards += 1
@@ -192,32 +194,32 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def _is_nan(tensor: Tensor) -> bool:
-    """Whether the first number of a tensor on the host is none."""
+    """Return whether the first number of a tensor on the host is NaN."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     first = tensor.detach()[(0,) * tensor.dim()]
     return bool(first != first)
 
 
-_DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coarse for it
+_DIGITS, _BEHIND_POINT = 24, 14  # binary digits of a share if the sum's type is too coarse for it
 
 
 def num_shares(itemsize: int) -> int:
-    """Numbers that go with a sum: how many ranks have a share other than 1, and the sum of those.
+    """Return how many numbers travel with a sum: ranks with a share other than 1, and these shares.
 
-    A type of 16 bits would round that sum by percents, so each binary digit goes as a number of its
-    own.
+    A 16-bit type would round the sum of shares by percents, so each binary digit of a share
+    travels as a number of its own.
     """
     return 2 if itemsize > 2 else 1 + _DIGITS
 
 
 def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int) -> None:
-    """Multiply what a rank adds to a sum by its share.
+    """Multiply this rank's part of a sum by its share.
 
-    A share that is not 1 goes along in `shares`.
+    A share other than 1 is put into `shares`, which is summed too.
 
     Raises:
-        UsageError: on a GPU, as `divide` elsewhere: a type of 16 bits cannot count that many ranks.
+        UsageError: on a GPU, a 16-bit type cannot count that many ranks (on a CPU `divide` raises).
     """
     shares.zero_()
     if share != 1:
@@ -226,7 +228,7 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
         shares[0].fill_(1)
         if len(shares) == 2:
             shares[1].fill_(share)
-            # as exactly as those hold it
+            # rounded as the shares are
             factor = float(torch.tensor(share, dtype=shares.dtype, device="cpu").real)
         else:
             whole = min(round(share * 2**_BEHIND_POINT), 2**_DIGITS - 1)
@@ -241,18 +243,17 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int, parts: int = 1) -> None:
     """Divide sums over ranks by the mean of all shares.
 
-    Those that are not 1 have come with the sums.
-
-    On a GPU always, as nobody looks whether there are any.
+    Shares other than 1 were summed with them. On a GPU it always divides, because reading
+    whether there are such shares would wait.
 
     Args:
-        sums: what to divide, in place.
-        shares: as they have come, summed.
-        ranks: how many have added to the sums.
-        parts: what else to divide by; on a GPU only.
+        sums: tensors to divide, in place.
+        shares: the ranks' shares, summed.
+        ranks: number of ranks that have added to the sums.
+        parts: a further divisor; on a GPU only.
 
     Raises:
-        UsageError: a type of 16 bits cannot count that many ranks.
+        UsageError: a 16-bit type cannot count that many ranks.
     """
     at_host = shares.device.type == "cpu"
     if at_host:
@@ -260,7 +261,7 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int, parts: int = 1) -
             return
         _check_counted(shares.dtype, ranks)
     numbers = shares.real.double()
-    sharers, digits = numbers[0], numbers[1:]  # ranks that have it, of each
+    sharers, digits = numbers[0], numbers[1:]  # ranks that have sent a share, and each digit
     if len(digits) > 1:
         digits = digits.ldexp(
             torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device)
@@ -271,12 +272,12 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int, parts: int = 1) -
             total.div_(float(mean))
         elif total.itemsize > 2:
             total.div_(mean if parts == 1 else mean * parts)
-        else:  # which would round the mean first
+        else:  # 16 bits would round the mean first
             total.copy_(total.float().div_(mean))
 
 
 def _check_counted(dtype: torch.dtype, ranks: int) -> None:
-    """Refuse unlike numbers of rows where a sum cannot count the ranks."""
+    """Raise UsageError if ranks have unlike numbers of rows and a sum cannot count the ranks."""
     most = round(2 / torch.finfo(dtype).eps)
     if ranks > most:
         raise UsageError(
@@ -288,7 +289,7 @@ def _check_counted(dtype: torch.dtype, ranks: int) -> None:
 
 
 def mark(flags: Tensor, used: Sequence[bool]) -> None:
-    """Say of each parameter whether this rank used it, as mostly."""
+    """Set each flag to 1 if this rank used the parameter (the usual case), else to 0."""
     flags.fill_(1)
     for index, is_used in enumerate(used):
         if not is_used:
@@ -296,15 +297,15 @@ def mark(flags: Tensor, used: Sequence[bool]) -> None:
 
 
 def at_least(share: float) -> float:
-    """A share that is no 0.
+    """Return the share, kept away from zero.
 
-    Where no rank has rows, what does not come of rows, as a penalty, is as it was.
+    If no rank has rows, a gradient without rows, as a penalty's, must stay as it is.
     """
     return share if share > LEAST else LEAST
 
 
 def by_kind(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """The parameters by dtype and device: what can lie in one flat tensor."""
+    """Group parameters by dtype and device, so that each group fits in one flat tensor."""
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter

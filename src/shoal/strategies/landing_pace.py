@@ -1,5 +1,6 @@
-"""Measures what a gradient costs the main thread as it lands, beside its bytes: autograd calls a
-hook, which brings it to its place.
+"""Measures the main thread's time for each gradient that lands, apart from its bytes.
+
+Autograd calls a hook, which brings the gradient to its place.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from shoal.exchange.nothing import Nothing
 from shoal.strategies.replicate import BucketTransfer
 
 _PARAMETERS, _NUMEL, _TIMES = 8, 64, 25  # so small that bytes cost nothing
-# numbers that are computed between two gradients: like a layer, they push out of caches what the
-# hook needs there
+# Numbers that are computed between two gradients. They evict the hook's data from the caches,
+# as a layer does.
 _BETWEEN = 1 << 16
 
 
 def probe_landing(comm: Comm, device: torch.device) -> float:
-    """Processor seconds of the main thread for each gradient that lands in a bucket.
+    """Measure the main thread's processor seconds for each gradient that lands in a bucket.
 
     Args:
-        comm: the ranks, all of which call this at once.
-        device: where gradients are.
+        comm: the ranks, which all call this at once.
+        device: the gradients' device.
 
     Returns:
-        The slowest rank's, on every rank the same. A hook that does nothing is no part of it: the
-        steps that are profiled have such hooks.
+        The slowest rank's time, the same number on every rank. The time of an empty hook is
+        subtracted, because profiled steps have such hooks too.
     """
     ours, plain = (
         [
@@ -59,12 +60,12 @@ def probe_landing(comm: Comm, device: torch.device) -> float:
 
 
 def _backward_s(parameters: Sequence[nn.Parameter], between: Tensor) -> float:
-    """Seconds of a backward that gives each of them a gradient, and computes in between."""
+    """Return the seconds of a backward that gives each parameter a gradient, with other work."""
     total = torch.zeros((), dtype=torch.float32, device=between.device)
     for parameter in parameters:
         parameter.grad = None
         total = total + (between * (total + parameter.sum())).mean()
-    # others may have the core in between; on a GPU another thread calls the hooks
+    # another thread may use the core meanwhile; on a GPU another thread calls the hooks
     now = time.thread_time if between.device.type == "cpu" else time.perf_counter
     begin_s = now()
     torch.autograd.backward(total)
@@ -91,7 +92,7 @@ class _NoRound(Round):
         """Send nothing."""
 
     def make_room(self, transfer: Transfer) -> None:
-        """There is room."""
+        """Do nothing, because there is always room."""
 
 
 _NO_ROUND = _NoRound()

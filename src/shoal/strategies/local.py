@@ -1,23 +1,25 @@
-"""Local steps: each rank trains by itself, and now and then all of them come together.
+"""Local steps: each rank trains by itself, and every H steps all ranks come together.
 
-    1  H steps      each rank by its own gradients; nothing is sent
+    1  H steps      each rank steps by its own gradients; nothing is sent
     2  pack         as a step ends: the bucket, which holds θ_old, becomes θ_old − θ
     3  on a lane    ranks tell their rows; each difference is multiplied by its rank's share of
-                    them; the exchange's first half brings the sums to the owners of slices
+                    all rows; the exchange's first half brings the sums to the owners of slices
     4  the owner    makes new values of its slice by the outer rule (core/outer.py); it alone has
                     that slice's momentum
-    5  on the lane  the exchange's second half brings new values to everyone
-    6  publish      parameters become those; with a lag they keep what came since 2
+    5  on the lane  the exchange's second half brings new values to all ranks
+    6  publish      parameters become the new values; with a lag they also keep their changes
+                    since 2
 
-The bytes are those of `replicate` by the same exchange, every H steps, and a message of 16 bytes a
-rank. The bucket holds θ_old between two times; that is the memory of one copy of the parameters.
-While it is under way there is a second one, and with a lag a third. Momentum is divided by P.
+The bytes are the same as for `replicate` by the same exchange, every H steps, and a message of 16
+bytes a rank. The bucket holds θ_old between rounds; that is the memory of one copy of the
+parameters. During the exchange there is a second one, and with a lag a third. Momentum is divided
+by P.
 
-Ranks of an island step as one (features/local_rounds.py): each has the island's θ. The sum by their
-shares of the rows is then the mean over islands by theirs, with nothing else to do here.
+Ranks of an island step as one (features/local_rounds.py): each has the island's θ. The sum by the
+ranks' shares of rows is then the mean over islands by their shares, with nothing else to do here.
 
-With a codec, codes are of differences and of changes. What these lose is kept and goes with the
-next, as of gradients (codecs/coded.py).
+With a codec, differences and changes travel as codes. The error of each code is kept and added to
+the next, as it is for gradients (codecs/coded.py).
 
 Guarded by tests/equivalence/test_local_steps.py and test_islands.py. References: core/outer.py.
 """
@@ -52,21 +54,21 @@ class RowCounter(Protocol):
     """A counter of this rank's rows."""
 
     def own(self) -> float:
-        """How many there were so far."""
+        """Return the number of rows so far."""
 
     def first_batch(self) -> float:
-        """A digest of the first batch; 0 where there is none, or ranks may have the same."""
+        """Return a digest of the first batch; 0 if there is none, or if ranks may have the same."""
 
 
 @dataclass(frozen=True, eq=False)
 class _PackedRound:
-    """A round that is under way, from `pack` to `publish`."""
+    """A round that travels, from `pack` to `publish`."""
 
     before: Tensor  # θ_old, flat
     left: Sequence[Tensor]  # parameters as they were packed, if steps go on meanwhile
-    told: tuple[float, ...]  # rows since the last time, how many times there were, first batch
-    rates: Mapping[str, float]  # learning rates, of slowmo
-    momentum: Tensor  # of the own slice, to be changed
+    told: tuple[float, ...]  # rows since the last round, number of rounds, first batch's digest
+    rates: Mapping[str, float]  # learning rates, for slowmo
+    momentum: Tensor  # momentum of the own slice, which the outer rule changes
 
 
 @final
@@ -75,24 +77,24 @@ class _Velocity:
 
     Args:
         own: the slice.
-        spans: what its values are.
+        spans: the parts of parameters that the slice holds.
     """
 
     def __init__(self, own: Tensor, spans: Sequence[Span]) -> None:
         wide = torch.float32 if own.itemsize < 4 else own.dtype
         self.momentum = torch.zeros_like(own, dtype=wide)
-        self.rates: Mapping[str, float] = {}  # learning rates as of the last time
+        self.rates: Mapping[str, float] = {}  # learning rates at the last round
         self._spans = spans
 
     def rescale(self, momentum: Tensor, rates: Mapping[str, float]) -> None:
-        """Have momentum, which is of the last time's learning rates, be of these."""
+        """Convert momentum from the last round's learning rates to these."""
         for span, part in self._parts(momentum):
             before, now = self.rates.get(span.name, 0.0), rates.get(span.name, 0.0)
             if before > 0 and now > 0 and before != now:
                 part.mul_(now / before)
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], names: Collection[str]) -> None:
-        """Take what is known of parameters of these names; the others begin anew."""
+        """Load the state of parameters of these names. Parameters without state begin anew."""
         for span, part in self._parts(self.momentum):
             known = state.get(span.name)
             if known is None:
@@ -106,21 +108,21 @@ class _Velocity:
         }
 
     def _parts(self, own: Tensor) -> list[tuple[Span, Tensor]]:
-        """The parts of the slice, each with the part of a parameter that it is."""
+        """Pair the slice's parts with the spans of the parameters that they hold."""
         parts = own.split([span.stop - span.start for span in self._spans])
         return list(zip(self._spans, parts, strict=True))
 
 
 @final
 class LocalTransfer(Transfer):
-    """Parameters of one dtype and device, flat: what all ranks have in common of them.
+    """Parameters of one dtype and device, flat, with the values that all ranks have in common.
 
     Args:
         parameters: by dotted name.
-        exchange: what carries them.
-        place: this rank, and how many there are.
-        label: what messages call it.
-        outer: the rule, for that many ranks.
+        exchange: the exchange that carries the bucket.
+        place: this rank, and the number of ranks.
+        label: the transfer's name in messages.
+        outer: the outer rule for that many ranks.
     """
 
     def __init__(
@@ -142,12 +144,12 @@ class LocalTransfer(Transfer):
         of_codec = {name: numels[name] for name in coded}
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, of_codec, ranks))
         self._own = cut(self._flat, ranks)[rank]
-        spans = LiveBucket.even(self._flat, numels, ranks).spans  # of each rank
+        spans = LiveBucket.even(self._flat, numels, ranks).spans  # the spans of every rank
         self._velocity = _Velocity(self._own, spans[rank])
-        self._packed: _PackedRound | None = None  # while it is under way
-        self._is_lossy = not self.carrier.exact  # so far
-        self._packed_rows, self._times = 0.0, 0  # this rank's, as of the last time
-        self.counted: RowCounter  # given before it goes
+        self._packed: _PackedRound | None = None  # set between `pack` and `publish`
+        self._is_lossy = not self.carrier.exact  # whether a codec has lost something so far
+        self._packed_rows, self._times = 0.0, 0  # this rank's rows and rounds at the last pack
+        self.counted: RowCounter  # set before the first round
         self.learning: Callable[[], Mapping[int, float]] = dict  # rates now, by id of a parameter
 
     @property
@@ -184,7 +186,7 @@ class LocalTransfer(Transfer):
         new = self._outer.step(before.to(momentum.dtype), self._own.to(momentum.dtype), momentum)
         if self.carrier.exact:
             self._own.copy_(new)
-            if self._is_lossy:  # until now
+            if self._is_lossy:  # the codec went away since
                 unsent = self.carrier.kept(UNSENT, comm.rank)
                 self._own[: len(unsent)].add_(unsent)
                 unsent.zero_()
@@ -194,17 +196,17 @@ class LocalTransfer(Transfer):
             self._gather_changes(new, before, packed.before, comm)
 
     def _gather_changes(self, new: Tensor, before: Tensor, common: Tensor, comm: Comm) -> None:
-        """Bring to all ranks what a codec makes of the changes of the own slice."""
+        """Bring the own slice's changes to all ranks through a codec, and keep its error."""
         self._flat.copy_(common)
         unsent = self.carrier.kept(UNSENT, comm.rank)
-        num = len(unsent)  # behind them is what goes exactly
+        num = len(unsent)  # the values after these travel exactly
         changes = new[:num].to(unsent.dtype) - before[:num] + unsent
         self._own[num:].copy_(new[num:])
         self.carrier.gather_changes(changes, comm)
         torch.sub(changes, self._own[:num] - before[:num], out=unsent)
 
     def _share(self, own: tuple[float, ...], comm: Comm) -> float:
-        """This rank's share of the rows of all."""
+        """Return this rank's share of all ranks' rows."""
         told = torch.zeros(comm.size, len(own), dtype=torch.float64, device=self._flat.device)
         told[comm.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
         comm.all_reduce(told)
@@ -237,10 +239,10 @@ class LocalTransfer(Transfer):
         self._packed = None
 
     def common(self, *, latest: bool = False) -> Mapping[str, Tensor]:
-        """What all ranks have in common of each parameter, by name; views, to be read at once.
+        """Return the common values of all parameters, by name, as views that must be read at once.
 
-        That is what the running round began with; the `latest` is what an exchange has brought that
-        nobody has published yet. Then no lane may be at it any more.
+        These are the values from the start of the running round. With `latest` they are the newest
+        that an exchange has brought, published or not. Then no lane may still be at work.
         """
         packed = None if latest else self._packed
         flat = self._flat if packed is None else packed.before
@@ -252,10 +254,10 @@ class LocalTransfer(Transfer):
         """Begin a round with the parameters as they are, and the outer rule's state.
 
         Args:
-            state: as `state` gives it; {} for none. Parameters of other buckets are skipped.
+            state: as `state` returns it; {} for none. Parameters of other buckets are skipped.
 
         Raises:
-            UsageError: it is of parameters of other sizes.
+            UsageError: the state belongs to parameters of other sizes.
         """
         for name, p in self.parameters.items():
             numel = state[name]["momentum"].numel() if name in state else p.numel()
@@ -273,9 +275,9 @@ class LocalTransfer(Transfer):
         self._packed, self._packed_rows = None, self.counted.own()
 
     def state(self, comm: Comm) -> StateDict:
-        """The outer rule's latest state on every rank, by parameter name (a collective).
+        """Gather the outer rule's latest state on every rank, by parameter name (a collective).
 
-        "momentum": flat, in the order of the parameter's memory. "rate": of SlowMo.
+        "momentum" is flat, in the order of the parameter's memory. "rate" is SlowMo's.
         """
         latest = self._packed or self._velocity
         momentum, rates = latest.momentum, latest.rates

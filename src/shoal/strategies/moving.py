@@ -1,16 +1,16 @@
-"""State that training changes on each rank otherwise: it agrees as backward ends.
+"""State that training changes differently on each rank: all ranks agree on it as backward ends.
 
-    pack      rank 0's bytes; or every rank's numbers, by its share, and which it has changed
+    pack      rank 0's bytes; or every rank's numbers, by its share, and flags of changed ones
     run       bytes from rank 0 to all; or the numbers are summed
-    publish   all ranks have rank 0's; or the mean of what any rank has changed
+    publish   all ranks have rank 0's values; or the mean of all values that any rank has changed
 
-It goes first in every backward that sends, while gradients come, or last where backward itself
+It goes first in every backward that sends, while gradients come, or last if backward itself
 changes it. So nothing is left to do at `eval()` or in `state_dict()`, which one rank may call
 alone.
 
-Bytes: of a mean what `direct` takes for 4 bytes a number (8 where it has more). Rank 0 sends its
-own state whole to each rank; where it is large, a slice to each, who sends it on. Guarded by
-tests/equivalence/test_moving.py.
+Bytes: a mean takes as many as `direct` for 4 bytes a number (8 for wider types). Rank 0 sends small
+state whole to each rank. It sends each rank a slice of large state, and the rank passes that on.
+Guarded by tests/equivalence/test_moving.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shoal.core.pieces import cut, cut_sizes
 from shoal.exchange.direct import Direct
 from shoal.strategies.landing import divide, num_shares, weigh
 
-_WHOLE_BYTES = 1 << 18  # up to these rank 0 sends all of it to each rank: one message in a row
+_WHOLE_BYTES = 1 << 18  # up to this size rank 0 sends all of it to each rank: one message in a row
 _DIRECT = Direct()
 
 
@@ -43,12 +43,12 @@ def of_holders(
     known: Mapping[str, TensorSlot],
     holders: Mapping[str, int | Callable[[], int]],
 ) -> list[OfState]:
-    """Make the transfers by which all ranks get each state from the rank that has it.
+    """Make the transfers that bring each state from the rank that holds it to all ranks.
 
     Args:
         moving: the state.
         known: its places, by name.
-        holders: the rank that has it, or a function that returns the rank once it is known.
+        holders: the rank that holds it, or a function that returns the rank once it is known.
     """
     groups: dict[tuple[int | str, torch.device], list[MovingState]] = {}
     for state in moving:
@@ -67,7 +67,7 @@ def of_holders(
 def transfers_of(
     moving: Sequence[MovingState], known: Mapping[str, TensorSlot], ranks: int
 ) -> list[OfState]:
-    """What brings it to agree, a transfer for each kind."""
+    """Make the transfers by which ranks agree on the state, one for each kind of it."""
     groups: dict[tuple[str, int, torch.device], list[MovingState]] = {}
     for state in moving:
         tensor = known[state.name].tensor
@@ -84,7 +84,7 @@ def transfers_of(
 
 
 def phase_of(moving: Sequence[MovingState], cluster: Cluster) -> Phase | None:
-    """What that costs in a step."""
+    """Return the cost of these transfers in a step, or None if there is no state."""
     traffics = []
     for itemsize in (4, 8):
         numels = [s.numel for s in moving if s.how == "mean" and s.itemsize == itemsize]
@@ -124,39 +124,39 @@ def _from_first(nbytes: int, topology: Topology) -> Traffic:
 
 @dataclass
 class LocalState:
-    """What a transfer of state knows where ranks step by themselves."""
+    """Rows and common values of a transfer of state, if ranks make local steps."""
 
-    rows: Callable[[], float]  # this rank's, so far
-    packed_rows: float  # as of the last time
-    common: Sequence[Tensor] = ()  # what all have, as of the last time
+    rows: Callable[[], float]  # this rank's rows so far
+    packed_rows: float  # rows at the last round
+    common: Sequence[Tensor] = ()  # values that all ranks had at the last round
 
     def share(self) -> float:
-        """This rank's rows since the last time."""
+        """Return this rank's rows since the last round, and begin to count anew."""
         rows = self.rows()
         self.packed_rows, share = rows, rows - self.packed_rows
         return share
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Note what all have."""
+        """Keep copies of the values that all ranks have."""
         self.common = [tensor.detach().clone() for tensor in tensors]
 
 
 class OfState(Transfer):
-    """What one transfer of state has to do with modules."""
+    """A transfer of state. It reads values from modules and puts new ones there."""
 
     def __init__(self, held: Sequence[TensorSlot], at_once: bool) -> None:
         self.held, self.at_once = tuple(held), at_once
         more = f" and {len(held) - 2} more" if len(held) > 2 else ""
         names = ", ".join(state.name for state in held[:2])
         self.label = f"buffers that training changes ({names}{more})"
-        # what a module replaces it is not changed in place, since somebody may need it
+        # a tensor that a module replaces is not changed in place, since other code may need it
         self._tensors = [self.tensor(state) for state in held]
-        self._has_it = False  # on this rank it is what all are to have
-        self.local: LocalState | None = None  # where ranks step by themselves
+        self._has_it = False  # whether this rank's values are the ones that all ranks get
+        self.local: LocalState | None = None  # set if ranks make local steps
         self._forms = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
 
     def tensor(self, state: TensorSlot) -> Tensor:
-        """A state as it is now."""
+        """Return a state's present tensor."""
         tensor = state.tensor
         if tensor is None:
             raise UsageError(
@@ -168,7 +168,7 @@ class OfState(Transfer):
         return tensor
 
     def now(self) -> list[Tensor]:
-        """All of them as they are now."""
+        """Return all states' present tensors; raise UsageError if one has another form."""
         tensors = [self.tensor(state) for state in self.held]
         for state, tensor, form in zip(self.held, tensors, self._forms, strict=True):
             if (tensor.shape, tensor.dtype) != form:
@@ -182,20 +182,20 @@ class OfState(Transfer):
         return tensors
 
     def begin(self, rows: Callable[[], float]) -> None:
-        """Be of ranks that step by themselves, and take what this one has for what all have."""
+        """Begin local steps, with this rank's values as the values that all ranks have."""
         self.local = LocalState(rows, rows())
         self.local.keep(self.now())
 
     def common(self) -> dict[str, Tensor]:
-        """What all ranks have in common, by name, where they step by themselves."""
+        """Return the values that all ranks have in common during local steps, by name."""
         assert self.local is not None
         names = [state.name for state in self.held]
         return dict(zip(names, self.local.common, strict=True))
 
     def put(self, values: Iterable[Tensor]) -> None:
-        """Give each state its value: in its place, or where its module replaces it, anew.
+        """Give each state its value: in place, or as a new tensor if its module replaces it.
 
-        Versions of parameters rise alike on every rank, as ranks compare them.
+        Versions of parameters rise alike on every rank, because ranks compare them.
         """
         for index, (state, value) in enumerate(zip(self.held, values, strict=True)):
             tensor = self.tensor(state)
@@ -212,7 +212,7 @@ class OfState(Transfer):
 
 @final
 class FirstRanks(OfState):
-    """Every rank gets rank 0's, or that of another rank, byte for byte."""
+    """Brings rank 0's state, or another rank's, to every rank, byte for byte."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class FirstRanks(OfState):
 
 @final
 class MeanOfRanks(OfState):
-    """Every rank gets the mean over ranks. What nobody has changed keeps its bits."""
+    """Brings the mean over ranks to every rank. Values that no rank has changed keep their bits."""
 
     def __init__(self, held: Sequence[TensorSlot], ranks: int, at_once: bool) -> None:
         super().__init__(held, at_once)
@@ -269,7 +269,7 @@ class MeanOfRanks(OfState):
         self._dtype = torch.float32
         if any(tensor.dtype is torch.float64 for tensor in self._tensors):
             self._dtype = torch.float64
-        self._known = self._together(self._tensors)  # what all ranks have agreed on
+        self._known = self._together(self._tensors)  # values that all ranks agreed on last
         self._numels = [tensor.numel() for tensor in self._tensors]
         self._sizes = torch.tensor(self._numels, device=self._known.device)
         parts = [len(self._known), len(held), num_shares(self._dtype.itemsize)]
@@ -298,12 +298,12 @@ class MeanOfRanks(OfState):
         else:
             is_changed = torch.repeat_interleave(self._flags > 0, self._sizes)
             self._known = torch.where(is_changed, self._values, self._known)
-        # nothing that is still to go backward depends on them: no version tells of it
+        # no graph that is still to run backward depends on them, so no version has to rise
         values = zip(self._known.split(self._numels), tensors, strict=True)
         shaped = [value.view(tensor.shape) for value, tensor in values]
         torch._foreach_copy_([tensor.data for tensor in tensors], shaped)
         if any(tensor.dtype is not self._dtype for tensor in tensors):
-            self._known = self._together(tensors)  # as they are rounded
+            self._known = self._together(tensors)  # rounded to the tensors' types
         if self.local is not None:
             self.local.keep(tensors)
 

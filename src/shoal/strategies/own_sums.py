@@ -1,9 +1,9 @@
-"""Sums over ranks of one owner's pieces, over the backwards between two updates.
+"""Sums over ranks for one owner's pieces, over all backwards between two updates.
 
-    take_in   a backward's sums have come: they are added to what earlier backwards left, or stand
-              in its place
-    flags     come with them: how many ranks used a parameter. On a GPU they are not looked at where
-              this rank used it, too, as that would wait
+    take_in   a backward's sums have come: they are added to the sums of earlier backwards, or
+              replace them
+    flags     come with them: the number of ranks that used a parameter. On a GPU they are not
+              read if this rank used it too, because reading would wait
 
 Costs the memory of one slice.
 """
@@ -24,19 +24,19 @@ class OwnSums:
     """The global gradients of this rank's own pieces.
 
     Args:
-        pieces: this rank's own.
-        coming: their slice of the bucket, where one backward's sums come.
-        total: memory of its own for the sums over backwards.
+        pieces: this rank's own pieces.
+        coming: their slice of the bucket, which receives one backward's sums.
+        total: separate memory for the sums over backwards.
     """
 
     def __init__(self, pieces: Sequence[Piece], coming: Slice, total: Slice) -> None:
         self._pieces, self.coming, self.total = pieces, coming, total
-        # parameters to whose earlier sums this backward's are added
+        # parameters with earlier sums that this backward's sums are added to
         self._carried: set[nn.Parameter] = set()
-        self._used: set[nn.Parameter] = set()  # by this rank, in any backward of the sums
+        self._used: set[nn.Parameter] = set()  # used by this rank in any backward of the sums
 
     def begin(self, carried: set[nn.Parameter]) -> None:
-        """Begin a backward whose sums are added to those of these parameters."""
+        """Begin a backward. It adds to the earlier sums of the `carried` parameters."""
         self._carried = carried
 
     def note_used(self, used: Iterable[nn.Parameter]) -> None:
@@ -44,18 +44,18 @@ class OwnSums:
         self._used = set(used) | (self._used & self._carried)
 
     def forget_used(self) -> None:
-        """Take this rank for one that used nothing."""
+        """Note that this rank used nothing."""
         self._used = set()
 
     def take_in(self) -> None:
-        """Take the backward's sums out of the bucket."""
+        """Move the backward's sums from the bucket to the total."""
         if self._carried:
             self._add_up()
         else:
             self.total.whole.copy_(self.coming.whole)
 
     def _add_up(self) -> None:
-        """Add this backward's sums to what earlier ones left, where they left something."""
+        """Add this backward's sums to the earlier ones of carried parameters."""
         for index, piece in enumerate(self._pieces):
             value, flag = self.total.values[index], self.total.flags[index]
             if piece.parameter not in self._carried:
@@ -72,9 +72,9 @@ class OwnSums:
         ]
 
     def flags(self, pieces: Sequence[Piece], part: Slice) -> Sequence[float]:
-        """How many ranks used each piece's parameter, at least.
+        """Return, for each piece, how many ranks used its parameter; sometimes fewer, but not 0.
 
-        The numbers are not looked at where this rank used them all: on a GPU that would wait.
+        The numbers are not read if this rank used all of them: on a GPU, reading would wait.
         """
         if all(piece.parameter in self._used for piece in pieces):
             return (1.0,) * len(pieces)

@@ -1,15 +1,15 @@
-"""Pair: two linear layers, cut by outputs, then by inputs: the hidden width stays cut.
+"""Pair: two linear layers, the first cut by outputs, the second by inputs: the hidden width is cut.
 
     forward     column_pair   gather x: K·M·s·(P−1) sent
-                              (its N outputs are row_pair's inputs, and where it has them)
-                row_pair      sum the products where the rows are: K·N'·s·(P−1)
+                              (its N outputs are row_pair's inputs, and lie on the same ranks)
+                row_pair      sum the products at the rows' ranks: K·N'·s·(P−1)
     backward    row_pair      gather dy: K·N'·s·(P−1)
-                              (what comes out is what column_pair's backward takes)
-                column_pair   give dx back, summed where the rows are: K·M·s·(P−1)
+                              (the result is the gradient that column_pair's backward takes)
+                column_pair   send dx back, summed at the rows' ranks: K·M·s·(P−1)
 
-Against column and row by themselves it spares 4·K·N·s·(P−1)/P. What is between may be any modules
-and functions that tensors/cut_output.py leaves cut, found by running the sample once. Dropout there
-draws numbers of its own on every rank: it is as random, but not the same, as in one process.
+It saves 4·K·N·s·(P−1)/P against `column` and `row`. Between the two layers there may be any modules
+and functions that tensors/cut_output.py leaves cut. A run of the sample finds them. Dropout there
+draws its own numbers on every rank: it is as random as in one process, but not the same.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
@@ -29,10 +29,10 @@ from shoal.strategies.row import Row
 
 @dataclass(frozen=True)
 class PairFacts(Facts):
-    """Which linear layers feed one another, and nothing else, with element-wise work between."""
+    """The linear layers that feed one another, with only element-wise work between them."""
 
     feeds: str = ""  # the layer that takes all of its output
-    fed_by: str = ""  # the layer whose output is all that it takes
+    fed_by: str = ""  # the layer with the output that is all of its input
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[PairFacts]) -> PairFacts:
@@ -48,7 +48,7 @@ class PairFacts(Facts):
 
 
 def _same(names: Iterable[str]) -> str:
-    """The name that every rank has, or ''."""
+    """Return the name if every rank has the same, else ''."""
     different = set(names)
     return different.pop() if len(different) == 1 else ""
 
@@ -92,9 +92,9 @@ class ColumnPair(ByOutputs):
 
 @final
 class RowPair(Row):
-    """Cuts a linear layer by its inputs, which lie where they are needed.
+    """Cuts a linear layer by its inputs, which already lie on the ranks that need them.
 
-    Called with anything else it is `Row`.
+    If it is called with any other tensor, it works as `Row`.
     """
 
     name = "row_pair"

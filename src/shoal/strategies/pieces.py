@@ -1,9 +1,10 @@
-"""What the forward of a model leaves behind beside its output, where it runs in micro-batches.
+"""Tensors that a model's forward leaves in attributes and hooks, if it runs in micro-batches.
 
-    attributes   of the last micro-batch. Rows without a history are those of the whole batch again
-    a history    whoever looks at a tensor that has one finds the last micro-batch's; a loss that
-                 goes through it would be of some rows only, so its backward is an error
-    hooks        what a forward hook on a module is given has such a history, unless the hook
+    attributes   keep the last micro-batch's values. Rows without a history are joined to the rows
+                 of the whole batch
+    a history    a tensor that has one is the last micro-batch's; a loss through it would use
+                 only some rows, so its backward is an error
+    hooks        a forward hook on a module gets an output with such a history, unless the hook
                  returns something else in its place
 
 Guarded by tests/equivalence/test_stage_refused.py and test_terms.py.
@@ -33,8 +34,8 @@ class Pieces:
     """One forward in micro-batches.
 
     Args:
-        model: whose forward it is.
-        layers: at the tail, for messages.
+        model: the model that runs.
+        layers: the layers at the tail, for messages.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
@@ -53,7 +54,7 @@ class Pieces:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Give forward hooks on modules what tells if a loss goes through it."""
+        """Give forward hooks on modules tensors that tell if a loss goes through them."""
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 if name and module._forward_hooks:
@@ -63,16 +64,16 @@ class Pieces:
             yield
 
     def ended(self, rows: int) -> None:
-        """A micro-batch of so many rows has been through the model."""
+        """Note that a micro-batch of so many rows has been through the model."""
         self._rows.append(rows)
         self._of_each.append(self._kept())
 
     def join(self) -> None:
-        """Leave in attributes what may be used."""
+        """Leave joined rows in attributes, or tensors that refuse a backward."""
         names = {module: name for name, module in self._modules.items()}
         for place, value in self._of_each[-1].items():
             if id(value) in self._before and isinstance(value, Tensor | tuple):
-                continue  # of no micro-batch
+                continue  # kept from before, not by a micro-batch
             module, name = place
             where = ".".join(part for part in (names[module], name) if part)
             of_each = [kept.get(place) for kept in self._of_each]
@@ -82,7 +83,7 @@ class Pieces:
             keep(module, name, new)
 
     def _whole(self, of_each: list[Any]) -> Tensor | None:
-        """The rows of all micro-batches, if that is what an attribute has of each."""
+        """Return the rows of all micro-batches as one tensor; None if the attribute lacks any."""
         tensors = [value for value in of_each if isinstance(value, Tensor) and value.dim()]
         if [len(tensor) for tensor in tensors] != self._rows:
             return None
@@ -92,7 +93,7 @@ class Pieces:
         return torch.cat(tensors)
 
     def of_one(self, value: Any, piece: OnePiece) -> Any:
-        """The value, its tensors with a history such that their gradient is an error."""
+        """Return the value with tensors that raise an error if their gradient is asked for."""
 
         def change(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or isinstance(leaf, StageOutput):
@@ -106,7 +107,7 @@ class Pieces:
 
 @final
 class _HookedOutput:
-    """A module's output, as hooks are given it and as it goes on."""
+    """A module's output, as hooks see it and as it goes on."""
 
     def __init__(self, pieces: Pieces, piece: OnePiece) -> None:
         self._pieces, self._piece = pieces, piece
@@ -114,12 +115,12 @@ class _HookedOutput:
         self._shown: Any = None
 
     def before(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Before all other hooks."""
+        """Show later hooks the output with tensors that refuse a backward."""
         self._put_out, self._shown = output, self._pieces.of_one(output, self._piece)
         return self._shown
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """After them."""
+        """Let the model go on with its own output, unless a hook has returned another."""
         put_out, shown = self._put_out, self._shown
         self._put_out = self._shown = None
         if output is shown:
@@ -131,14 +132,14 @@ class _HookedOutput:
 @final
 @dataclass
 class OnePiece:
-    """Where a tensor of one micro-batch is found."""
+    """The place where a tensor of one micro-batch is found."""
 
     where: str
     layers: Sequence[str]
-    is_used: bool = False  # in place of what the module has put out
+    is_used: bool = False  # whether it replaces the module's output
 
     def back(self, grad: Tensor) -> Tensor:
-        """The gradient.
+        """Return the gradient, if the tensor went on as a module's output.
 
         Raises:
             UsageError: it would be of one micro-batch's rows only.
@@ -165,4 +166,4 @@ class _OfOne(torch.autograd.Function):
         return ctx.piece.back(grad), None
 
 
-_MARKED = "_OfOneBackward"  # the class of what has made a tensor that is marked already
+_MARKED = "_OfOneBackward"  # class of the function that makes a marked tensor

@@ -1,13 +1,13 @@
-"""Pipeline: each rank holds a run of the model's layers, and computes these for the rows of all.
+"""Pipeline: each rank holds a run of the model's layers, and computes them for all ranks' rows.
 
     forward     the rows of each rank are a micro-batch; values for the next run of layers go to
                 the rank that holds it
     loss        targets go to the rank that has the end, and each rank's loss comes back
     backward    gradients of these values come back, the last micro-batch first
 
-A rank sends, for the rows of all ranks, the values behind its layers, and the gradient of values
-before them: 2·T·w·s bytes for T rows of width w, whatever the number of layers. Weights,
-gradients and optimizer state are divided by the ranks.
+For the rows of all ranks, a rank sends its layers' outputs and the gradients of their inputs:
+2·T·w·s bytes for T rows of width w, whatever the number of layers. Weights, gradients and
+optimizer state are divided by the number of ranks.
 
 Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, with nets cut over nodes.
 """
@@ -46,12 +46,12 @@ from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.on_rank import OnRank
 
-_NUMBER = 4  # bytes of a number that crosses, if it is not known
+_NUMBER = 4  # bytes of a number that crosses, if its type is not known
 
 
 @final
 class Pipeline(Strategy):
-    """Gives each rank a run of layers, through which the rows of all ranks go."""
+    """Gives each rank a run of layers, and sends the rows of all ranks through the runs."""
 
     name = "pipeline"
     role = Role.PIPELINE
@@ -124,7 +124,7 @@ class Pipeline(Strategy):
 
 
 def passage_of(setting: Setting, facts: RowFacts, cluster: Cluster) -> RowPassage:
-    """Return the way of rows through a pipeline under a setting, of numbers of four bytes."""
+    """Return how rows go through a pipeline under a setting, for numbers of four bytes."""
     whole = RowPassage(setting.parts, facts.slower(setting.parts))
     if not setting.codec:
         return whole
@@ -134,21 +134,19 @@ def passage_of(setting: Setting, facts: RowFacts, cluster: Cluster) -> RowPassag
 
 
 def error_of_crossing(model: nn.Module) -> float | None:
-    """Return how far the values were off that were looked at last, relative; None if they go as
-    they are.
-    """
+    """Return the relative error of the values that were checked last; None if none is coded."""
     return pipeline_of(model).outbox.crossing.error
 
 
 def _hold(calls: PipelineCalls, name: str, parameter: nn.Parameter, rank: int) -> None:
-    """Leave a parameter with a rank."""
+    """Make this rank number the holder of a parameter."""
     pipeline = calls.pipeline
     cut(parameter, OnRank(name, parameter, rank, pipeline.comm, pipeline.weighs))
     _run_held(pipeline.model, calls)
 
 
 def _run_held(model: nn.Module, calls: PipelineCalls) -> None:
-    """Let layers run that have parameters here."""
+    """Make layers with parameters on this rank run here."""
     for module in model.modules():
         if module is model or runs_by(module) is not None:
             continue
@@ -159,9 +157,9 @@ def _run_held(model: nn.Module, calls: PipelineCalls) -> None:
 
 @final
 class _Held:
-    """A layer with its parameters here. It runs in a call of the model, and again in backward.
+    """A layer with its parameters on this rank. It runs in a call of the model, and in backward.
 
-    A call of the layer alone is one of all ranks, which read its parameters.
+    All ranks take part in a call of the layer alone, and read its parameters.
     """
 
     def __init__(self, module: nn.Module, calls: PipelineCalls) -> None:
@@ -177,7 +175,7 @@ class _Held:
 def take_buffers(
     model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
 ) -> dict[str, int | Callable[[], int]]:
-    """Let one rank keep each buffer that training changes; return the rank, or a function for it.
+    """Make one rank keep each buffer that training changes; return its rank or a function for it.
 
     Raises:
         PlanError: training changes a buffer of the loss.
@@ -202,7 +200,7 @@ def take_buffers(
 def with_counters(
     model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
 ) -> list[MovingState]:
-    """Return the state that changes, with counters: ranks without the layer do not count."""
+    """Return the changing state and the counters: a rank without the layer does not count calls."""
     running = pipeline_of(model)
     counters = [
         MovingState(name, 1, slot.tensor.element_size(), "first")
@@ -230,10 +228,10 @@ def is_pipeline(model: nn.Module) -> bool:
 
 
 def loss_at_end(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss, computed where the end of a pipeline is if that has the output.
+    """Return the loss, computed on the rank with the end of a pipeline if that has the output.
 
     A module is changed in place, a function is wrapped. A module that is a layer of the model stays
-    as it is: each rank computes it, with the output that it looks at.
+    as it is: each rank computes it on the output that it reads.
     """
     if isinstance(loss_fn, nn.Module):
         is_layer = any(map(is_cut, loss_fn.parameters()))
@@ -250,7 +248,7 @@ def loss_at_end(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @final
 class _LossAtEnd:
-    """A loss of an output that the rank with the end has."""
+    """A loss that runs on the rank that has the output."""
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(as_bound, (args, kwargs))

@@ -1,20 +1,21 @@
 """Replicate: every rank holds the layer, and ranks sum its gradients, one bucket at a time.
 
-The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag
-a parameter that says whether the parameter was used: one that no rank used keeps the gradient it
-had (None, usually), as in one process; and some numbers more: where ranks have unlike numbers of
-rows, they have shares, whose mean the sum is divided by; and 5 are the round's mark (marks.py).
+This is the general way; it serves every layer. It costs as much as its exchange states, for the
+gradients and a few numbers more. One flag a parameter says whether the parameter was used: if no
+rank used it, it keeps the gradient it had (None, usually), as in one process. If ranks have unlike
+numbers of rows, they send shares, and the sum is divided by their mean. Five numbers are the
+round's mark (marks.py).
 
     4   a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad`
                               becomes a view of that
-    5   the last one landed   flags and this rank's share are put behind the gradients
+    5   the last one landed   flags and this rank's share are written after the gradients
     6                         and the round's mark, in one transfer of a round
     8   on a lane             the bucket's carrier has the exchange sum it
     11  on the lane           the sum of marks is checked, and the sum divided by the mean share
     12  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
                               without another copy
 
-The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
+Their numbers are the same in docs/ideas/walk-gradient.md, which follows one gradient all the way.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020, section 3.2.
@@ -82,14 +83,14 @@ class Replicate(Strategy):
 
 @final
 class BucketLanding(Landing):
-    """Gradients on their way into a bucket, of which `.grad` is a view from there on.
+    """Gradients on their way into a bucket. `.grad` is a view of the bucket afterwards.
 
     Args:
-        transfer: whose they are.
+        transfer: the transfer that the parameters belong to.
         parameters: by name.
-        views: of the bucket, in each parameter's shape.
+        views: views of the bucket, in each parameter's shape.
         flat: the bucket.
-        ranks: how many add to its sums.
+        ranks: number of ranks that add to its sums.
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class BucketLanding(Landing):
             view.zero_()
             return False
         self.bring(gradient.detach(), view)
-        # of the same memory, and not the same: its `.data` may be set, as by model.to()
+        # another tensor of the same memory, because model.to() and others may set its `.data`
         parameter.grad = view.detach()
         return True
 
 
 @final
 class BucketTransfer(Transfer):
-    """Gradients of one dtype and device, flat, behind them one flag a parameter, and the shares."""
+    """Gradients of one dtype and device, flat, then a flag for each, the shares and the mark."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class BucketTransfer(Transfer):
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares, self._marks = self._flat.split(sizes)
         self.tells = can_tell(self._flat, ranks)
-        self._mark: Mark | None = None  # of the round that it goes with
+        self._mark: Mark | None = None  # mark of the round that is packed
         by_name = {name: p.numel() for name, p in coded.items()}
         shapes = {name: lined_shape(p) for name, p in coded.items()}
         live = LiveBucket.even(self._flat, by_name, ranks, shapes)
@@ -144,7 +145,7 @@ class BucketTransfer(Transfer):
         self._views = {
             p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
         }
-        self._used = [False] * len(numels)  # by this rank
+        self._used = [False] * len(numels)  # whether this rank used each parameter
         self._landing = BucketLanding(self, parameters, self._views, self._flat, ranks)
 
     def pack(self, backward: Round) -> None:
@@ -163,7 +164,7 @@ class BucketTransfer(Transfer):
     def publish(self) -> None:
         used = self._used if all(self._used) else self._flags.tolist()  # gradient 12
         for (parameter, view), users in zip(self._views.items(), used, strict=True):
-            if users and parameter.grad is None:  # this rank brought nothing
+            if users and parameter.grad is None:  # this rank had no gradient for it
                 parameter.grad = view.detach()
         self._landing.open()
 

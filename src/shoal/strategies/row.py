@@ -1,12 +1,12 @@
 """Row: each rank has the weights of M/P inputs, and computes their part of all outputs.
 
-    forward     get x's columns of all rows: K·M·s·(P−1)/P     sum the products where the rows are:
-                                                               K·N·s·(P−1)
-    backward    gather dy: K·N·s·(P−1)                         give the rows their columns of dx:
-                                                               K·M·s·(P−1)/P
+    forward     receive this rank's columns of x:     sum the products at the rows' ranks:
+                K·M·s·(P−1)/P                         K·N·s·(P−1)
+    backward    gather dy: K·N·s·(P−1)                send each row's rank its columns of dx:
+                                                      K·M·s·(P−1)/P
 
-What `column` is for layers of many inputs and few outputs. The bias is cut by outputs; each rank
-adds its own.
+It suits layers of many inputs and few outputs, as `column` suits the opposite. The bias is cut by
+outputs; each rank adds its own.
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -25,7 +25,7 @@ from shoal.tensors.boundary import CallRows, Move, shaped
 
 
 class Row(CutStrategy):
-    """Cuts a linear layer by its inputs, and any layer that multiplies them with its weight."""
+    """Cuts by inputs a linear layer, or any layer that multiplies its input with its weight."""
 
     name = "row"
     kinds = ("Linear",)

@@ -1,7 +1,8 @@
 """Finds out whether a pipeline may cut a rank's batch into parts: the model treats rows apart.
 
-It runs the sample whole and in parts, compares, and takes the time. Done if parts are asked for, or
-if the planner may choose a pipeline, and with it parts. Costs three forwards.
+It runs the sample whole and in parts, compares the outputs, and takes the time. It does so if the
+user asks for parts, or if the planner may choose a pipeline, and parts with it. Costs three
+forwards.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shoal.pipeline.trees import copied, mapped, tensors_in
 from shoal.profiling.tails import close
 from shoal.strategies.uses import uses_in
 
-_FEWEST = 2  # parts that are tried if nobody says how many
+_FEWEST = 2  # number of parts that are tried if the user gives none
 _UNTRIED = "nobody has tried it"
 _NO_ROWS = "no rank's sample has two rows, so nobody can try parts of them"
 _OTHERWISE = "in parts the model computes something else than for all rows of a rank at once"
@@ -48,10 +49,10 @@ class RowFacts(Facts):
     """Whether a model treats the rows of a batch apart, as the sample shows.
 
     Args:
-        reason: why nobody may cut a rank's batch; '' if one may.
+        reason: why a rank's batch cannot be cut; '' if it can.
         calls: the form of each call of the model, and whether each tensor has the rows first.
         rows: rows of the sample, if it was tried in parts.
-        added: seconds that each part but the first adds, as a part of those of all rows at once.
+        added: time that each part but the first adds, as a fraction of the time for all rows.
     """
 
     reason: str = ""
@@ -60,7 +61,7 @@ class RowFacts(Facts):
     added: float = 0.0
 
     def slower(self, parts: int) -> float:
-        """Return the seconds of so many parts, as a multiple of those of all rows at once."""
+        """Return the time of so many parts, as a multiple of the time for all rows at once."""
         return 1.0 + self.added * (parts - 1)
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> RowFacts:
@@ -82,7 +83,7 @@ class RowFacts(Facts):
 
 @final
 class RowProbe(Probe):
-    """Tries parts of the sample, if a pipeline may have some."""
+    """Tries the sample in parts, if a pipeline may use parts."""
 
     def measure(self, layer: Layer, trial: Trial) -> RowFacts:
         beside_tail = trial.micro_batches is not None
@@ -97,7 +98,7 @@ def is_pipelined(plan: Plan) -> bool:
 
 
 def check_row_parts(plan: Plan, profile: ModelProfile) -> None:
-    """Refuse a pipeline that cuts ranks' batches where rows depend on one another (PlanError)."""
+    """Raise PlanError if a pipeline cuts ranks' batches but rows depend on one another."""
     if plan.micro_batches == 1 or not is_pipelined(plan):
         return
     if reason := whole_rows(profile):
@@ -116,7 +117,7 @@ def whole_rows(profile: ModelProfile) -> str:
 
 
 def check_buffers(plan: Plan, profile: ModelProfile) -> None:
-    """Refuse buffers that each rank is to keep for itself in a pipeline (PlanError)."""
+    """Raise PlanError if a pipeline has a buffer that each rank is to keep for itself."""
     if profile.local and is_pipelined(plan):
         raise PlanError(
             "in a pipeline one rank has a layer and its buffers, so no rank keeps its own",
@@ -138,10 +139,10 @@ def _facts_of(profile: ModelProfile) -> RowFacts:
 
 
 def _tried_unasked(trial: Trial) -> RowFacts:
-    """Run the sample whole and in parts, for a pipeline that nobody has asked for."""
+    """Run the sample whole and in parts, for a pipeline that the user has not asked for."""
     try:
         return _tried(trial)
-    except Exception as error:  # forward is somebody's own, and may raise anything
+    except Exception as error:  # forward is the user's code, and may raise anything
         return RowFacts(f"it cannot be tried ({type(error).__name__}: {error})"[:300])
 
 
@@ -206,7 +207,7 @@ def _calls_of(trial: Trial) -> list[tuple[ModelCall, Any]]:
 def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
     """Return which tensors of a call may have the rows first, the likeliest way first.
 
-    A mask of (tokens, tokens) may have as many tokens as there are rows.
+    A mask of (tokens, tokens) may happen to have as many tokens as there are rows.
     """
     rows = rows_of(call.shapes)
     leading = next(number for number, (shape, _) in enumerate(call.shapes) if shape)
@@ -219,14 +220,14 @@ def _cuts(call: ModelCall) -> list[tuple[bool, ...]]:
 
 
 class _RowTrial:
-    """One call of a model, which is tried whole and in parts of its rows.
+    """One call of a model, tried whole and in parts of its rows.
 
     Args:
         model: the model.
         call: the call.
-        output: the output that it has given once.
+        output: the output that the call has returned once.
         slots: the model's buffers.
-        put_back: gives the buffers their values from before.
+        put_back: a function that restores the buffers' earlier values.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class _RowTrial:
         self._device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
 
     def differs(self, cut: tuple[bool, ...], count: int) -> tuple[str, float]:
-        """Return why parts of the call are not the call, '' if they are; and what a part adds."""
+        """Return why parts differ from the whole, '' if they do not; and the time a part adds."""
         call, clock = self._call, [_now(self._device)]
         whole, after = self._run(call.tensors)
         clock.append(_now(self._device))
@@ -259,7 +260,7 @@ class _RowTrial:
                 part, begin = RowPart(0, begin, size, cut), begin + size
                 try:
                     output, its = self._run([part.of(n, t) for n, t in enumerate(call.tensors)])
-                except Exception as error:  # forward is somebody's own, and may raise anything
+                except Exception as error:  # forward is the user's code, and may raise anything
                     return f"the model does not take a part of the sample ({error})", 0.0
                 if not all(map(_same, after, its)):
                     return "forward changes a buffer by all rows of a rank", 0.0
@@ -270,7 +271,7 @@ class _RowTrial:
         return "" if _is_joined(whole, outputs) else _OTHERWISE, added
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return the output for these tensors, and the buffers behind it."""
+        """Return the output for these tensors, and the buffers after the call."""
         self._put_back()
         args, kwargs = self._call.with_tensors(copied(tensors))
         output = _detached(self._model(*args, **kwargs))
@@ -278,9 +279,9 @@ class _RowTrial:
 
     @contextmanager
     def _repeating(self, second: Any) -> Iterator[bool]:
-        """Let the model give the same twice; tell whether it does so in training.
+        """Make the model's outputs repeatable; yield whether they are so in training.
 
-        If training draws random numbers, the model is in evaluation inside.
+        If training draws random numbers, the model is in evaluation mode in this context.
         """
         modes = [(module, module.training) for module in self._model.modules()]
         first, again = tensors_in(self._first), tensors_in(second)
@@ -295,14 +296,14 @@ class _RowTrial:
 
 
 def _now(device: torch.device) -> float:
-    """Return the time at which the device has done all that it was given."""
+    """Return the time after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
-    """Return whether an output is that of the parts, one behind the other."""
+    """Return whether an output equals the parts' outputs, joined in order."""
     forms = [pytree.tree_structure(each) for each in (whole, *outputs)]
     parts = [tensors_in(output) for output in outputs]
     wholes = tensors_in(whole)
@@ -315,7 +316,7 @@ def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
 
 @contextmanager
 def _kept(slots: Sequence[TensorSlot]) -> Iterator[Any]:
-    """Give a function that puts buffers back, which is called at the end, too."""
+    """Yield a function that restores buffers. It is also called at the end."""
     before = [
         (slot, tensor, tensor.clone()) for slot in slots if (tensor := slot.tensor) is not None
     ]

@@ -1,17 +1,16 @@
 """Server: hosts of their own hold slices of buckets, update them, and send new parameters.
 
-    worker ──▶ slices of its gradients ──▶ servers (where these are few, workers serve a share too)
-    worker ◀── new parameters ◀─────────── which they have updated
+    worker ──▶ slices of its gradients ──▶ servers (if these are few, workers own a share too)
+    worker ◀── new parameters ◀─────────── updated by the servers
 
-With a staleness a worker that steps need not wait for the others: at its step c it goes on as soon
-as servers have applied all gradients of step c − staleness, each step's as one update, in the order
-of the ranks; without a bound each gradient is an update of its own, applied as it comes. A bound of
-0 is the synchronous step.
+With a staleness, a worker that steps need not wait for the others. At its step c it goes on as soon
+as servers have applied all gradients of step c − staleness. Each step's gradients are one update,
+in the order of the ranks. Without a bound, each gradient is an update of its own, applied as it
+comes. A bound of 0 is the synchronous step.
 
-Everything is as in `sliced`, but for who owns what. With as many servers as workers, a worker sends
-and receives each byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve
-the share that makes all links equally busy. Worthwhile where there are hosts to spare that do not
-train.
+Only the owners differ from `sliced`. With as many servers as workers, a worker sends and receives
+each byte once, while all-reduce does so 2·(P−1)/P times. With fewer servers, workers own the share
+that makes all links equally busy. This pays if you have spare hosts that do not train.
 
 Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
 Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020, section 4.1. Staleness: Ho et al., "More
@@ -37,7 +36,7 @@ from shoal.strategies.sliced import SlicedTransfer, owned_cost, refused_update
 
 @final
 class Server(Strategy):
-    """Sums and updates at servers, and gathers the parameters from there."""
+    """Sums and updates at servers, and gathers the new parameters from there."""
 
     name = "server"
     role = Role.SERVED
@@ -67,11 +66,11 @@ class Server(Strategy):
 
 
 def shares(workers: int, servers: int, stale: bool = False) -> tuple[float, ...]:
-    """What each rank owns, workers first, so that every link carries the same.
+    """Return the share of each rank, workers first, so that every link carries the same.
 
-    Of n bytes a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends
-    W·s; W·w + S·s = n. Equal at w = n·(W − S) / (W² + S·(W − 2)); workers own nothing where there
-    are as many servers, nor where they run ahead of one another.
+    Of n bytes, a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends
+    W·s; W·w + S·s = n. Both are equal at w = n·(W − S) / (W² + S·(W − 2)). Workers own nothing if
+    there are as many servers, or if workers run ahead of one another.
     """
     idle = stale or servers >= workers
     worker_share = 0.0 if idle else (workers - servers) / (workers**2 + servers * (workers - 2))

@@ -1,13 +1,13 @@
 """Server rows: servers hold V/S rows of a table each; workers pull rows and push gradients.
 
     forward     each id once: 64 bytes and 8 an id to the row's server; D·s a row come back
-    backward    64 bytes, and 8 + D·s a row, go to the servers; nobody waits for that
+    backward    64 bytes, and 8 + D·s a row, go to the servers; no worker waits for that
     step        64 bytes to each server, with the optimizer's settings from rank 0; the next forward
                 waits for them
 
-With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds
-nothing: no table, no gradient, no state. What happens at the servers: servers/tables.py. Works with
-a staleness.
+With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of about 2·V·D·s. It holds
+no part of the table, no gradient and no state. The servers' side is servers/tables.py. It works
+with a staleness.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
 section 3.
@@ -43,7 +43,7 @@ from shoal.tensors.cut import restore
 
 @final
 class ServerRows(Strategy):
-    """Gives the rows of an nn.Embedding to servers, who update them."""
+    """Gives the rows of an nn.Embedding to servers, which update them."""
 
     name = "server_rows"
     kinds = ("Embedding",)
@@ -88,7 +88,7 @@ class ServerRows(Strategy):
 
 
 def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
-    """What every worker sends to all servers together, and gets from them."""
+    """Return the traffic if each worker sends and gets so many bytes, divided over all servers."""
     workers, servers = cluster.size, len(cluster.servers)
     of_worker, of_server = (out, back), (back * workers / servers, out * workers / servers)
     sent, received = zip(*[of_worker] * workers, *[of_server] * servers, strict=True)
@@ -104,7 +104,7 @@ def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
 
 @final
 class _ServedTable:
-    """A table at servers, for the embedding that looks its rows up."""
+    """A table on servers, for the embedding that looks up its rows."""
 
     def __init__(
         self,
@@ -118,21 +118,21 @@ class _ServedTable:
         self._table, self._padding, self._rows = table, module.padding_idx, module.num_embeddings
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """The rows of these ids."""
+        """Return the rows of these ids."""
         distinct, place = torch.unique(ids.long(), return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._rows:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
-        # the part, which is empty: what autograd looks for
+        # the part is empty, but autograd needs it as an input
         with torch._C.DisableTorchFunctionSubclass():
             rows: Tensor = _Pulled.apply(distinct, self.weight, self)  # type: ignore[no-untyped-call]
         return F.embedding(place, rows)
 
     def pull(self, ids: Tensor) -> Tensor:
-        """The rows of ids that are different and ascending."""
+        """Return the rows of ids, which must be different and ascending."""
         return self._table.pull(ids)
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        """Give their gradients to the servers."""
+        """Send the rows' gradients to the servers, without the padding's."""
         if self._padding is not None:
             gradients = gradients.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
         weight = self._weighs()
@@ -140,7 +140,7 @@ class _ServedTable:
 
 
 class _Pulled(torch.autograd.Function):
-    """Rows from the servers, and their gradients back to these."""
+    """Pulls rows from the servers, and pushes their gradients there."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, part: Tensor, table: _ServedTable) -> Tensor:

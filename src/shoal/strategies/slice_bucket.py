@@ -1,8 +1,8 @@
-"""The bucket of parameters that have owners: in its memory a slice for each owner.
+"""The bucket of parameters that have owners. It has a slice of memory for each owner.
 
     slice of owner o  │ piece │ piece ···│ flags │ shares │ marks │ turn │
 
-What these are: sliced.py. The memory is taken while the bucket is open (core/buckets.py).
+sliced.py explains these parts. The memory is used only while the bucket is open (core/buckets.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from shoal.strategies.marks import num_marks
 def placed(
     sizes: Sequence[int], owners: Sequence[Owner | None], shares: Sequence[float], workers: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Each rank's spans of parameters of these sizes; turns go round the servers, where any share
-    is theirs.
+    """Return each rank's spans of parameters of these sizes.
+
+    Placements by turn go round the servers if there are servers, else round the workers.
     """
     turns = range(workers if len(shares) > workers else 0, len(shares))
     return spans(sizes, shares, [None if owner is None else owner.among(turns) for owner in owners])
 
 
 def width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
-    """Elements of a slice: values, flags, shares, marks and turn; none where nothing is owned."""
+    """Return a slice's elements: values, flags, shares, marks and turn; 0 if nothing is owned."""
     if not owned:
         return 0
     num_control = len(owned) + num_shares(itemsize) + num_marks(itemsize) + 1
@@ -42,12 +43,12 @@ def width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
 
 @final
 class SliceBucket:
-    """Slices of every rank, and where the parts of each parameter are in them.
+    """The slices of all ranks, and the places of each parameter's parts in them.
 
     Args:
-        parameters: of one dtype and device, by dotted name.
+        parameters: parameters of one dtype and device, by dotted name.
         place: the site, and this rank among the ranks.
-        shares: what each rank owns of the whole, workers first.
+        shares: the share of the whole that each rank owns, workers first.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class SliceBucket:
             )
             for row in rows
         )
-        # the parameters whose last part is here
+        # parameters that end in this bucket
         self.ends = {p for p, (_, stop) in zip(listed, inside, strict=True) if stop == p.numel()}
         self._buckets = place.buckets
         widths = [width(row, listed[0].itemsize) for row in rows]
@@ -77,7 +78,7 @@ class SliceBucket:
             for row, part in zip(self.owned, self.slices, strict=True)
             for piece, value in zip(row, part.values, strict=True)
         ]
-        # of which this rank has the parameters' values: of all, or at a server of its own
+        # pieces that this rank knows the values of: all of them, or on a server its own
         own = list(zip(self.owned[place.rank], self.slices[place.rank].values, strict=True))
         self.known = own if self.at_server else self.everything
         self.places = {
@@ -85,9 +86,9 @@ class SliceBucket:
         }
 
     def live(self, parameters: Mapping[str, nn.Parameter]) -> LiveBucket:
-        """The bucket as what carries it sees it: values by the names of their parameters.
+        """Return the bucket as its carrier sees it: values by the names of these parameters.
 
-        The pieces of other parameters, which are behind those of these, are control to it.
+        Pieces of other parameters come after theirs, and are control to the carrier.
         """
         names = {p: name for name, p in parameters.items()}
         return LiveBucket(
@@ -105,21 +106,22 @@ class SliceBucket:
         )
 
     def new_slice(self, rank: int) -> Slice:
-        """A slice of a rank's pieces with memory of its own, of zeros."""
+        """Make a slice of zeros for a rank's pieces, with memory of its own."""
         return _parted(torch.zeros_like(self.slices[rank].whole), self.owned[rank])
 
     def open(self) -> None:
-        """See that it has memory."""
+        """Make sure that the bucket has memory."""
         self._buckets.open(self._flat)
 
     def close(self) -> None:
-        """Its memory is not in use."""
+        """Tell that the memory is not in use."""
         self._buckets.close(self._flat)
 
 
 def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
-    """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares,
-    the marks, and the turn.
+    """Divide a flat tensor into a slice: each piece's values in order, then its control.
+
+    Control is the flags, the shares, the marks, and the turn.
     """
     behind = (0,) * 4
     if len(flat):

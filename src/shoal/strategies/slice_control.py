@@ -1,8 +1,7 @@
-"""The control of a bucket's slices that tells whether ranks do the same: turns and marks.
+"""The control of a bucket's slices that shows whether ranks do the same: turns and marks.
 
-there   every slice has the turn of a sum, and the round's mark (marks.py): their sums are
-        checked by each owner
-back    an owner's slice has what it sends it for: every rank checks all of them (turns.py)
+there   every slice has the turn SUM, and the round's mark (marks.py): each owner checks their sums
+back    an owner's slice has the turn that it is sent for: every rank checks all turns (turns.py)
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ class SliceControl:
     """Turns and marks in the slices of one transfer.
 
     Args:
-        label: what messages call the transfer.
-        slices: each rank's.
-        own: this rank's among them.
+        label: the transfer's name in messages.
+        slices: each rank's slice.
+        own: this rank's slice among them.
     """
 
     def __init__(self, label: str, slices: Sequence[Slice], own: Slice) -> None:
         self._slices, self._own = slices, own
         self._turns = Turns(label)
-        self._mark: Mark | None = None  # of the round that the transfer goes with
+        self._mark: Mark | None = None  # mark of the round that is sent
 
     def put_mark(self, mark: Mark | None) -> None:
         """Put a round's mark into every slice, if it goes with this transfer."""
@@ -37,19 +36,19 @@ class SliceControl:
         put(mark, [part.marks for part in self._slices])
 
     def put_sum(self) -> None:
-        """Say in every slice that it is to be summed."""
+        """Write into every slice that it is to be summed."""
         for part in self._slices:
             part.turn.fill_(Turn.SUM)
 
     def check_sum(self, comm: Comm) -> None:
-        """Raise RanksDiffer where not every rank has summed, or has the same mark."""
+        """Raise RanksDiffer if a rank's exchange was no sum, or if marks differ."""
         self._turns.check([self._own.turn], Turn.SUM)
         check(self._mark, self._own.marks, comm)
 
     def put_turn(self, turn: Turn) -> None:
-        """Say in the own slice what it is sent for."""
+        """Write into the own slice the turn that it is sent for."""
         self._own.turn.fill_(turn)
 
     def check_turn(self, turn: Turn) -> None:
-        """Raise RanksDiffer where not every rank has sent its slice for this."""
+        """Raise RanksDiffer if a rank has sent its slice for another turn."""
         self._turns.check([part.turn for part in self._slices], turn)

@@ -2,30 +2,29 @@
 parameters back.
 
     1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient
-                          itself is freed (of a parameter that is cut among several transfers, by
-                          the last of them)
+                          itself is freed (if several transfers share the parameter, by the last
+                          of them)
     2  the last landed    the exchange's first half brings each slice's sum to its owner
                           (own_sums.py), while backward goes on
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces
                           (optim/owners.py)
-    4  on the same lane   the exchange's second half brings the new parameters to everyone, while
+    4  on the same lane   the exchange's second half brings the new parameters to all ranks, while
                           the next forward runs
 
     slice of owner o  │ piece │ piece ···│ flags │ shares │ marks │ turn │
 
     a piece    the part of one parameter that o owns
-    a flag     whether anybody used that parameter
-    shares     how unlike ranks weigh (landing.py)
-    marks      whether ranks have in common what they must (marks.py)
-    the turn   what this rank takes the exchange for (slice_control.py)
+    a flag     whether any rank used that parameter
+    shares     the weights of ranks with unlike numbers of rows (landing.py)
+    marks      show whether ranks differ where they must not (marks.py)
+    the turn   this rank's purpose for the exchange (slice_control.py)
 
-The bytes are those of `replicate` through the same exchange, but half of them hide under the next
-forward, and the update and the optimizer's state are divided by P. Flags and shares lie beside
-their pieces, so that the owner knows by itself which parameters nobody used (those are not updated,
-as in one process) and what unlike ranks weigh. Gradients, fetched gradients and parameters are of
-one size on one channel, so a rank that does something else than the others would mix them up: the
-turn tells. (What servers bring back has a channel of its own: there a rank that does something else
-is waited for.)
+The bytes are the same as for `replicate` through the same exchange, but half of them hide under the
+next forward. The update and the optimizer's state are divided by P. Flags and shares lie next to
+their pieces. So the owner knows by itself which parameters no rank used, and does not update them,
+as in one process. It also knows the ranks' weights. Gradients, fetched gradients and parameters
+have one size on one channel. So a rank with another purpose would mix them up, and the turn shows
+that. (Messages from servers have a channel of their own: there, ranks wait for such a rank.)
 
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020, section 5.1; CaffeOnSpark's socket exchange, in which every node is the master of
@@ -60,7 +59,7 @@ from shoal.strategies.unsent import Unsent
 
 @final
 class Sliced(Strategy):
-    """Sums gradients at their owners, and gathers the parameters that these have updated."""
+    """Sums gradients at their owners, and gathers the parameters that owners have updated."""
 
     name = "sliced"
     role = Role.OWNED
@@ -97,8 +96,9 @@ class Sliced(Strategy):
 
 
 def refused_update(layer: LayerProfile) -> str | None:
-    """Why owners cannot update the layer, or None: an optimizer may need whole tensors, and a
-    placement give them.
+    """Return why owners cannot update the layer, or None.
+
+    An optimizer may need whole tensors; a placement can give owners whole parameters.
     """
     update = layer.measured(UpdateFacts)
     if update.unread:
@@ -112,7 +112,7 @@ def refused_update(layer: LayerProfile) -> str | None:
 
 
 def even(ranks: int) -> tuple[float, ...]:
-    """The same share for each."""
+    """Return the same share for each rank."""
     return (1 / ranks,) * ranks
 
 
@@ -123,9 +123,7 @@ def owned_cost(
     shares: Sequence[float],
     topology: Topology,
 ) -> Cost:
-    """What a site costs a worker if each rank of the topology owns its share, and what is placed
-    with it.
-    """
+    """Estimate a site's cost for a worker, if each rank of the topology owns its share of it."""
     parameters, num_coded = profiles_coded_first(layers, exchange)
     itemsize = max(p.itemsize for p in parameters)
     rows = placed(
@@ -149,7 +147,7 @@ def owned_cost(
         out = back = Direction.BOTH
     return Cost(
         in_backward=Phase(going, pace, Wait.NEVER, out, before_s=there_s),
-        # new parameters are taken out; own sums are kept, own new values put in before
+        # new parameters are copied out; own sums are kept, and own new values put in before
         after_step=Phase(coming, pace, direction=back, before_s=back_s, after_s=return_s),
         backward_s=cluster.pack_s(bucket.nbytes, len(parameters)),
         memory_bytes=bucket.nbytes + own_bytes + exchange.memory_bytes(bucket, topology.size),
@@ -163,13 +161,13 @@ def owned_cost(
 
 @final
 class SliceLanding(Landing):
-    """Gradients on their way into the slices of their owners, after which they are freed.
+    """Gradients on their way into the slices of their owners. They are freed afterwards.
 
     Args:
-        transfer: whose they are.
+        transfer: the transfer that the parameters belong to.
         parameters: by name.
-        bucket: of these slices.
-        sums: what becomes of them at this rank.
+        bucket: the bucket with these slices.
+        sums: this rank's sums of its own pieces.
     """
 
     def __init__(
@@ -180,7 +178,7 @@ class SliceLanding(Landing):
         sums: OwnSums,
     ) -> None:
         self._owned_transfer, self._bucket, self._sums = transfer, bucket, sums
-        self._is_begun = False  # something of this backward is in the slices
+        self._is_begun = False  # whether the slices have anything of this backward
         flat = sums.coming.whole
         super().__init__(transfer, parameters, flat, bucket.workers, served=transfer.served)
 
@@ -189,14 +187,14 @@ class SliceLanding(Landing):
             backward.make_room(self._owned_transfer)
             self._bucket.open()
             self._is_begun = True
-            self._sums.begin(set(self._owned_transfer.held))  # as this backward found it
+            self._sums.begin(set(self._owned_transfer.held))  # before this backward's
         gradient = local_gradient(parameter)
         for piece, value in self._bucket.places[parameter]:
             if gradient is None:
                 value.zero_()
             else:
                 self.bring(piece.of(gradient), value)
-        if parameter in self._bucket.ends:  # other transfers have taken their parts of it before
+        if parameter in self._bucket.ends:  # earlier transfers have read their parts of it
             set_local_gradient(parameter, None)
         return gradient is not None
 
@@ -207,7 +205,7 @@ class SliceLanding(Landing):
 
 @final
 class SlicedTransfer(OwnedTransfer):
-    """Gradients of one dtype and device in their owners' slices, and afterwards the parameters."""
+    """Gradients of one dtype and device in their owners' slices, and later the parameters."""
 
     def __init__(
         self,
@@ -229,13 +227,13 @@ class SlicedTransfer(OwnedTransfer):
         self._bucket = bucket
         self._sums = OwnSums(self.pieces, own, self.slice_of(place.rank))
         self.carrier: Carrier = exchange.carrier(bucket.live(coded))
-        self._unsent: Unsent | None = None  # as long as a codec may lose something
+        self._unsent: Unsent | None = None  # set while a codec may lose something
         if not self.carrier.exact:
             lossy = set(coded.values())
             may_lose = [piece for piece in self.pieces if piece.parameter in lossy]
             self._unsent = Unsent(self.carrier, may_lose, place.rank)
         bucket.close()
-        # all ranks see a sum of marks only where each of them owns something
+        # all ranks see a sum of marks only if each of them owns something
         self.tells = not self.served and all(self.owned) and can_tell(own.whole, bucket.workers)
         self._control = SliceControl(label, bucket.slices, own)
         self._landing = SliceLanding(self, parameters, bucket, self._sums)
@@ -298,7 +296,7 @@ class SlicedTransfer(OwnedTransfer):
         return self._bucket.everything
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
-        """Bring to all ranks what a codec makes of the changes of own pieces."""
+        """Bring the own pieces' changes to all ranks through a codec, and keep its error."""
         assert self._unsent is not None
         for piece, value in self._bucket.known:
             value.copy_(piece.of(piece.parameter))

@@ -1,20 +1,20 @@
-"""Sparse: of gradients that are sparse tensors the rows that they have go to every rank.
+"""Sparse: the rows of gradients that are sparse tensors go to every rank.
 
-What an embedding with `sparse=True` leaves is U different ids and a row of D numbers for each. A
-rank sends U·(4 + D·s)·(P−1) bytes, instead of 2·V·D·s·(P−1)/P. `.grad` is a sparse tensor still, as
-SparseAdam wants it. Several tables go together.
+The gradient of an embedding with `sparse=True` is U different ids and a row of D numbers for each.
+A rank sends U·(4 + D·s)·(P−1) bytes, instead of 2·V·D·s·(P−1)/P. `.grad` is still a sparse tensor,
+because SparseAdam needs one. Several tables go together.
 
     1  a gradient lands      it stays where it is, in `.grad`
     2  the last one landed   the gradients are kept for the lane, with this rank's share
-    3  on a lane             rows of the same id are added up, and weighed by the share
+    3  on a lane             rows of the same id are added up, and multiplied by the share
     4  on a lane             8 bytes a table, and 8 for the share, tell each peer how many rows
                              come; ids and rows of all ranks are gathered, in rank order
     5  on a lane             they are added up by id: the global mean, alike on every rank
-    6  backward ends         `.grad` of every used parameter is that
+    6  backward ends         `.grad` of every used parameter is this mean
 
 docs/ideas/walk-gradient.md has the same way for a dense gradient: 1 and 2 are its 4 and 5, 3 to 5
-stand for its 8 to 11, and 6 is its 12. A gradient that comes dense, as of a bias in the same layer,
-or of a table that one backward also reads whole, goes whole.
+stand for its 8 to 11, and 6 is its 12. Some gradients come dense: a bias in the same layer has one,
+or a table that the same backward also reads whole. These go whole.
 
 Reference: Sergeev and Del Balso, "Horovod", 2018, and its allreduce of IndexedSlices.
 """
@@ -42,9 +42,9 @@ from shoal.exchange.direct import Direct
 from shoal.profiling.sparse import SparseFacts, SparseProbe
 from shoal.strategies.landing import Landing, at_least, by_kind
 
-_NUMBER_BYTES = 8  # of a count, or the share
-_UNUSED, _DENSE = -1, -2  # in place of a number of rows
-_MOST_ROWS = 1 << 31  # that ids of 4 bytes tell apart
+_NUMBER_BYTES = 8  # bytes of a row count, or of the share
+_UNUSED, _DENSE = -1, -2  # stand in place of a number of rows
+_MOST_ROWS = 1 << 31  # ids of 4 bytes can count so many rows
 
 
 @final
@@ -101,9 +101,9 @@ class RowLanding(Landing):
     """Gradients of tables, which stay in `.grad` and are kept for the lane.
 
     Args:
-        transfer: whose they are.
+        transfer: the transfer that the parameters belong to.
         parameters: by name.
-        ranks: how many add to the sums.
+        ranks: number of ranks that add to the sums.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class RowLanding(Landing):
 
 @final
 class SparseTransfer(Transfer):
-    """Rows of the gradients of some tables, of one dtype and device."""
+    """Rows of the gradients of several tables, of one dtype and device."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: int, label: str) -> None:
         self.label = label
         self._parameters = tuple(parameters.values())
         self._ranks = ranks
         self._ids = _id_dtype([parameter.shape for parameter in self._parameters])
-        self._packed: tuple[list[Tensor | None], float] | None = None  # with this rank's share
+        self._packed: tuple[list[Tensor | None], float] | None = None  # and this rank's share
         self._sums: list[Tensor | None] = []
         self._landing = RowLanding(self, parameters, ranks)
 
@@ -174,9 +174,9 @@ class SparseTransfer(Transfer):
     def _gathered(
         self, comm: Comm, header: Tensor, ids: Tensor, values: Tensor
     ) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]]]:
-        """Every rank's header, ids and values, by rank.
+        """Gather every rank's header, ids and values, by rank.
 
-        A peer receives when it knows how much there is.
+        A peer posts its receives when it knows the sizes.
         """
         headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
         pending = [comm.receive(headers[r], r) for r in comm.others]
@@ -188,7 +188,7 @@ class SparseTransfer(Transfer):
             num_ids, num_values = self._sizes(headers[r])
             all_ids[r], all_values[r] = ids.new_empty(num_ids), values.new_empty(num_values)
             pending += [comm.receive(p, r) for p in (all_ids[r], all_values[r]) if len(p)]
-        # once for all, where they lie on a GPU
+        # copied from a GPU once for all peers
         own = [staged(part) for part in (ids, values) if len(part)]
         pending += comm.send_in_turn((r, own) for r in comm.others if own)
         comm.finish([*pending, *sends])
@@ -198,13 +198,13 @@ class SparseTransfer(Transfer):
         return [int(count) for count in header[1:].tolist()]
 
     def _sizes(self, header: Tensor) -> tuple[int, int]:
-        """How many ids, and values, come behind a header."""
+        """Return how many ids, and how many values, follow a header."""
         counts = self._counts(header)
         num_values = sum(map(_num_values, counts, self._parameters))
         return sum(max(0, count) for count in counts), num_values
 
     def _tables(self, header: Tensor, ids: Tensor, values: Tensor) -> list[_TableGradient]:
-        """What a rank has sent, by table."""
+        """Divide a rank's ids and values by table."""
         counts = self._counts(header)
         its_ids = ids.split([max(0, count) for count in counts])
         its_values = values.split(list(map(_num_values, counts, self._parameters)))
@@ -231,13 +231,13 @@ class SparseTransfer(Transfer):
 class _TableGradient:
     """A rank's gradient of one table: ids, and values by row; or all of its values."""
 
-    count: int  # of rows, or what stands for it
+    count: int  # number of rows, or _UNUSED or _DENSE
     ids: Tensor
     values: Tensor
 
     @classmethod
     def of(cls, gradient: Tensor | None) -> _TableGradient:
-        """What a rank has, each id once."""
+        """Make a rank's gradient of a table, with each id once."""
         if gradient is None:
             nothing = torch.empty(0, dtype=torch.int32, device="cpu")
             return cls(_UNUSED, nothing, nothing)
@@ -255,7 +255,7 @@ def _num_values(count: int, parameter: Tensor) -> int:
 
 
 def _sum(parameter: Tensor, tables: Sequence[_TableGradient], mean_share: float) -> Tensor | None:
-    """All ranks' rows of a table added up, in rank order; None where no rank used it."""
+    """Add up all ranks' rows of a table, in rank order; return None if no rank used it."""
     used = [table for table in tables if table.count != _UNUSED]
     if not used:
         return None

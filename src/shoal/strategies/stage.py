@@ -4,19 +4,19 @@
                 next is computed
     loss        the target follows; the loss of all of the worker's rows comes back
     backward    the activation's gradient comes back, K·M·s in all, the last micro-batch first,
-                while the worker's backward goes on with those that are there
+                while the worker's backward goes on with the micro-batches that have come
 
-Micro-batches go through the tail one by one or, where its passes cost more than they hide, at once
-(`Plan.joined`).
+Micro-batches go through the tail one by one. If its passes cost more time than they hide, they go
+through it at once (`Plan.joined`).
 
 A tail host's link carries W·K·M·s/T each way, and its processor the rows of W/T workers, which it
 joins into one product. Workers hold nothing of the tail: no parameter, no gradient, no state.
 Several tail hosts share its layers as the ranks of any job do (the plan's `exchange` says how:
-"column_pair", "sliced" …). What a worker waits for is what is left of a pipeline of three stations
-when the last micro-batch has left it: docs/ideas/how-it-chooses.md.
+"column_pair", "sliced" …). Body, link and tail are a pipeline of three stations. A worker waits for
+the rest of it after its last micro-batch: docs/ideas/how-it-chooses.md.
 
-Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose fully connected layers
-ran on nodes of their own.
+Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, which ran fully connected
+layers on separate nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from shoal.strategies.pieces import Pieces
 from shoal.tensors.cut import cut
 
 _LEAST_S = 1e-12
-_SLOT = "_stage"  # where a module keeps what runs it
+_SLOT = "_stage"  # attribute of a module: the object that runs it
 
 
 @final
@@ -86,13 +86,13 @@ class Stage(Strategy):
         assert tail is not None
         profiled, tail = tail, _coded(tail, layers[0].setting.codec, cluster)
         workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
-        served = -(-workers // hosts)  # by a tail host, at most
+        served = -(-workers // hosts)  # workers of a tail host, at most
         out, back = (
             _traffic(cluster, tail.sent_bytes, 0.0),
             _traffic(cluster, 0.0, tail.received_bytes),
         )
         pace = cluster.move_pace
-        # where ranks share cores, workers that wait leave theirs to the tail
+        # if ranks share cores, waiting workers leave theirs to the tail
         turn = cluster.turn
         forward_s = _piped(
             tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served, joined
@@ -100,7 +100,7 @@ class Stage(Strategy):
         backward_s = _piped(
             tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served, joined
         )
-        shown = 1 / count  # of the bytes: the rest hides while workers compute
+        shown = 1 / count  # part of the bytes that does not hide while workers compute
         return Cost(
             in_forward=Phase(out, pace, Wait.AT_ONCE, shown=shown),
             in_backward=Phase(back, pace, Wait.AT_ONCE, shown=shown),
@@ -134,14 +134,14 @@ class Stage(Strategy):
 
 
 def run_by(module: nn.Module, stage: Any) -> None:
-    """From here on `stage.called(forward, …)` is what happens when the module is called."""
+    """Make calls of the module call `stage.called(forward, …)` instead."""
     kind = type(module)
     module.__class__ = served_class(_Staged, kind, f"Staged{kind.__name__}")
     module.__dict__[_SLOT] = stage
 
 
 def run_no_more(module: nn.Module) -> None:
-    """Undo `run_by`, where it was done."""
+    """Undo `run_by`, if it was done."""
     if issubclass(type(module), _Staged):
         del module.__dict__[_SLOT]
         module.__class__ = kind_before(module)
@@ -153,7 +153,7 @@ def runs_by(module: nn.Module) -> Any:
 
 
 class _Staged(nn.Module):
-    """A module that runs otherwise, with the same parameters, names and repr.
+    """A module that another object runs. Its parameters, names and repr are the same.
 
     A copy of it is an ordinary module.
     """
@@ -175,14 +175,14 @@ class _Staged(nn.Module):
 
 @final
 class _Body:
-    """Runs a model whose end is elsewhere, micro-batch by micro-batch."""
+    """Runs a model that ends on tail hosts, micro-batch by micro-batch."""
 
     def __init__(self, tail: FarTail) -> None:
         self._tail = tail
 
     @property
     def error(self) -> float | None:
-        """How far the last activations that were looked at were off."""
+        """Relative error of the activations that were checked last."""
         return self._tail.feed.crossing.error
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ class _Body:
 
 @final
 class _First:
-    """Sends what the tail is called with."""
+    """Sends the tail's input to the tail hosts."""
 
     def __init__(self, tail: FarTail) -> None:
         self._tail = tail
@@ -242,7 +242,7 @@ class _First:
 
 @final
 class _Rest:
-    """Lets pass what tail hosts do."""
+    """Returns its input, because tail hosts run the layer."""
 
     def called(self, forward: Callable[..., Any], output: StageOutput) -> StageOutput:
         return output
@@ -250,7 +250,7 @@ class _Rest:
 
 @final
 class _LossAtTail:
-    """A loss of which the output is elsewhere."""
+    """A loss of an output that tail hosts hold."""
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], StageOutput):
@@ -263,7 +263,7 @@ class _LossAtTail:
 
 
 def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss, computed by tail hosts where they have the output.
+    """Return the loss, computed by tail hosts if they hold the output.
 
     A module is changed in place, a function is wrapped.
     """
@@ -279,15 +279,13 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def error_at_tail(model: nn.Module) -> float | None:
-    """How far the activations were off that were looked at last, relative; None where they go as
-    they are.
-    """
+    """Return the relative error of the activations that were checked last; None if exact."""
     stage = model.__dict__.get(_SLOT)
     return stage.error if isinstance(stage, _Body) else None
 
 
 def _coded(tail: Tail, codec: str, cluster: Cluster) -> Tail:
-    """The tail where activations and gradients cross as codes: bytes, and seconds to code them."""
+    """Return the tail's bytes and times if activations and gradients travel as codes."""
     part = codec_named(codec).nbytes(1, tail.itemsize) / tail.itemsize if codec else 1.0
     if part >= 1:
         return tail
@@ -307,9 +305,9 @@ def _coded(tail: Tail, codec: str, cluster: Cluster) -> Tail:
 def _piped(
     tail: Tail, body_s: float, link_s: float, own_s: float, workers: int, joined: bool
 ) -> float:
-    """Seconds until the last micro-batch is through body, link and tail.
+    """Return the seconds until the last micro-batch is through body, link and tail.
 
-    `own_s` is the tail's of one worker.
+    `own_s` is the tail's time for one worker.
     """
     share = own_s / max(tail.forward_s + tail.backward_s, _LEAST_S)
     pass_s = min(own_s, tail.pass_s * share)
@@ -321,7 +319,7 @@ def _piped(
 
 
 def _traffic(cluster: Cluster, out: float, back: float) -> Traffic:
-    """What every worker sends to its tail host, and gets from it."""
+    """Return the traffic if each worker sends `out` bytes to its tail host, and gets `back`."""
     workers, hosts = cluster.size, len(cluster.tail)
     served = [len(range(t, workers, hosts)) for t in range(hosts)]
     apart = [host != cluster.tail[w % hosts] for w, host in enumerate(cluster.topology.hosts)]

@@ -1,12 +1,12 @@
-"""Synchronised batch norm: modules whose statistics are those of all ranks' rows.
+"""Synchronised batch norm: modules take their statistics from the rows of all ranks.
 
-    found     torch's own BatchNorm layers where they are asked for, nn.SyncBatchNorm always
-    alone     while a model is profiled: the same code among one rank, so that its time is seen
+    found     torch's own BatchNorm layers if the user asks for it, nn.SyncBatchNorm always
+    alone     while a model is profiled: the same code with one rank, so that its time is measured
     joined    from parallelize on, over a channel that main threads wait for
-    released  the layers are of their own classes again
+    released  the layers have their own classes again
 
-Only the object's class changes. Running statistics come to the same bits on every rank, so nobody
-sends them. What it costs: tensors/sync_norm.py.
+Only the object's class changes. Running statistics get the same bits on every rank, so they are not
+sent. The cost is in tensors/sync_norm.py.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from shoal.strategies.cutting import move
 from shoal.tensors.guarded import ComingParameter, keeper
 from shoal.tensors.sync_norm import NormOfRanks, Synchronised, normalised, sums_kind
 
-_SLOT = "_shoal_sync_norm"  # where a module has what it asks
+_SLOT = "_shoal_sync_norm"  # attribute of a module: what it asks of the ranks
 
 
 def norms_of(model: nn.Module, asked: bool) -> dict[str, _BatchNorm]:
-    """The norms whose statistics are to be those of all ranks, by dotted name.
+    """Return the norms that will take statistics from all ranks' rows, by dotted name.
 
     Args:
         model: any module.
-        asked: whether torch's BatchNorm layers are to be served, too; nn.SyncBatchNorm is always,
-            but where it has a process group of its own.
+        asked: whether to serve torch's BatchNorm layers too. nn.SyncBatchNorm is always served,
+            unless it has a process group of its own.
 
     Raises:
-        UsageError: a BatchNorm layer has a forward of its own, and they were asked for.
+        UsageError: `asked` is set, and a BatchNorm layer has a forward of its own.
     """
     found: dict[str, _BatchNorm] = {}
     for name, module in model.named_modules():
@@ -68,7 +68,7 @@ def norms_of(model: nn.Module, asked: bool) -> dict[str, _BatchNorm]:
 
 @contextmanager
 def alone(model: nn.Module, asked: bool) -> Iterator[SyncNorms]:
-    """Have the model's norms run as they will, but by themselves."""
+    """Run the model's norms with their later code, but on this rank alone."""
     norms = SyncNorms(model, asked)
     norms.join(ThreadComm())
     try:
@@ -79,11 +79,11 @@ def alone(model: nn.Module, asked: bool) -> Iterator[SyncNorms]:
 
 @final
 class SyncNorms:
-    """The synchronised norms of one model. Keeps none of them alive.
+    """The synchronised norms of one model. It keeps none of them alive.
 
     Args:
         model: the module.
-        asked: as for `norms_of`.
+        asked: as in `norms_of`.
     """
 
     def __init__(self, model: nn.Module, asked: bool) -> None:
@@ -92,18 +92,18 @@ class SyncNorms:
 
     @property
     def names(self) -> list[str]:
-        """Their dotted names."""
+        """Dotted names of the norms."""
         return list(self._modules)
 
     def join(self, comm: Comm, weighs: Weighing = UNWEIGHED) -> None:
-        """Have them take the rows of all ranks of a channel into account."""
+        """Make the norms use the rows of all ranks of a channel."""
         for name, module in self._living():
             self._seen[name] = _Asked(NormOfRanks(name, comm, weighs))
             module.__class__ = _class_of(type(module))
             module.__dict__[_SLOT] = self._seen[name]
 
     def release(self) -> None:
-        """Make them what they were."""
+        """Give the norms their own classes again."""
         for _, module in self._living():
             del module.__dict__[_SLOT]
             module.__class__ = kind_before(module)
@@ -114,7 +114,7 @@ class SyncNorms:
                 yield name, module
 
     def described(self, profile: ModelProfile) -> tuple[SyncNorm, ...]:
-        """What each sends in a step, as the model was profiled."""
+        """Describe each norm's messages in a step, as the model was profiled."""
         calls = {layer.name: layer.calls for layer in profile.layers}
         return tuple(
             SyncNorm(name, asked.channels, asked.itemsize, calls.get(name, 1), asked.returns)
@@ -124,7 +124,7 @@ class SyncNorms:
 
 
 def phases_of(norms: Sequence[SyncNorm], cluster: Cluster) -> tuple[Phase, Phase] | None:
-    """What all of them cost in a step: in forward, and in backward."""
+    """Return the cost of all norms in a step: in forward, and in backward; None without norms."""
     if not norms:
         return None
     topology, pace = cluster.topology, cluster.move_pace
@@ -140,12 +140,12 @@ def _traffic(norm: SyncNorm, nbytes: int, topology: Topology) -> Traffic:
 
 @dataclass
 class _Asked:
-    """What a norm asks, and what it was called with."""
+    """A norm's link to the other ranks, and the form of its input."""
 
     ranks: NormOfRanks
     channels: int = 0
     itemsize: int = 0
-    returns: bool = False  # its rows take a gradient
+    returns: bool = False  # whether its rows take a gradient
 
     def saw(self, x: Tensor) -> None:
         self.channels, self.itemsize = x.shape[1], sums_kind(x.dtype).itemsize
@@ -179,12 +179,12 @@ class _SyncNormLayer(Synchronised):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor) -> None:
-        """Have the running statistics follow."""
+        """Update the running statistics."""
         assert self.running_mean is not None and self.running_var is not None
         momentum = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        if momentum is None:  # the mean of all batches
+        if momentum is None:  # use the mean of all batches
             assert self.num_batches_tracked is not None
             momentum = 1.0 / float(self.num_batches_tracked)
         for running, new in ((self.running_mean, mean), (self.running_var, var)):

@@ -1,12 +1,12 @@
-"""Tied: a weight that tables and heads share is cut by its rows, a table's words, a head's classes.
+"""Tied: a weight that tables and heads share is cut by its rows: a table's words, a head's classes.
 
     forward     as `embedding` for each table, and as `head` for each head
     backward    the same way back; the rows of tables and the products of heads add up to the
                 gradient of the part
 
-A table and a head cut the one weight alike, along the vocabulary, so that one part serves both. A
-rank sends 2·V·D·s·(P−1)/P of its gradient otherwise, since a head makes that dense. Here it stays
-where it is; and weight, gradient, update and optimizer state are divided by P. The bias of a head
+A table and a head cut the one weight alike, along the vocabulary, so that one part serves both.
+Uncut, a rank sends 2·V·D·s·(P−1)/P for its gradient, because a head makes that dense. Here it stays
+where it is, and weight, gradient, update and optimizer state are divided by P. The bias of a head
 is a layer of its own, and is cut with the weight.
 
 Reference: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017; Shoeybi et
@@ -42,7 +42,7 @@ _TABLES = ("Embedding", "EmbeddingBag")
 
 @final
 class Tied(Strategy):
-    """Cut of a weight that several modules share: tables, and heads with an output for a loss."""
+    """Cuts a weight that several modules share: tables, and heads with an output for a loss."""
 
     name = "tied"
     role = Role.CUT
@@ -73,7 +73,7 @@ class Tied(Strategy):
         part = first / facts.uses[0].layer.parameters[0].shape[0]
         cost = Cost(memory_bytes=part * layer.nbytes, held=part, update=Update(main=part))
         if layer.name != facts.layers[0]:
-            return cost  # a bias: rows that it is added to are there
+            return cost  # a bias is added to rows that are already there
         uses = [use.under(layer.setting) for use in facts.uses]
         costs = [_way_of(use).estimate([use], exchange, cluster) for use in uses]
         dense_s = sum(_dense_s(use) for use in uses)
@@ -117,12 +117,12 @@ class Tied(Strategy):
 
 
 def _way_of(use: LayerProfile) -> Strategy:
-    """Return the strategy that would serve a use, if the weight were its own."""
+    """Return the strategy that would serve a use if the weight were not shared."""
     return EmbeddingRows() if use.kind in _TABLES else Head()
 
 
 def _dense_s(use: LayerProfile) -> float:
-    """Return the seconds of a table's dense gradient, beside its rows: a table alone makes none."""
+    """Return the seconds of a table's dense gradient; a table that shares no weight makes none."""
     product = use.measured(ProductFacts)
     if use.kind not in _TABLES:
         return 0.0
@@ -139,7 +139,7 @@ def _joined(phases: Iterable[Phase | None]) -> Phase | None:
 
 
 def _modules(place: Place) -> dict[str, nn.Module]:
-    """Return the modules that run on a site's weight; none where the site has just a bias."""
+    """Return the modules that run on a site's weight; none if the site is only a bias."""
     (module,) = place.layers.values()
     if all(parameter is not module.weight for parameter in place.parameters.values()):
         return {}

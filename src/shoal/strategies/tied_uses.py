@@ -1,9 +1,9 @@
 """Finds modules that share one weight, such as a table and a head, and measures each use of it.
 
-A plan knows such a weight by one layer: the first that holds it. A head with a bias is a layer of
-its own, for the bias. A strategy that serves the weight serves all uses at once, and needs the cost
-of each. The measured step has it (profiling/layers.py). One more forward follows the
-outputs of heads to their losses, and only where a model shares a weight.
+A plan knows such a weight by one layer: the first that holds it. A head with a bias is also a layer
+of its own, for the bias. A strategy that serves the weight serves all uses at once, and needs the
+cost of each. The measured step has these costs (profiling/layers.py). If a model shares a weight,
+one more forward follows the outputs of heads to their losses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TiedUse:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[TiedUse]) -> TiedUse:
-        """Make the ranks' measurements one."""
+        """Join the ranks' measurements into one."""
         return cls(
             maximum_layer([use.layer for use in ranks]),
             CutFacts.of_ranks([use.cut for use in ranks]),
@@ -59,7 +59,7 @@ class TiedFacts(Facts):
     """The uses of a weight that several modules share.
 
     Args:
-        layers: the plan's layers that these modules make: first that of the weight.
+        layers: the plan's layers among these modules, first the one with the weight.
         uses: the modules; none if the layer shares no weight.
     """
 
@@ -72,7 +72,7 @@ class TiedFacts(Facts):
         return cls(ranks[0].layers, tuple(TiedUse.of_ranks(same) for same in uses))
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> Self:
-        return type(self)()  # an end of the model that is tied to the rest is not given away
+        return type(self)()  # an end of the model that is tied to the rest cannot go elsewhere
 
 
 @final
@@ -105,11 +105,11 @@ class TiedProbe(Probe):
 
 @dataclass(frozen=True)
 class _Tie:
-    """Modules that share parameters: the first layer of them has the weight.
+    """Modules that share parameters. The first layer of them has the weight.
 
     Args:
-        trial: the trial, in which they are all of the layers.
-        own: the layers of the plan among them.
+        trial: the trial, with these modules as all its layers.
+        own: the plan's layers among them.
     """
 
     trial: Trial
@@ -125,7 +125,7 @@ class _Tie:
 
     @property
     def weight(self) -> Any:
-        """The profile of the parameter that they share."""
+        """Profile of the parameter that they share."""
         profile = layer_profile(self.own[0], self.trial.step, "")
         return next(
             (p for p in profile.parameters if p.name.rpartition(".")[2] == "weight"),

@@ -1,7 +1,7 @@
-"""Checks that every rank takes one exchange for the same: a sum, new parameters, or a reading.
+"""Checks that every rank uses one exchange for the same purpose: a sum, new parameters, or a read.
 
-At the host the numbers are looked at at once. On a GPU that would wait for all that it has still to
-do. There they come to the host of themselves, and are looked at with a later exchange.
+On the host the numbers are read at once. On a GPU that would wait for all its queued work. There
+they are copied to the host meanwhile, and read with a later exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.contracts.transfer import Turn
 from shoal.core.by_host import Later
 from shoal.core.errors import RanksDiffer
 
-_MOST_UNREAD = 4  # exchanges; then the oldest is waited for
+_MOST_UNREAD = 4  # exchanges; with more of them the oldest is waited for
 
 _DOES = {
     Turn.SUM: "sums gradients",
@@ -28,10 +28,10 @@ _DOES = {
 
 @final
 class Turns:
-    """What the ranks took the exchanges of one transfer for.
+    """The ranks' purposes for the exchanges of one transfer.
 
     Args:
-        label: what messages call the transfer.
+        label: the transfer's name in messages.
     """
 
     def __init__(self, label: str) -> None:
@@ -39,14 +39,14 @@ class Turns:
         self._unread: deque[tuple[Later, Turn]] = deque()
 
     def check(self, turns: Sequence[Tensor], own: Turn) -> None:
-        """Refuse what came where not every rank takes it for the same.
+        """Raise RanksDiffer unless every rank has the same purpose for an exchange.
 
         Args:
-            turns: what came of each rank, or the sum over ranks; on a GPU, looked at later.
-            own: what this rank takes it for.
+            turns: each rank's number, or their sum over ranks; on a GPU they are read later.
+            own: this rank's purpose.
 
         Raises:
-            RanksDiffer: of this exchange, or of an earlier one.
+            RanksDiffer: for this exchange, or for an earlier one.
         """
         numbers = torch.cat(list(turns)).real
         if numbers.device.type == "cpu":

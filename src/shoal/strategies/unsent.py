@@ -1,11 +1,12 @@
-"""What owners have made of their pieces and a codec has not brought to the other ranks yet.
+"""Differences between owners' pieces and the copies on other ranks, which a codec has not sent yet.
 
-    1  before an update   own pieces get what is unsent: they are what their owner has made of them
+    1  before an update   own pieces get their unsent difference, and so the owner's exact values
     2  the update         changes them
-    3  the way back       goes the difference from what all ranks have; all take it as it was sent
-    4  afterwards         what was lost of it is unsent; own pieces are as on every rank
+    3  the way back       sends the difference from the copies that all ranks have; all ranks, the
+                          owner too, add it as its code says
+    4  afterwards         the code's error is unsent; own pieces are the same as on every rank
 
-So replicas have the same bits, and nothing is lost but by the rounding of a parameter's own type.
+So replicas have the same bits, and only the rounding of a parameter's own type is ever lost.
 Costs one number for each element that a rank owns.
 """
 
@@ -23,11 +24,11 @@ from shoal.core.pieces import Piece
 
 @final
 class Unsent:
-    """Of one transfer's own pieces; kept, and saved, by its carrier."""
+    """The unsent differences of one transfer's own pieces. Its carrier keeps and saves them."""
 
     def __init__(self, carrier: Carrier, pieces: Sequence[Piece], rank: int) -> None:
         self._carrier, self.pieces, self._rank = carrier, pieces, rank
-        # what all ranks have of the pieces that are being updated
+        # values on all ranks, for the pieces that are being updated
         self._known: dict[Piece, Tensor] = {}
 
     def _parts(self) -> Sequence[tuple[Piece, Tensor]]:
@@ -36,7 +37,7 @@ class Unsent:
         return list(zip(self.pieces, parts, strict=True))
 
     def put_in(self, parameters: Collection[Tensor]) -> None:
-        """Make the own pieces of these what their owner has made of them."""
+        """Give the own pieces of these parameters their owner's exact values."""
         for piece, unsent in self._parts():  # 1
             if piece.parameter in parameters:
                 own = piece.of(piece.parameter)
@@ -45,12 +46,12 @@ class Unsent:
                 unsent.sub_(own.to(unsent.dtype) - known.to(unsent.dtype))  # rounding is left
 
     def forget(self) -> None:
-        """All ranks take new values as they are."""
+        """Forget all differences, because all ranks get exact new values."""
         self._known.clear()
         self._carrier.kept(UNSENT, self._rank).zero_()
 
     def changes(self, values: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """The differences of new values from what all ranks have, which is put in `places`."""
+        """Return new values minus the values on all ranks, and put the latter into `places`."""
         differences = [self._carrier.kept(UNSENT, self._rank).new_empty(0)]
         for piece, value, place in zip(self.pieces, values, places, strict=True):  # 3
             place.copy_(self._known.get(piece, value))
@@ -59,7 +60,7 @@ class Unsent:
         return torch.cat(differences)
 
     def keep(self, values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        """Keep what new values have beyond what all ranks have now, which is in `places`."""
+        """Keep new values minus the values that all ranks have now, which are in `places`."""
         for (piece, unsent), value, place in zip(self._parts(), values, places, strict=True):  # 4
             if piece in self._known:
                 unsent.add_(value.to(unsent.dtype) - place.to(unsent.dtype))

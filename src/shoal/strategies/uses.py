@@ -43,7 +43,7 @@ def _uses(trial: Trial) -> dict[str, UseFacts]:
         return _found(_record(trial.sample), groups, trial.layers)
     except ShoalError as error:
         reason = f"{error.what}" + (f" ({error.where})" if error.where else "")
-    except Exception as error:  # forward is somebody's own, and may raise anything
+    except Exception as error:  # forward is the user's code, and may raise anything
         reason = f"its forward cannot be recorded: {type(error).__name__}: {error}"[:300]
     return {
         name: UseFacts("" if group == name else group, reason=reason)
@@ -60,7 +60,7 @@ def _record(sample: Sample) -> ForwardRecord:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Take forms that forward keeps out of a model again."""
+    """Restore the attributes that a model's forward changes while it is recorded."""
     before = [
         (module, {**vars(module)}, {**module._buffers}, pytree.tree_map(_same, kept_by(module)))
         for module in model.modules()
@@ -146,7 +146,7 @@ def _found(
 
 
 def _inputs(record: ForwardRecord, cuts: Sequence[Position]) -> list[dict[int, float]]:
-    """Return the inputs that are needed behind each cut and before the next, with their bytes."""
+    """Return the inputs that are needed between each cut and the next, with their bytes."""
     found: list[dict[int, float]] = [{} for _ in cuts]
     for position, numbers in record.inputs.items():
         at = bisect_right(cuts, position) - 1
@@ -156,7 +156,7 @@ def _inputs(record: ForwardRecord, cuts: Sequence[Position]) -> list[dict[int, f
 
 
 def _together(trial: Trial) -> dict[str, str]:
-    """Return of each layer the first of the layers that are held together with it.
+    """Return, for each layer, the first of the layers that must stay on one rank with it.
 
     One module uses parameters of both: a head with the weight of an embedding. Or a layer is never
     called, because the module around it uses the parameters of both in one function, as

@@ -1,1 +1,1 @@
-"""Tensors that stand for what is elsewhere: parameters and outputs of layers cut over ranks."""
+"""Tensors with values elsewhere: parameters and outputs of layers that are cut over the ranks."""

@@ -1,4 +1,4 @@
-"""What crosses between ranks in forward and backward: autograd operators with a transpose.
+"""Moves of rows between ranks, in forward and back again: autograd operators with a transpose.
 
 A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r rows of width W:
 
@@ -8,11 +8,12 @@ A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r
     to_rows     (ΣK, W_r) on r     ->  (K_r, W)                       back: to_columns
     dealt       some rows to each  ->  some rows from each            back: dealt back
 
-`scale` multiplies what goes back. A parameter's gradient is a mean over ranks, so a cut layer
-divides by P what comes back into it and multiplies by P what leaves it again, instead of a pass
-over its weights. Where ranks have unlike numbers of rows, each weighs its own as they come in, and
-divides by that as they leave (contracts/weighing.py). Each costs at most one message to and from
-every peer a chunk, and the counts of rows (`rows_of_all`) 80 bytes each.
+`scale` multiplies the gradients that go back. A parameter's gradient is a mean over ranks. So a cut
+layer divides gradients by P as they enter it, and multiplies by P as they leave, which spares a
+pass over its weights. If ranks have unlike numbers of rows, each rank weighs its own gradients as
+they come in, and divides by the weight as they leave (contracts/weighing.py). A move costs at most
+one message to and from every peer for each chunk, and telling the counts of rows (`rows_of_all`)
+80 bytes each.
 
 A move into a linear layer is one operator with its product (`linear`), so that each hides under the
 other:
@@ -43,7 +44,7 @@ from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
 from shoal.tensors.crossing import EXACT, RowCrossing
 
-_Coming = Callable[[], Tensor]  # waits for what was sent
+_Coming = Callable[[], Tensor]  # waits until the move has come
 _Way = Callable[[Tensor], _Coming]
 
 
@@ -51,36 +52,36 @@ _Way = Callable[[Tensor], _Coming]
 class Move:
     """A move and its transpose; both are started by one call, and waited for by another.
 
-    `leaves` says that this rank's own rows are what it gives, not what it takes.
+    `leaves` says that the result is this rank's own rows. Otherwise its input is.
     """
 
     there: _Way
     way_back: _Way
     scale: float
     comm: Comm
-    purpose: str  # of what it is part, for messages
+    purpose: str  # the larger operation, for messages
     leaves: bool = False
     weighs: Weighing = UNWEIGHED
     layer: str = ""
     factor: float = 1.0  # multiplies the values that are moved there
 
     def back(self, grad: Tensor) -> _Coming:
-        """Start moving a gradient back: weighed, where it is of this rank's own rows."""
+        """Start moving a gradient back, multiplied by its weight if it belongs to own rows."""
         weight = self.weighs() if self.leaves else None
         self.comm.begins(f"backward, {self.purpose}")
         return self.way_back(grad if weight is None else grad * weight)
 
     def come_back(self, back: Tensor) -> Tensor:
-        """What has come back, scaled in place: weighed no more, where it is of own rows."""
+        """Scale a gradient that has come back, in place, and divide own rows by their weight."""
         weight = None if self.leaves else self.weighs()
         scale = self.factor * self.scale
-        scale = scale / weight if weight else scale  # at weight 0 it is 0
+        scale = scale / weight if weight else scale  # the gradient is 0 at weight 0
         return back if scale == 1.0 else back.mul_(scale)
 
     def turned(self) -> Move:
         """Return the running backward of this move, as a move.
 
-        It is linear. So it has a backward, which second derivatives need.
+        It is linear, so it has a backward of its own, which second derivatives need.
         """
         weight, purpose = self.weighs(), f"backward, {self.purpose}"
         if weight is None or (weight == 0 and not self.leaves):
@@ -97,7 +98,7 @@ class Move:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The tensor where it is moved to."""
+        """Return the tensor after the move."""
         moved: Tensor = _Boundary.apply(x, self)  # type: ignore[no-untyped-call]
         return moved
 
@@ -114,15 +115,15 @@ class CallRows:
     crossing: RowCrossing = EXACT
 
     def gathered(self, scale: float) -> Move:
-        """Every rank's rows, in rank order, on every rank."""
+        """Return the move that brings every rank's rows, in rank order, to every rank."""
         return self._move(self._gather, self._sum, scale, leaves=False)
 
     def summed(self, x: Tensor, scale: float) -> Tensor:
-        """This rank's rows of the sum over ranks, added up in rank order."""
+        """Return this rank's rows of the sum over ranks, added up in rank order."""
         return self._move(self._sum, self._gather, scale, leaves=True)(x)
 
     def to_columns(self, widths: Sequence[int], scale: float) -> Move:
-        """All ranks' rows, of the columns that are this rank's."""
+        """Return the move that brings this rank's columns of all ranks' rows to it."""
         return self._move(
             lambda t: self._to_columns(t, widths),
             lambda t: self._to_rows(t, widths),
@@ -131,7 +132,7 @@ class CallRows:
         )
 
     def to_rows(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
-        """This rank's rows, of all columns."""
+        """Return this rank's rows with all columns."""
         return self._move(
             lambda t: self._to_rows(t, widths),
             lambda t: self._to_columns(t, widths),
@@ -145,13 +146,13 @@ class CallRows:
         )
 
     def chunks(self, number: int) -> list[CallRows]:
-        """So many parts, each with rows of every rank: fewer where a rank has not as many."""
+        """Divide the rows into so many parts with rows of every rank; fewer if a rank has fewer."""
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
         return [replace(self, counts=part) for part in zip(*cuts, strict=True)]
 
     @property
     def mine(self) -> int:
-        """This rank's."""
+        """Number of this rank's rows."""
         return self.counts[self.comm.rank]
 
     def _start(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Callable[[], None]:
@@ -194,14 +195,14 @@ def linear(
     rows: Sequence[CallRows],
     enter: Callable[[CallRows], Move],
 ) -> Tensor:
-    """`F.linear` of what x becomes where it crosses, chunk by chunk.
+    """Return `F.linear` of x after a move, chunk by chunk.
 
     Args:
         x: (K, W) rows of this rank.
-        weight: (N, M), with M what a row is long on the other side.
+        weight: (N, M), where M is the length of a moved row.
         bias: (N,), or None.
         rows: the chunks.
-        enter: how a chunk crosses.
+        enter: makes the move of a chunk.
 
     Returns:
         (ΣK, N), in rank order.
@@ -218,25 +219,27 @@ def rows_of_all(
     weighs: Weighing = UNWEIGHED,
     crossing: RowCrossing = EXACT,
 ) -> CallRows:
-    """Tell every rank how many rows this one brings, and what for.
+    """Tell every rank the number of this rank's rows and their purpose.
 
-    RanksDiffer if others are about something else.
+    Raises:
+        RanksDiffer: another rank has another purpose.
     """
     counts = tuple(comm.numbers([rows] * comm.size, purpose))
     return CallRows(comm, counts, purpose, weighs, layer, crossing)
 
 
 def call_of(layer: str) -> str:
-    """What messages name a call of a layer.
+    """Return the name of a layer's call in messages.
 
-    A rank that evaluates alone must not meet others that train.
+    It tells evaluation from training, because a rank that evaluates alone must not meet others
+    that train.
     """
     mode = "training" if torch.is_grad_enabled() else "evaluation (no_grad)"
     return f"{mode}, call of layer {layer}"
 
 
 def refuse_second_derivative(layer: str) -> None:
-    """Raise UsageError in a backward that is to be differentiated again."""
+    """Raise UsageError in a backward that keeps a graph to be differentiated again."""
     if torch.is_grad_enabled():
         raise UsageError(
             f"layer {layer} is not whole on this rank, and cannot be differentiated twice "
@@ -247,9 +250,9 @@ def refuse_second_derivative(layer: str) -> None:
 
 
 def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor that nobody else has in another shape, and no view of it.
+    """Return a tensor in another shape, not as a view. No other code may hold the tensor.
 
-    Hooks on a view are lost where it is changed in place.
+    A view would lose its hooks if it was changed in place.
     """
     return x if x.shape == torch.Size(shape) else torch.ops.aten._unsafe_view(x, list(shape))
 
@@ -263,9 +266,9 @@ def dealt(
     weighs: Weighing = UNWEIGHED,
     layer: str = "",
 ) -> Tensor:
-    """Deal rows to the ranks, `sent[r]` in a row to rank r, and join what comes: own rows.
+    """Send `sent[r]` rows to each rank r, one after the other, and join the rows that come.
 
-    Backward deals it back.
+    Backward sends gradients back. The result is this rank's own rows.
     """
 
     def deal(rows: Tensor, out: Sequence[int], come: Sequence[int]) -> _Coming:
@@ -324,7 +327,7 @@ class _Linear(torch.autograd.Function):
                 inside.append(_cast(coming.pop(0)()))
                 products.append(F.linear(inside[-1], whole, added))
         finally:
-            for come in coming:  # also after an error: the channel is for others yet
+            for come in coming:  # also after an error: other operations still use the channel
                 come()
         x_needed, weight_needed = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
@@ -340,16 +343,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inside, weight = ctx.saved_tensors  # what is checkpointed runs again here
+        inside, weight = ctx.saved_tensors  # a checkpointed forward runs again here
         grad = grad if ctx.order is None else grad[ctx.order]
-        with torch._C.DisableTorchFunctionSubclass():  # this rank's part of the weight
+        with torch._C.DisableTorchFunctionSubclass():  # use this rank's part of the weight
             if torch.is_grad_enabled():
                 return _gradient_of_rows(ctx, grad, weight), None, None, None, None
             return *_gradients(ctx, grad, inside, weight), None, None
 
 
 def _gradient_of_rows(ctx: Any, grad: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Return x's gradient, to be differentiated again. Parameters' gradients have no history."""
+    """Return x's gradient with a graph. Parameters' gradients have no history."""
     if weight is None:
         return None
     whole = weight.to(grad.dtype).conj()
@@ -363,7 +366,7 @@ def _gradient_of_rows(ctx: Any, grad: Tensor, weight: Tensor | None) -> Tensor |
 def _gradients(
     ctx: Any, grad: Tensor, inside: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those of x, weight and bias; x's is on its way while the others are made."""
+    """Return the gradients of x, weight and bias; x's travels while the others are computed."""
     dx = dweight = dbias = None
     coming = []
     if weight is not None:
@@ -387,8 +390,10 @@ def _weight_gradient(grad: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _cast(x: Tensor) -> Tensor:
-    """As autocast has it, but that the cast is not kept: it has no history here, and one that has
-    is not made then.
+    """Cast a tensor as autocast does, but without its cache.
+
+    The tensor has no history here. A cached cast without history would be used later, where one
+    with a history is needed.
     """
     kind = x.device.type
     if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
@@ -397,8 +402,8 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _in_rank_order(chunks: Sequence[CallRows]) -> Tensor:
-    """Where the rows of all chunks, one after the other, are among those of all ranks."""
-    # of each rank, those of its chunks
+    """Return the places of the chunks' rows, one chunk after the other, among all ranks' rows."""
+    # row counts of each rank's chunks
     counts = list(zip(*(chunk.counts for chunk in chunks), strict=True))
     every = torch.arange(sum(map(sum, counts)), device="cpu").split(list(map(sum, counts)))
     parts = zip(

@@ -1,10 +1,10 @@
-"""How rows of a layer that is cut cross between ranks: as they are, or as a codec has them.
+"""Rows of a cut layer cross between ranks as they are, or as a codec's code.
 
     sent   a rank's rows for another one ── codec ──▶ code, in one message ── codec ──▶ rows there
 
-What a code loses of rows is never sent: there is no next round of the same values. So only codecs
-that code each value by itself take part, which are near in one step. A rank's own rows stay exact.
-So cross activations and their gradients between workers and tail hosts, too.
+The error of a code is never sent later, because there is no next round of the same values. So only
+codecs that code each value by itself and are near in one step take part. A rank's own rows stay
+exact. Activations and their gradients cross between workers and tail hosts in the same way.
 Costs two passes over the rows, on the main thread.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 
-_EVERY = 50  # messages, of which one is looked at
+_EVERY = 50  # messages, until one is checked again
 
 
 @final
@@ -27,23 +27,23 @@ class RowCrossing:
     """The crossing of one layer's rows, forward and backward.
 
     Args:
-        codec: None sends them as they are.
+        codec: the codec, or None to send rows as they are.
     """
 
     def __init__(self, codec: Codec | None = None) -> None:
         self._codec = codec
         self._messages = 0
-        self.error: float | None = None  # of the message that was looked at last, relative
+        self.error: float | None = None  # relative error of the message that was checked last
 
     def start_all_to_all(
         self, comm: Comm, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """As of a `Comm`: from and to every rank in order, contiguous tensors of one type."""
+        """Start sending contiguous tensors of one type to and from every rank, as a `Comm` does."""
         codec, rows = self._codec, outgoing[comm.rank]
-        # a codec of the same size may be another type: then there is nothing to gain
+        # a codec of the same size may have another type, and saves nothing
         if codec is None or not _is_narrower(codec, rows):
             return comm.start_all_to_all(incoming, outgoing)
-        codes: dict[int, Tensor] = {}  # by tensor: the same rows may go to all
+        codes: dict[int, Tensor] = {}  # keyed by the tensor's id: the same rows may go to all
         for rank in comm.others:
             if id(outgoing[rank]) not in codes:
                 codes[id(outgoing[rank])] = self._code(codec, outgoing[rank])
@@ -52,7 +52,7 @@ class RowCrossing:
             for part in incoming
         ]
         sent = [codes.get(id(part), part) for part in outgoing]
-        # as bytes, too: NCCL takes messages of one type
+        # own rows are bytes too, because NCCL takes messages of one type
         own = incoming[comm.rank], outgoing[comm.rank]
         landing[comm.rank], sent[comm.rank] = (part.view(-1).view(torch.uint8) for part in own)
         finish = comm.start_all_to_all(landing, sent)
@@ -66,8 +66,9 @@ class RowCrossing:
         return come
 
     def narrowed(self, rows: Tensor) -> Tensor | None:
-        """The code of some rows, in their shape and one dimension more, of its bytes; None where
-        they go as they are.
+        """Return the code of rows, in their shape with a last dimension of bytes.
+
+        Return None if they travel uncoded.
         """
         codec = self._codec
         if codec is None or not self.narrows(rows):
@@ -75,17 +76,17 @@ class RowCrossing:
         return self._code(codec, rows).view(*rows.shape, codec.nbytes(1, rows.itemsize))
 
     def narrows(self, rows: Tensor) -> bool:
-        """Whether such rows go as codes."""
+        """Return whether such rows travel as codes."""
         return self._codec is not None and _is_narrower(self._codec, rows)
 
     def landing(self, rows: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Where the code of such rows may land, by default on the host."""
+        """Return memory in which the code of such rows may land, by default on the host."""
         assert self._codec is not None
         shape = *rows.shape, self._codec.nbytes(1, rows.itemsize)
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
     def widened(self, code: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows, of that type, that a code from `narrowed` stands for."""
+        """Return the rows of a code from `narrowed`, in this type."""
         assert self._codec is not None
         rows = torch.empty(code.shape[:-1], dtype=dtype, device=code.device)
         if rows.numel():

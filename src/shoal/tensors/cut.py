@@ -1,14 +1,14 @@
-"""A parameter of which this rank has a part in memory. Whoever looks at it sees the whole.
+"""A parameter of which this rank holds a part. A reader of the parameter sees the whole.
 
     the layer, and optimizer.step()    work on the part                                (`opened`)
-    torch functions, printing, saving  the whole, from where the rest is            (`Cut.whole`)
-    `.grad`                            the whole gradient; what is done to it in place counts
-    changes in place, `.data`          are done wherever there is a part of it (tensors/cut_data.py)
+    torch functions, printing, saving  see the whole, from wherever the rest is     (`Cut.whole`)
+    `.grad`                            the whole gradient; changes of it in place count
+    changes in place, `.data`          reach every part of it                  (tensors/cut_data.py)
 
-Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged
-weights, clipping and penalties are what they are in one process. Where the rest is with the other
-ranks (over_ranks.py, on_rank.py), all of them read it together, or one reads it alone
-(contracts/attendance.py). Where it is with servers see remote/tables.py. Guarded by
+It has the whole's shape, strides and size. So state_dict, load_state_dict, copies, averaged
+weights, clipping and penalties work as in one process. If the other ranks hold the rest
+(over_ranks.py, on_rank.py), all of them read it together, or one rank reads it alone
+(contracts/attendance.py). For a rest on servers see remote/tables.py. Guarded by
 tests/equivalence/test_cut.py.
 """
 
@@ -38,67 +38,67 @@ from shoal.tensors.cut_data import OF_THE_PART, OF_THE_SHAPE, CutData, moves_not
 
 
 class Cut(ABC):
-    """Where the whole of a parameter is, of which this rank has a part."""
+    """A parameter's division: this rank's part, and the way to the rest."""
 
-    is_spread: ClassVar[bool] = False  # together the ranks have all of it
-    takes_hooks: bool = False  # autograd brings the gradient, so that hooks see it
+    is_spread: ClassVar[bool] = False  # whether the ranks together hold all of it
+    takes_hooks: bool = False  # whether autograd brings the gradient, so that hooks see it
 
     def __init__(self, name: str, whole: Tensor, comm: Comm, weighs: Weighing = UNWEIGHED) -> None:
         self.name = name
         self.comm = comm
         self.weighs = weighs
         self.like = torch.empty_like(whole, device="meta", memory_format=torch.contiguous_format)
-        self.layout = torch.empty_like(whole, device="meta")  # how it lay in memory
+        self.layout = torch.empty_like(whole, device="meta")  # the whole's strides in memory
         self.buffer: Tensor | None = None  # a gradient's memory, kept from one backward to the next
-        self._seen: Tensor | None = None  # the whole gradient as somebody saw it,
-        self._its_part: Tensor | None = None  # of which the local gradient is a view,
-        self._version = 0  # and when
+        self._seen: Tensor | None = None  # the whole gradient that was read last
+        self._its_part: Tensor | None = None  # the local gradient at that time, a view of it
+        self._version = 0  # the version of that whole gradient
 
     @abstractmethod
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole's shape; a view."""
+        """Return this rank's part of a tensor of the whole's shape, as a view."""
 
     @abstractmethod
     def whole(self, part: Tensor) -> Tensor:
-        """All of it, of which this is this rank's part."""
+        """Return the whole, given this rank's part."""
 
     def restored(self, part: Tensor) -> Tensor:
-        """All of it, for all ranks at once (a collective)."""
+        """Return the whole on all ranks at once (a collective)."""
         return self.whole(part)
 
     @abstractmethod
     def mean(self, wholes: Tensor) -> Tensor:
-        """This rank's part of the mean of every rank's tensor (a collective)."""
+        """Return this rank's part of the mean of every rank's tensor (a collective)."""
 
     @abstractmethod
     def change(
         self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Do an element-wise function in place, of the parameter and of others of its shape."""
+        """Apply an element-wise function in place, with arguments of the parameter's shape."""
 
     @abstractmethod
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
-        """The whole gradient, of which `.grad` here is a view.
+        """Return the whole gradient. The local gradient becomes a view of it.
 
-        A collective, unless it was seen and has not changed.
+        This is a collective unless the gradient was read and has not changed since.
         """
 
     def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
-        """From here on this is the gradient."""
+        """Make a tensor the whole gradient from now on; None clears it."""
         if whole is None:
             self._seen = self._its_part = None
             set_local_gradient(parameter, None)
         elif whole.layout is torch.strided:
             self._show(parameter, whole)
-        else:  # whoever looks is shown another: that one may have any ids any number of times
+        else:  # a reader is shown another tensor, because this one may have any id several times
             self._seen = self._its_part = None
             set_local_gradient(parameter, self.part(whole))
 
     def settled(self, parameter: Tensor) -> Tensor | None:
-        """The local gradient.
+        """Return the local gradient.
 
-        A sparse tensor that is changed in place has other values than before, of which nobody has
-        a view: what was done to the whole one is then done to the part.
+        If a sparse tensor is changed in place, it gets new values, and no view sees them. So
+        changes of the whole gradient are then repeated on the part.
         """
         local, seen = local_gradient(parameter), self._seen
         if seen is not None and seen.layout is not torch.strided and local is self._its_part:
@@ -114,7 +114,7 @@ class Cut(ABC):
 
 
 class SpreadCut(Cut):
-    """A cut over the ranks: together they have the whole parameter."""
+    """A division over the ranks, which together hold the whole parameter."""
 
     is_spread = True
     takes_hooks = True
@@ -125,13 +125,13 @@ class SpreadCut(Cut):
 
     @abstractmethod
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole, given every rank's part, whose elements are in order."""
+        """Return the whole, given the elements of every rank's part in order."""
 
     @abstractmethod
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
-        """Return all of a tensor of the parameter's form, given every rank's part (a collective).
+        """Return the whole of a tensor of the parameter's form, from all parts (a collective).
 
-        Messages say that it is for `purpose`.
+        Messages name the `purpose`.
         """
 
     @property
@@ -143,9 +143,9 @@ class SpreadCut(Cut):
 
     @abstractmethod
     def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
-        """Return all of a tensor of the parameter's form, once ranks have told their numbers.
+        """Return the whole of a tensor of the parameter's form, once ranks have told their numbers.
 
-        A collective.
+        This is a collective.
         """
 
     @abstractmethod
@@ -201,7 +201,7 @@ class SpreadCut(Cut):
 
 
 class CutParameter(nn.Parameter):
-    """A parameter of which this rank has a part."""
+    """A parameter of which this rank holds a part."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -211,7 +211,7 @@ class CutParameter(nn.Parameter):
             return local
         if not cut_of(self).comm.rank:
             warn_of_clipping(caller)
-        with torch.inference_mode(False):  # what is read in it is stepped with outside
+        with torch.inference_mode(False):  # the gradient is used outside inference mode later
             return cut_of(self).gradient(self, local)
 
     @grad.setter
@@ -224,7 +224,7 @@ class CutParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """An alias of its memory outside of autograd: a read of that is a collective."""
+        """An alias of its memory outside of autograd. Reading its values is a collective."""
         if not cut_of(self).is_spread:
             raise refused(self, ".data")
         return CutData.of(cut_of(self), part_of(self))
@@ -241,7 +241,7 @@ class CutParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch._has_compatible_shallow_copy_type:
-            return True  # `.to()` and its like ask it, before they assign `.data`
+            return True  # `.to()` and similar methods ask this before they assign `.data`
         if subject is not None:
             if func in OF_THE_SHAPE:
                 return func(cut_of(subject).like, *args[1:], **kwargs)
@@ -265,9 +265,9 @@ class CutParameter(nn.Parameter):
 
 
 def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
-    """Leave this rank its part of a parameter, in place.
+    """Leave this rank only its part of a parameter, in place.
 
-    The object stays, and the rest's memory is given back.
+    The object stays, and the memory of the rest is freed.
     """
     gradient = parameter.grad
     parameter.grad = None
@@ -283,7 +283,7 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
 
 
 def restore(parameter: nn.Parameter) -> None:
-    """Give this rank all of a parameter again, and of its gradient, in place (a collective)."""
+    """Give this rank the whole parameter and its gradient again, in place (a collective)."""
     its_cut, gradient = cut_of(parameter), parameter.grad
     whole = its_cut.restored(part_of(parameter))
     parameter.grad = None
@@ -295,7 +295,7 @@ def restore(parameter: nn.Parameter) -> None:
 
 
 def laid_as(layout: Tensor, whole: Tensor) -> Tensor:
-    """A tensor as one of the same shape lies in memory: itself where it does already."""
+    """Return a tensor with the strides of `layout`: itself, if it has them already."""
     if whole.layout is not torch.strided or whole.stride() == layout.stride():
         return whole
     return torch.empty_like(layout, device=whole.device, dtype=whole.dtype).copy_(whole)
@@ -304,8 +304,8 @@ def laid_as(layout: Tensor, whole: Tensor) -> Tensor:
 def _replace_memory(parameter: nn.Parameter, memory: Tensor) -> None:
     """Put a tensor of another shape into a parameter.
 
-    A loss that somebody still holds keeps autograd's accumulator of the old shape alive. Torch
-    makes a new one only where the type changes, so the type changes on the way.
+    A loss that is still alive keeps autograd's accumulator of the old shape alive. Torch makes a
+    new one only if the type changes, so the type changes on the way.
     """
     other = torch.float64 if parameter.dtype == torch.float32 else torch.float32
     parameter.data = memory.new_empty(0, dtype=other)
@@ -313,25 +313,25 @@ def _replace_memory(parameter: nn.Parameter, memory: Tensor) -> None:
 
 
 def cut_of(parameter: Tensor) -> Cut:
-    """How a parameter is cut."""
+    """Return the division of a parameter that is cut."""
     its_cut: Cut = parameter.__dict__[CUT]
     return its_cut
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether it is one of those."""
+    """Return whether a parameter is cut."""
     return CUT in vars(parameter)
 
 
 def part_of(parameter: Tensor) -> Tensor:
-    """This rank's part, outside of autograd."""
+    """Return this rank's part, outside of autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach()
 
 
 @contextmanager
 def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, those that are cut are ordinary parameters: the parts."""
+    """Make cut parameters ordinary ones in this context, which are this rank's parts."""
     parts: list[nn.Parameter] = [p for p in parameters if isinstance(p, CutParameter)]
     for parameter in parts:
         parameter.__class__ = nn.Parameter
@@ -343,22 +343,22 @@ def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _view(parameter: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return a view of a parameter, that may be changed in place; None if `func` gives none."""
+    """Return a view of a parameter, which may be changed in place; None if `func` gives none."""
     if torch.is_grad_enabled() or not cut_of(parameter).is_spread:
         return None
     return CutData.of(cut_of(parameter), part_of(parameter)).view_by(func, args, kwargs)
 
 
 class _Whole(torch.autograd.Function):
-    """The whole, from every rank's part.
+    """The whole parameter, from every rank's part.
 
-    Back goes the mean over ranks of what each has for this part.
+    Backward returns the mean over ranks of their gradients for this part.
     """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, its_cut: Cut) -> Tensor:
         ctx.cut, ctx.call = its_cut, its_cut.weighs.call()
-        return its_cut.whole(part_of(part))  # a plain tensor: torch's collectives look at classes
+        return its_cut.whole(part_of(part))  # a plain tensor: torch's collectives check classes
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -367,7 +367,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _wholes(values: Any) -> Any:
-    """The values with the whole in place of every cut parameter."""
+    """Return values in which every cut parameter is replaced by the whole."""
 
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, CutParameter):
@@ -378,6 +378,6 @@ def _wholes(values: Any) -> Any:
     return pytree.tree_map(whole, values)
 
 
-# What looks for the accumulator, which is the part's.
+# These functions look for autograd's accumulator, which belongs to the part.
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
 _APPLY = nn.Module._apply.__code__

@@ -1,11 +1,11 @@
-"""Changes of a parameter of which this rank has a part: in place, by `.data = …`, and by hooks.
+"""Changes of a parameter of which this rank holds a part: in place, by `.data = …`, and by hooks.
 
-    `clamp_`, `mul_` and their like   each rank changes its part
-    others in place, items            every rank changes the whole alike, and keeps its part again
-    `.data = …` of the same form      the part of it is the parameter's memory from here on
-    a hook on the gradient            sees the whole mean gradient, and changes it
+    `clamp_`, `mul_` and similar      each rank changes its part
+    others in place, items            every rank changes the whole alike, and keeps its part of it
+    `.data = …` of the same form      the part of the new tensor becomes the parameter's memory
+    a hook on the gradient            sees the whole mean gradient, and can change it
 
-A move of the parameter to another device or type is refused. Guarded by
+A move of the parameter to another device or type raises an error. Guarded by
 tests/equivalence/test_cut.py and tests/served/.
 """
 
@@ -23,13 +23,13 @@ from shoal.core.names import pins
 from shoal.tensors.cut_data import CutData
 from shoal.tensors.in_place import ELEMENTWISE, HOOKS, is_change
 
-CUT = "_shoal_cut"  # a parameter's own cut
-_Wholes = Callable[[Any], Any]  # gives values with the whole in place of every cut parameter
+CUT = "_shoal_cut"  # attribute of a parameter: its `Cut`
+_Wholes = Callable[[Any], Any]  # returns values with the whole for every cut parameter
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the parameters that are cut and that a function changes in place."""
+    """Return the cut parameters that a function changes in place."""
     if is_change(func):
         first = args[:1] or kwargs
     elif "out" in kwargs:
@@ -40,7 +40,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def change(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], wholes: _Wholes) -> Any:
-    """Do a function in place wherever there is a part of these parameters."""
+    """Apply a function in place to all parts of these parameters."""
     subject, name = written[0], func.__name__
     if name in ELEMENTWISE and args and args[0] is subject:
         _cut_of(subject).change(func, subject, args[1:], kwargs)
@@ -64,7 +64,7 @@ def change(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], wholes:
 
 
 def _hook(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Have a hook see the whole gradient as it comes, and change it."""
+    """Register a hook that sees the whole gradient as it comes, and can change it."""
     its_cut = _cut_of(parameter)
 
     is_on_one_rank = max(its_cut.numels()) == its_cut.like.numel()
@@ -83,10 +83,10 @@ def _hook(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def replace_by(parameter: Tensor, value: Tensor, wholes: _Wholes) -> None:
-    """Have a parameter be other values, in memory of its own.
+    """Give a parameter other values, in memory of its own.
 
     Raises:
-        UsageError: they have another shape, type or device.
+        UsageError: the values have another shape, type or device.
     """
     its_cut, part = _cut_of(parameter), _part_of(parameter)
     form = value.shape, value.dtype, value.device
@@ -105,7 +105,7 @@ def replace_by(parameter: Tensor, value: Tensor, wholes: _Wholes) -> None:
 
 
 def refused(parameter: Tensor, operation: str) -> UsageError:
-    """Return the error of an operation on one part of a parameter."""
+    """Return the error for an operation that would reach only one part of a parameter."""
     its_cut = _cut_of(parameter)
     return UsageError(
         f"{operation} on parameter {its_cut.name}, of which this rank has a part, would not reach "

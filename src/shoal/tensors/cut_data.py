@@ -1,11 +1,11 @@
-"""`.data` of a parameter of which this rank has a part, and views of it.
+"""`.data` of a parameter of which this rank holds a part, and views of it.
 
-    a read            the whole, from where the rest is, at that moment
-    `clamp_`, `mul_`  done to each rank's part
-    other changes     done to the whole by every rank alike, of which each keeps its part again
-    a view, an item   the same, of a part of the whole
+    a read            the whole at that moment, from wherever the rest is
+    `clamp_`, `mul_`  change each rank's part
+    other changes     every rank changes the whole alike, and keeps its part of it
+    a view, an item   the same for a part of the whole
 
-So it is an alias of the parameter's memory, as `.data` is, and costs no memory itself (`meta`). A
+So it is an alias of the parameter's memory, as `.data` is. It takes no memory itself (`meta`). A
 read is a collective. Guarded by tests/equivalence/test_cut.py and tests/served/.
 """
 
@@ -22,24 +22,24 @@ from shoal.tensors.in_place import ELEMENTWISE, is_change
 
 
 class Parted(Protocol):
-    """A parameter's place, of which this rank has a part."""
+    """The division of a parameter of which this rank holds a part."""
 
     like: Tensor
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole's shape; a view."""
+        """Return this rank's part of a tensor of the whole's shape, as a view."""
 
     def whole(self, part: Tensor) -> Tensor:
-        """All of it, of which this is this rank's part (a collective)."""
+        """Return the whole, given this rank's part (a collective)."""
 
     def change(
         self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Do an element-wise function in place to the part."""
+        """Apply an element-wise function in place to the part."""
 
 
 class _View(NamedTuple):
-    """A function that gives a view, with its arguments behind the first."""
+    """A function that gives a view, with its arguments after the first."""
 
     function: Callable[..., Any]
     args: Any
@@ -51,15 +51,15 @@ class _View(NamedTuple):
 
 @final
 class CutData(Tensor):
-    """An alias of a parameter's memory, or of a view of it."""
+    """An alias of a cut parameter's memory, or of a view of it."""
 
     parted: Parted
     local: Tensor  # this rank's part
-    _views: tuple[_View, ...]  # the functions that make it of the whole
+    _views: tuple[_View, ...]  # functions that make this view of the whole
 
     @classmethod
     def of(cls, parted: Parted, local: Tensor) -> CutData:
-        """Return the alias of a part's whole."""
+        """Return the alias of the whole parameter."""
         return cls._viewed(parted, local, (), parted.like)
 
     @classmethod
@@ -93,7 +93,7 @@ class CutData(Tensor):
         return func(*pytree.tree_map(_value, tuple(args)), **pytree.tree_map(_value, kwargs))
 
     def is_all_of(self, parted: Parted) -> bool:
-        """Whether it is an alias of all of a parameter that is cut in this manner."""
+        """Return whether it is an alias of the whole parameter with this division."""
         return self.parted is parted and not self._views
 
     def value(self) -> Tensor:
@@ -107,7 +107,7 @@ class CutData(Tensor):
 
     @torch.no_grad()
     def _change(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Change the memory: by every rank its part, or the whole by every rank alike."""
+        """Change the memory: every rank changes its part, or all change the whole alike."""
         if not self._views and func.__name__ in ELEMENTWISE:
             self.parted.change(func, self.local, args, kwargs)
             return
@@ -117,7 +117,7 @@ class CutData(Tensor):
         self.local.copy_(self.parted.part(whole))
 
     def view_by(self, func: Any, args: Any, kwargs: Any) -> CutData | None:
-        """Return the view that a function gives; None where it gives something else."""
+        """Return the view that a function gives; None if its result is no view."""
         view = _View(func, args, kwargs)
         if not (func in _GETTERS or getattr(func, "__name__", "") in _VIEWS) or any(
             isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((view.args, view.kwargs))
@@ -139,7 +139,7 @@ class CutData(Tensor):
 
 
 def moves_nothing(func: Any, part: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether a function that may move a tensor, or change its type, leaves a part as it is."""
+    """Return whether a function that may move or cast a tensor leaves a part as it is."""
     if getattr(func, "__name__", "") not in _MOVES:
         return False
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
@@ -168,7 +168,7 @@ _VIEWS = frozenset(
     )
 )
 _GETTERS = frozenset(map(_getter, ("T", "mT", "H", "mH", "real")))
-# Functions that the part answers as well as the whole.
+# Functions with the same answer for the part and the whole.
 OF_THE_PART = frozenset(
     {
         *map(
@@ -192,7 +192,7 @@ OF_THE_PART = frozenset(
         Tensor.element_size,
     }
 )
-# Functions of the shape of the whole.
+# Functions that depend on the whole's shape.
 OF_THE_SHAPE = frozenset(
     {
         *map(_getter, ("shape", "ndim", "nbytes")),

@@ -1,9 +1,9 @@
-"""What is computed of outputs that are cut: sums over a row, its target, its best.
+"""Functions of cut outputs: sums over a row, its target's output, its best classes.
 
-Rank r has `part`, (all ranks' rows, its own outputs). Of each row a rank makes a few numbers; those
-of all ranks are put together where the row is (`RowTerms`, `best_of_rows`) or everywhere
-(`LogSum`). Gradients are of means over ranks, as in tensors/boundary.py: what comes back into a
-part from outside is divided by P.
+Rank r has `part`: (all ranks' rows, its own outputs). A rank makes a few numbers for each row. All
+ranks' numbers are joined on the rank that has the row (`RowTerms`, `best_of_rows`) or on every
+rank (`LogSum`). Gradients belong to means over ranks, as in tensors/boundary.py: a gradient that
+enters a part from outside is divided by P.
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 """
@@ -26,9 +26,9 @@ from shoal.tensors.boundary import CallRows
 def dropout(
     part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """As torch's, with this rank's own numbers though all ranks may have one random state.
+    """Apply dropout as torch does, but with random numbers that differ on every rank.
 
-    Parts are of one row.
+    All ranks may have the same random state, and their parts belong to the same rows.
     """
     if not training or p == 0.0:
         return F.dropout(part, p, training, inplace)
@@ -50,7 +50,7 @@ def _starts(sizes: Sequence[int], rank: int) -> int:
 
 
 class RowTerms(torch.autograd.Function):
-    """Of picked rows: log Σ exp, the target's logit, and Σ w·logit with weights of the classes."""
+    """The terms of picked rows: log Σ exp, the target's logit, and Σ w·logit with class weights."""
 
     @staticmethod
     def forward(
@@ -62,7 +62,7 @@ class RowTerms(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, picked = of_call  # all rows of the part, and those that are picked
+        rows, picked = of_call  # all rows of the part, and the picked ones
         comm = rows.comm
         own_terms = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
         everyone = own_terms.new_empty(sum(picked.counts), 2)
@@ -95,7 +95,7 @@ class RowTerms(torch.autograd.Function):
             return _slope_again(ctx, grads), None, None, None, None, None
         part, row, at, here, log_sum, of_class = ctx.saved_tensors
         comm = ctx.picked.comm
-        part_of_mean = (ctx.weighs() or 1.0) / comm.size  # at weight 0 there are no rows
+        part_of_mean = (ctx.weighs() or 1.0) / comm.size  # a rank of weight 0 has no rows
         own_grads = torch.stack([*(grad * part_of_mean for grad in grads), log_sum], 1)
         everyone = own_grads.new_empty(len(row), 4)
         comm.begins(f"backward, {ctx.picked.purpose}")
@@ -112,7 +112,7 @@ class RowTerms(torch.autograd.Function):
 
 
 def _slope_again(ctx: Any, grads: Sequence[Tensor]) -> Tensor:
-    """Return the part's gradient by `RowTerms`, to be differentiated again."""
+    """Return the part's gradient by `RowTerms`, with a graph."""
     part, row, at, here, log_sum, of_class = ctx.saved_tensors
     picked = replace(ctx.picked, weighs=ctx.weighs, layer=ctx.layer)
     part_of_mean = (ctx.weighs() or 1.0) / picked.comm.size
@@ -128,7 +128,7 @@ def _slope_again(ctx: Any, grads: Sequence[Tensor]) -> Tensor:
 
 
 class LogSum(torch.autograd.Function):
-    """log Σ exp over all outputs, of every rank's rows, on every rank."""
+    """The log Σ exp over all outputs, for every rank's rows, on every rank."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, rows: CallRows) -> Tensor:
@@ -154,7 +154,7 @@ class LogSum(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of their numbers for all rows; its backward is such a sum, too."""
+    """The sum over ranks of their numbers for all rows. Its backward is such a sum too."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:
@@ -170,7 +170,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _log_sum(most: Tensor, sums: Tensor) -> Tensor:
-    """From each rank's largest and its Σ exp below that, both (ranks, rows)."""
+    """Return log Σ exp from each rank's largest output and its Σ exp below it: (ranks, rows)."""
     top = most.amax(0)
     return top + torch.log((sums * torch.exp(most - top)).sum(0))
 
@@ -178,7 +178,7 @@ def _log_sum(most: Tensor, sums: Tensor) -> Tensor:
 def best_of_rows(
     part: Tensor, rows: CallRows, widths: Sequence[int], k: int
 ) -> tuple[Tensor, Tensor]:
-    """(values, classes) of the k best classes of each of this rank's rows."""
+    """Return (values, classes) of the k best classes of each of this rank's rows."""
     comm = rows.comm
     values, classes = part.topk(min(k, part.shape[1]), 1)
     offered = [min(k, width) for width in widths]

@@ -1,6 +1,6 @@
-"""Losses of an output that is cut, made of a few numbers a row.
+"""Losses of an output that is cut, from a few numbers for each row.
 
-A row's loss is made from its log Σ exp, its target's logit and, with smooth labels, its Σ w·logit.
+A row's loss needs its log Σ exp, its target's logit and, with smooth labels, its Σ w·logit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RowValues(NamedTuple):
 
 
 class LossArguments(NamedTuple):
-    """Arguments of torch's cross_entropy, and of its nll_loss, behind the output they are of."""
+    """Arguments of torch's cross_entropy and nll_loss, after the output."""
 
     target: Tensor
     weight: Tensor | None = None
@@ -29,22 +29,22 @@ class LossArguments(NamedTuple):
     ignore_index: int = -100
     reduce: Any = None
     reduction: str = "mean"
-    label_smoothing: float = 0.0  # nll_loss has none
+    label_smoothing: float = 0.0  # nll_loss has no such argument
 
     def are_of_classes(self, shape: torch.Size) -> bool:
-        """Return whether the target is a class for each row of that shape, without old options."""
+        """Return whether the target is a class for each row of this shape, without old options."""
         target, weight = self.target, self.weight
         if target.shape != shape or target.dim() > 1 or target.is_floating_point():
-            return False  # class probabilities, or classes that are not the last dimension
+            return False  # it has class probabilities, or classes are not the last dimension
         if self.size_average is not None or self.reduce is not None:
             return False
         return weight is None or not weight.requires_grad
 
     def checked(self, num_classes: int) -> ClassLoss:
-        """Return the loss of so many classes.
+        """Check the targets, and return the loss over so many classes.
 
         Raises:
-            IndexError: a target is none of them.
+            IndexError: a target is not one of the classes.
         """
         flat = self.target.reshape(-1)
         kept = flat != self.ignore_index
@@ -62,8 +62,8 @@ class ClassLoss:
     Args:
         arguments: the arguments of the call.
         num_classes: the number of classes.
-        kept: by row, whether it takes part.
-        wanted: by row, its class.
+        kept: whether each row takes part.
+        wanted: the class of each row.
     """
 
     arguments: LossArguments
@@ -80,11 +80,11 @@ class ClassLoss:
         return part.new_ones(self.num_classes) if weight is None else weight.to(part.dtype)
 
     def loss(self, rows: RowValues, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the loss, in a type unless autocast has another one."""
+        """Return the loss, in `dtype` unless autocast chooses another type."""
         smoothing, reduction = self.arguments.label_smoothing, self.arguments.reduction
         kept, of_class = self.kept, self._weights(part)
         class_weights = torch.where(kept, of_class[self.wanted], 0.0)
-        # where none is kept, 0 ÷ 0 stays out of gradients
+        # zeros keep 0 ÷ 0 out of gradients if no row is kept
         losses = torch.where(kept, class_weights * (rows.log_sum - rows.picked), 0.0)
         if smoothing:
             spread = torch.where(kept, of_class.sum() * rows.log_sum - rows.summed, 0.0)

@@ -1,11 +1,11 @@
-"""What a layer cut by its outputs gives: it looks like this rank's rows, and is not gathered.
+"""The output of a layer cut by its outputs: it looks like this rank's rows, but is not gathered.
 
-Rank r has its own outputs of all ranks' rows. What models do with logits, and between two linear
-layers, stays cut:
+Rank r has its own outputs of all ranks' rows. It stays cut in the usual functions of logits, and in
+functions between two linear layers:
 
-    casts, scaling, shifts, activations     done to the part; dropout draws numbers of its own on
+    casts, scaling, shifts, activations     change the part; dropout draws different numbers on
                                             every rank
-    views, slices, picks of rows            done to a tensor of row numbers; the cut dimension stays
+    views, slices, picks of rows            change a tensor of row numbers; the cut dimension stays
                                             the last
     a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
     cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums;
@@ -13,13 +13,13 @@ layers, stays cut:
                                             last two
     softmax, log_softmax                    each rank's two sums of all rows to every rank, and one
                                             number back
-    argmax, topk                            each rank's best, and the best of those
+    argmax, topk                            the best of each rank's best
 
-Anything else gathers the outputs of this rank's rows first. A change in place and a hook bind the
-object to that whole: from there on it, and views of it, are ordinary tensors (`bound`). All of it
-are collectives, but a rank may read values alone (output_call.py). Why not torch's loss_parallel:
-that needs DTensors on a device mesh of processes, and parameters that are DTensors, where here
-parameters stay the user's own objects and ranks may be threads.
+Any other function gathers the outputs of this rank's rows first. A change in place and a hook bind
+the object to the whole: afterwards it and its views are ordinary tensors (`bound`). All of these
+are collectives, but a rank may read values alone (output_call.py). Torch's loss_parallel does not
+fit: it needs DTensors on a device mesh of processes, and parameters that are DTensors. Here
+parameters stay the user's own objects, and ranks may be threads.
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 Guarded by tests/equivalence/test_head.py and test_pair.py.
@@ -69,26 +69,26 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 @final
 class CutOutput(Tensor):
-    """This rank's rows of an output, of which it has a part of all ranks' rows.
+    """This rank's rows of an output. In memory it has a part of all ranks' rows.
 
-    Itself without memory (tensors/ghost.py).
+    The tensor itself takes no memory (tensors/ghost.py).
     """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
     _rows: CallRows
-    _widths: tuple[int, ...]  # each rank's outputs
-    _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
-    # and all of them there, as no view has changed but their shape: the same on every rank
+    _widths: tuple[int, ...]  # the number of each rank's outputs
+    _numbers: Tensor  # numbers of this rank's rows, in the shape of the leading dimensions
+    # whether all rows are there, and views have changed only their shape; alike on every rank
     _in_order: bool
-    _after: _After  # what every ordinary tensor made of it goes through
+    _after: _After  # applied to every ordinary tensor that is made of it
     _tell: Callable[[Use], None]
-    _bound: Tensor | None  # the whole, once a change in place or a hook has asked for it
-    _viewed_from: CutOutput | None  # the output of which this is a view,
-    _viewed: _After  # and how it is made of that one's whole
-    _is_used: bool  # something was made of it
+    _bound: Tensor | None  # the whole, after a change in place or a hook has asked for it
+    _viewed_from: CutOutput | None  # the output that this is a view of
+    _viewed: _After  # makes this view of that output's whole
+    _is_used: bool  # whether something was computed from it
     _call: OutputCall | None  # the call of the layer; None if ranks cannot read alone
-    _recipe: Recipe  # how rows are made of the layer's
-    _is_alone: bool  # whether this rank alone has read it last
+    _recipe: Recipe  # functions that make it of the layer's output
+    _is_alone: bool  # whether this rank was alone at the last reading
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class CutOutput(Tensor):
         tell: Callable[[Use], None] = lambda use: None,
         call: OutputCall | None = None,
     ) -> CutOutput:
-        """An output whose row `i` of this rank stands wherever `numbers` is i."""
+        """Make an output that has row `i` of this rank wherever `numbers` is i."""
         grad = part.requires_grad and torch.is_grad_enabled()
         like = ghost((*numbers.shape, sum(widths)), part.dtype, part.device, grad=grad)
         logits: CutOutput = like.as_subclass(cls)
@@ -146,14 +146,14 @@ class CutOutput(Tensor):
         if isinstance(first, CutOutput) and given and shares_memory(done, given[0]):
             if first._bound is None and first._is_alone:
                 return done
-            if first._bound is not given[0]:  # a view of it may be changed in place
+            if first._bound is not given[0]:  # a view of the whole may be changed in place
                 first.bind(func)
                 done = func(first._bound, *given[1:], **named)
             return first if done is first._bound else done
         return out if isinstance(out, CutOutput) else done
 
     def bound(self) -> Tensor | None:
-        """The whole to which this object, or that of which it is a view, was bound; or None."""
+        """Return the whole that this object, or the output it is a view of, was bound to."""
         if self._bound is None and self._viewed_from is not None:
             base = self._viewed_from.bound()
             self._bound = None if base is None else self._viewed(base)
@@ -163,10 +163,10 @@ class CutOutput(Tensor):
         return self._bound
 
     def bind(self, func: Any) -> None:
-        """Be the whole from here on, for a function that changes it or hooks into it.
+        """Become the whole from now on, for a function that changes it or hooks into it.
 
         Raises:
-            UsageError: a hook comes behind the functions of which it is to see the gradient.
+            UsageError: a hook comes after a function, and could not see its gradient.
         """
         if self._is_used and func.__name__ in HOOKS:
             raise UsageError(
@@ -182,9 +182,9 @@ class CutOutput(Tensor):
             )
 
     def _bind_or_read(self) -> Tensor | None:
-        """Be the whole from here on. If this rank alone reads it, return the values, if it trains.
+        """Become the whole from now on. Return the values if this rank alone reads it, in training.
 
-        Without a gradient it is the whole from here on also if this rank is alone.
+        Without a gradient it also becomes the whole if this rank is alone.
         """
         base = self
         while base._viewed_from is not None:
@@ -204,7 +204,7 @@ class CutOutput(Tensor):
         return self._viewed(self._viewed_from._viewed_of(base, values))
 
     def _note_use(self, made: Any = None) -> None:
-        """Note that something was made of it, if that is no view of it."""
+        """Note that something was computed from it, unless that is a view of it."""
         first = made[0] if isinstance(made, tuple) and made else made
         if isinstance(first, CutOutput) and (first is self or first._viewed_from is self):
             return
@@ -213,14 +213,14 @@ class CutOutput(Tensor):
             used._is_used, used = True, used._viewed_from
 
     def over(self, after: _After) -> Tensor:
-        """Return the same output, of which all that is made goes through `after`, too."""
+        """Return the same output, and apply `after` to everything that is made of it."""
         if (bound := self.bound()) is not None:
             return after(bound)
         before = self._after
         return self._like(after=lambda t: after(before(t)))
 
     def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[CallRows, Tensor] | None:
-        """All ranks' rows and this rank's part of them, for a layer with inputs cut so."""
+        """Return all ranks' rows and this rank's part of them, for a layer with inputs cut so."""
         if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
         if self.bound() is not None:
@@ -230,7 +230,7 @@ class CutOutput(Tensor):
         return self._rows, self._part
 
     def whole(self) -> Tensor:
-        """This rank's rows with all outputs: gathered."""
+        """Gather this rank's rows with all outputs."""
         if (bound := self.bound()) is not None:
             return bound
         self._tell(Use())
@@ -248,7 +248,7 @@ class CutOutput(Tensor):
         return self._after(self._shaped(rows))
 
     def hold(self) -> None:
-        """Have this rank's part until the layer is called again, for ranks that read it alone."""
+        """Keep this rank's part until the layer's next call, for ranks that read it alone."""
         if self._call is not None:
             self._call.hold()
 
@@ -279,13 +279,13 @@ class CutOutput(Tensor):
         compute: Callable[[list[int]], Any],
         given: Sequence[Tensor] = (),
     ) -> Any:
-        """Compute something together with all ranks, once they have told their numbers.
+        """Compute a result with all ranks, once they have told their numbers.
 
         Raises:
             ReadsLocally: this rank computes by itself.
         """
         call, self._is_alone = self._call if self._trains else None, False
-        is_same = call is not None and not given and not self._recipe  # so on every rank
+        is_same = call is not None and not given and not self._recipe  # the same on every rank
         if call is not None and is_same and (noted := call.noted(purpose)) is not None:
             return noted
         try:
@@ -301,7 +301,7 @@ class CutOutput(Tensor):
         return result
 
     def _local(self, local: ReadsLocally) -> Tensor:
-        """Return the values of this output that this rank computes by itself."""
+        """Return the values that this rank computes by itself."""
         self._is_alone = local.is_alone
         values = self._made_of(local.rows)
         if local.is_alone:
@@ -310,7 +310,7 @@ class CutOutput(Tensor):
         return self._after(values)
 
     def _made_of(self, rows: Tensor) -> Tensor:
-        """Return the values of this output, given the layer's."""
+        """Return the values of this output, given the values of the layer's output."""
         for step in self._recipe:
             rows = step.function(rows, *step.args, **step.kwargs)
         return self._shaped(rows)
@@ -320,7 +320,7 @@ class CutOutput(Tensor):
         return shaped(rows[self._numbers.reshape(-1)], shape)
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the function gives where that needs no gathering, else None."""
+        """Return the function's result if that needs no gathering, else None."""
         name = getattr(func, "__name__", "")
         if func is F.cross_entropy:
             return self._loss(LossArguments(*args, **kwargs))
@@ -349,11 +349,11 @@ class CutOutput(Tensor):
         return None
 
     def _with(self, part: Tensor, step: Step) -> CutOutput:
-        """Return the output with another part; the same object where a function gives its own."""
+        """Return the output with another part; the same object if the part is the same."""
         return self if part is self._part else self._like(part=part, step=step)
 
     def _dropped_out(self, *args: Any, **kwargs: Any) -> CutOutput:
-        """Return the output behind a dropout: another one, as no rank can compute it alone."""
+        """Return the output after dropout. Its call is new, as no rank can compute it alone."""
         part = dropout(self._part, self._rows.comm.rank, *args, **kwargs)
         if part is self._part:
             return self
@@ -376,7 +376,7 @@ class CutOutput(Tensor):
         in_order: bool = True,
         step: Step | None = None,
     ) -> CutOutput:
-        """Return the same output, but for these; in order where this one is, too."""
+        """Return an output like this one, except for the given values."""
         like = CutOutput.of(
             self._part if part is None else part,
             self._rows,
@@ -392,7 +392,7 @@ class CutOutput(Tensor):
     def _view(
         self, func: Any, in_order: bool, args: Any, kwargs: Any
     ) -> CutOutput | tuple[CutOutput, ...] | None:
-        """The function on row numbers, where it leaves the class dimension where it is."""
+        """Apply the function to row numbers; None if the class dimension would not stay last."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             if args[0].dim() > self._numbers.dim():
                 return None
@@ -408,7 +408,7 @@ class CutOutput(Tensor):
     def _loss(
         self, arguments: LossArguments, *, of_log_probabilities: bool = False
     ) -> Tensor | None:
-        """Return torch's cross_entropy, or nll_loss where this output has log probabilities."""
+        """Return torch's cross_entropy, or nll_loss if this output has log probabilities."""
         if not arguments.are_of_classes(self._numbers.shape):
             return None
         classes = arguments.checked(sum(self._widths))
@@ -427,7 +427,7 @@ class CutOutput(Tensor):
     def _terms(
         self, use: str, wanted: Tensor, of_class: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of each row log Σ exp, the wanted output, and the sum of all with weights."""
+        """Return each row's log Σ exp, its wanted output, and its sum with class weights."""
         self._tell(Use(loss_rows=len(wanted)))
         numbers = self._numbers.reshape(-1)
         some = "" if self._in_order else " of some rows"
@@ -480,7 +480,7 @@ class CutOutput(Tensor):
 
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The best class of each row, or the k best."""
+        """Return each row's best class, or its k best."""
         asked = BestOf.asked(name, args, kwargs)
         if asked is None or asked.dim not in (-1, self.dim() - 1):
             return None

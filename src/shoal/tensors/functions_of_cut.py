@@ -1,4 +1,4 @@
-"""Functions of outputs that are cut: lists of the ones that leave them cut, and arguments."""
+"""Functions of outputs that are cut: lists of functions that leave them cut, and arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _After = Callable[[Tensor], Tensor]
 
 
 class Use(NamedTuple):
-    """A use of an output: by a loss, a softmax, or a layer. Without any it is gathered."""
+    """A use of an output: by a loss, a softmax, or a layer. An empty one gathers the output."""
 
     loss_rows: int = 0
     softmax_rows: int = 0
@@ -29,7 +29,7 @@ class BestOf(NamedTuple):
 
     @classmethod
     def asked(cls, name: str, args: Any, kwargs: Any) -> BestOf | None:
-        """Return the arguments of a call for the best classes, in order; None of another call."""
+        """Return the arguments of a call for the best classes, in order; None for another call."""
         names = ("dim", "keepdim") if name == "argmax" else ("k", "dim", "largest", "sorted")
         given = dict(zip(names, args, strict=False)) | kwargs
         best = cls(
@@ -42,17 +42,17 @@ class BestOf(NamedTuple):
 
 
 class RowViews(NamedTuple):
-    """Row numbers behind a function that gives views of an output."""
+    """Row numbers after a function that gives views of an output."""
 
     numbers: Sequence[Tensor]
-    share_memory: bool  # they are views of the output, no copies
+    share_memory: bool  # True if they are views of the output, not copies
     are_several: bool
 
     @classmethod
     def of(
         cls, numbers: Tensor, classes: int, func: Any, args: Any, kwargs: Any
     ) -> RowViews | None:
-        """Return the function on row numbers; None unless classes stay the last dimension."""
+        """Apply the function to row numbers; return None unless classes stay the last dimension."""
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return None
         # takes no memory
@@ -80,7 +80,7 @@ def view_of(func: Any, args: Any, kwargs: Any, number: int) -> _After:
 
 
 def is_view(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function gives a view, which may be changed in place."""
+    """Return whether a function gives a view, which may be changed in place."""
     leaves = pytree.tree_leaves((args, kwargs))
     return getattr(func, "__name__", "") in VIEWS and not any(
         isinstance(leaf, Tensor) for leaf in leaves
@@ -88,7 +88,7 @@ def is_view(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def shares_memory(made: Any, whole: Tensor) -> bool:
-    """Whether a function's first result is the whole, or a view of it."""
+    """Return whether a function's first result is the whole, or a view of it."""
     made = made[0] if isinstance(made, tuple | list) and made else made
     return made is whole or (
         isinstance(made, Tensor)
@@ -98,7 +98,7 @@ def shares_memory(made: Any, whole: Tensor) -> bool:
 
 
 def has_a_part(leaf: Any) -> bool:
-    """Whether each rank would use a part of an argument, or get a part of its gradient."""
+    """Return whether each rank would use a part of an argument, or get a part of its gradient."""
     return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
 
 
@@ -107,7 +107,7 @@ def _getter(name: str) -> Any:
 
 
 DETACH = (Tensor.detach, torch.detach, _getter("data"))
-# functions that look at values, of which nothing takes a gradient
+# functions that read values and have no gradient
 SEES = frozenset(
     (
         *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__"),

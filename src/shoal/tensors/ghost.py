@@ -1,8 +1,8 @@
 """The native side of a tensor that has its values elsewhere.
 
-Such a tensor answers torch's functions by itself. An autograd.Function takes it as it lies in
-memory, with neither values nor history: its gradient would be lost. So the tensor natively takes a
-gradient, and an error says so where one comes. Guarded by tests/served/test_habits.py.
+Such a tensor answers torch's functions by itself. But an autograd.Function takes it as it lies in
+memory, with neither values nor history, and its gradient would be lost. So the tensor natively
+takes a gradient, and raises an error if one comes. Guarded by tests/served/test_habits.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.core.errors import UsageError
 
 
 def ghost(shape: Any, dtype: torch.dtype, device: torch.device, *, grad: bool) -> Tensor:
-    """Return a tensor of one number in memory; with `grad` it lets no gradient get lost."""
+    """Return a tensor of one number in memory; with `grad` it refuses native gradients."""
     like = torch.empty((), dtype=dtype, device=device).expand(shape)
     if grad:
         like.requires_grad_().register_hook(_refuse)

@@ -1,13 +1,13 @@
-"""Parameters whose gradient or value may be elsewhere: whoever looks waits for the right one.
+"""Parameters with a gradient or value that may be elsewhere: a reader waits for the right one.
 
 A parameter that owners update is a `GuardedParameter` from parallelize on, and a `ComingParameter`
-from `optimizer.step()` until its new value is there. Only the object's class changes: its identity
+from `optimizer.step()` until its new value has come. Only the object's class changes: its identity
 and memory stay.
 
     GuardedParameter   `.grad` asks the owners; everything else costs nothing
     ComingParameter    any use of it by torch waits first, and makes it a GuardedParameter again
 
-Copies and pickles of either are plain parameters. Guarded by tests/equivalence/test_access.py.
+Copies and pickles of both are plain parameters. Guarded by tests/equivalence/test_access.py.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 class ParameterKeeper(Protocol):
-    """The keeper of guarded parameters' gradients and values."""
+    """The part of Shoal that keeps guarded parameters' gradients and values."""
 
     def fetch(self, parameter: nn.Parameter) -> None:
         """Bring the gradient into the parameter."""
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Forget the gradient for this one."""
+        """Replace the gradient by this one."""
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new value, and make the parameter a `GuardedParameter` again."""
 
     def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
-        """Its memory may be written by who has this `.data` of it, and no version tells."""
+        """Note that a script has `.data`, and may write to the memory without a new version."""
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter whose gradient is at its owners."""
+    """A parameter with its gradient at its owners."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The mean gradient over the global batch: a collective, while the owners have it alone."""
+        """The mean gradient over the global batch: a collective, while only the owners have it."""
         caller = sys._getframe(1)
         if is_clearing(caller):
             keeper(self).assign(self, None)
@@ -64,8 +64,8 @@ class GuardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """Its value as a tensor outside of autograd."""
-        value: Tensor = _DATA.__get__(self)  # waits for one that is on its way
+        """The value as a tensor outside of autograd."""
+        value: Tensor = _DATA.__get__(self)  # waits for a new value that is under way
         keeper(self).laid_open(self, value)
         return value
 
@@ -88,7 +88,7 @@ class GuardedParameter(nn.Parameter):
 
 
 class ComingParameter(GuardedParameter):
-    """One whose new value is on its way."""
+    """A parameter with a new value that is under way."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +101,7 @@ class ComingParameter(GuardedParameter):
         return func(*args, **(kwargs or {}))
 
 
-# What it tells without its value.
+# Properties that need no value.
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
@@ -109,7 +109,7 @@ _HARMLESS = frozenset(
 
 
 def guard(parameter: nn.Parameter, its_keeper: ParameterKeeper) -> None:
-    """Make a parameter a guarded one."""
+    """Make a parameter a guarded one, with its keeper."""
     parameter.__dict__[_KEEPER] = its_keeper
     parameter.__class__ = GuardedParameter
 
@@ -121,6 +121,6 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def keeper(parameter: nn.Parameter) -> ParameterKeeper:
-    """Who keeps a guarded parameter's gradient."""
+    """Return the keeper of a guarded parameter."""
     its_keeper: ParameterKeeper = parameter.__dict__[_KEEPER]
     return its_keeper

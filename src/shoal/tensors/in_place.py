@@ -18,7 +18,7 @@ def is_change(function: Callable[..., Any]) -> bool:
     return in_place or augmented or name in _SETTERS or name in HOOKS
 
 
-# Changes of each element by itself.
+# Changes that treat each element by itself.
 ELEMENTWISE = frozenset(
     (
         "add_",

@@ -1,4 +1,4 @@
-"""A parameter that one rank holds. Whoever looks at it elsewhere gets it from there."""
+"""A parameter that one rank holds. Other ranks get it from there to read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.tensors.cut import SpreadCut
 
 @final
 class OnRank(SpreadCut):
-    """One rank has all of a parameter, and the others have nothing. Looking is a collective."""
+    """One rank holds all of a parameter, the others nothing. Reading it is a collective."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class OnRank(SpreadCut):
         return [self.holder] * self.comm.size
 
     def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
-        whole = part.new_empty(self.like.shape)  # also here: nobody gets the parameter's own memory
+        whole = part.new_empty(self.like.shape)  # also here: no caller gets the own memory of it
         if self.is_here:
             whole.copy_(part)
         self.comm.broadcast(whole, self.holder)

@@ -1,14 +1,14 @@
 """One call of a layer that is cut by outputs, and the ways in which ranks read its output.
 
-    all ranks read it      they go on together, as functions of cut outputs do (cut_functions.py)
+    all ranks read it      they compute together, as functions of cut outputs do (cut_functions.py)
     one rank reads it      it gets the other ranks' parts of its own rows, and computes by itself.
                            No gradient goes back through that
-    in unlike ways         as rank 0 takes a softmax for its log, and the others the loss: all
-                           gather the output once, and each computes its own way on the whole
+    in unlike ways         for example rank 0 takes a softmax for its log, and the others the loss:
+                           all gather the output once, and each computes its own way on the whole
 
-A rank cannot know whether a reading that another one meets is the same line of the script. So each
-reading of all ranks is noted: if rank 0 computes the loss for its log, and then once more to train,
-the others have met the first one, and the second one gives the same again.
+A rank cannot know whether its reading and another rank's come from the same line of the script. So
+each reading by all ranks is noted. If rank 0 computes the loss for its log, and then once more to
+train, the others have met the first reading, and the second one returns the noted result.
 
 Guarded by tests/alone/test_outputs.py.
 """
@@ -41,15 +41,15 @@ class Step(NamedTuple):
         return f"{name}{self.args}{dict(self.kwargs) or ''}"
 
 
-Recipe = tuple[Step, ...]  # how an output is made of a layer's
+Recipe = tuple[Step, ...]  # functions that make an output of a layer's output
 
 
 class ReadsLocally(Exception):
     """This rank computes by itself.
 
     Args:
-        rows: the values of its rows, as the layer gave them.
-        is_alone: whether no other rank reads them.
+        rows: the values of this rank's rows, as the layer gave them.
+        is_alone: whether this is the only rank that reads them.
     """
 
     def __init__(self, rows: Tensor, *, is_alone: bool) -> None:
@@ -59,7 +59,7 @@ class ReadsLocally(Exception):
 
 @final
 class SharedCut(SharedOutput):
-    """This rank's part of all ranks' rows.
+    """This rank's part of the output of all ranks' rows.
 
     Args:
         key: the call that made it.
@@ -88,7 +88,7 @@ class SharedCut(SharedOutput):
 
 @final
 class OutputCall:
-    """A call of a layer, for all that is made of its output.
+    """A call of a layer, shared by everything that is computed from its output.
 
     Args:
         product: this rank's part of the output.
@@ -103,11 +103,11 @@ class OutputCall:
         key = rows.comm.attendance.output_key(layer)
         self._part = SharedCut(key, product.detach(), rows, widths)
         rows.comm.attendance.share(self._part)
-        self.whole_rows: Tensor | None = None  # gathered, as ranks have read it in unlike ways
-        self._noted: dict[str, list[tuple[Sequence[Tensor], Any]]] = {}  # readings of all ranks
+        self.whole_rows: Tensor | None = None  # gathered after ranks have read it in unlike ways
+        self._noted: dict[str, list[tuple[Sequence[Tensor], Any]]] = {}  # readings by all ranks
 
     def hold(self) -> None:
-        """Have this rank's part until the next call of the layer."""
+        """Keep this rank's part until the next call of the layer."""
         if (attendance := self._rows.comm.attendance) is not None:
             attendance.hold(self._part)
 
@@ -136,14 +136,14 @@ class OutputCall:
         raise ReadsLocally(self.whole_rows, is_alone=False)
 
     def purpose(self, use: str, recipe: Recipe) -> str:
-        """Return a reading in words, the same on every rank that reads in the same way."""
+        """Describe a reading in words, alike on every rank that reads in the same way."""
         steps = "".join(f", {step}" for step in recipe)
         return f"{use} of the {self._part.key}, which is cut{steps}"
 
     def note(self, purpose: str, given: Sequence[Tensor], result: Any) -> None:
-        """Note a reading of all ranks through which gradients come back.
+        """Note a reading by all ranks, with gradients that come back through it.
 
-        Gathered rows are forgotten once they have come.
+        Gathered rows are forgotten once their gradient has come.
         """
         noted = self._noted.setdefault(purpose, [])
         noted.append((given, result))
@@ -152,7 +152,7 @@ class OutputCall:
             result.register_hook(lambda _: _forget(call, purpose))
 
     def noted(self, purpose: str, given: Sequence[Tensor] = ()) -> Any:
-        """Return the result of an earlier reading of all ranks, of the same tensors; or None."""
+        """Return the result of an earlier reading by all ranks, of the same tensors; or None."""
         for earlier, result in self._noted.get(purpose, ()):
             if all(map(torch.equal, earlier, given)):
                 return result
@@ -175,7 +175,7 @@ def read_alone(values: Tensor, who: str, purpose: str) -> Tensor:
 
 
 class _ReadAlone(torch.autograd.Function):
-    """Values of an output that one rank has read alone."""
+    """The values of an output that one rank has read alone."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, anchor: Tensor, who: str, purpose: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""A parameter that is cut along one dimension: each rank has some rows or columns of it."""
+"""A parameter that is cut along one dimension: each rank holds some rows or columns of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.tensors.cut import SpreadCut
 
 @final
 class OverRanks(SpreadCut):
-    """Every rank r has `sizes[r]` of dimension `dim`, in rank order. Looking is a collective."""
+    """Every rank r has `sizes[r]` of dimension `dim`, in rank order. Reading is a collective."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class OverRanks(SpreadCut):
         return part
 
     def _part_of_rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a gradient that is a sparse tensor; a view of these."""
+        """Return this rank's rows of a gradient that is a sparse tensor, as a view of them."""
         start, size = sum(self._sizes[: self.comm.rank]), self._sizes[self.comm.rank]
         whole = whole.coalesce()
         ids = whole.indices()[0]
@@ -91,9 +91,9 @@ class OverRanks(SpreadCut):
             self._show(parameter, *self._whole_of_rows(local, f"reading of {self.name}.grad"))
 
     def _whole_of_rows(self, local: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
-        """All of a sparse tensor of which every rank has its rows, and this rank's part of it.
+        """Return the whole of a sparse tensor from every rank's rows, and this rank's part of it.
 
-        The values of the part are a view of those of the whole (a collective).
+        The part's values are a view of the whole's values (a collective).
         """
         comm, local = self.comm, local.coalesce()
         own_ids, own_rows = local.indices()[0], local.values()

@@ -1,13 +1,13 @@
-"""Batch normalisation by the rows of all ranks, as autograd sees it.
+"""Batch normalisation by the rows of all ranks, as autograd operators.
 
     forward    mean, squared deviations and number of this rank's rows  ─▶ every rank
-               all ranks add them up in rank order, so that they come to the same bits
-    backward   this rank's sums of dy and of dy·x̂, weighed as its rows are  ─▶ every rank
+               all ranks add them up in rank order, so that the sums have the same bits
+    backward   this rank's sums of dy and of dy·x̂, times its rows' weight  ─▶ every rank
                dx = γ/σ · (dy − mean dy − x̂ · mean(dy·x̂)), over the rows of all ranks
 
-γ and β have this rank's own gradients, which travel as any other layer's. The gradients of the rows
-weigh as this rank's do (contracts/weighing.py): the sums are weighed as they leave, and what comes
-of them is divided by that again.
+γ and β have this rank's own gradients, which travel like any other layer's. Gradients of rows carry
+this rank's weight (contracts/weighing.py): the sums are multiplied by it as they leave, and the
+results are divided by it again.
 
 Costs a rank 2C+1 numbers to every other one in forward and 2C in backward, for C channels, and one
 more pass over the rows in each. The main thread waits for both. Guarded by
@@ -30,38 +30,38 @@ from shoal.core.errors import UsageError
 
 
 class Synchronised(_BatchNorm):
-    """What a batch norm is that goes by the rows of all ranks (strategies/sync_batchnorm.py)."""
+    """A batch norm over the rows of all ranks (strategies/sync_batchnorm.py)."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of each channel, over the rows of all ranks."""
+    """Statistics of each channel, over the rows of all ranks."""
 
     mean: Tensor
-    var: Tensor  # biased, as it normalises
+    var: Tensor  # biased, as it is used to normalise
     count: float  # rows times places
 
 
 @dataclass(frozen=True)
 class NormOfRanks:
-    """How one norm's statistics come to be those of all ranks' rows."""
+    """One norm's way to the statistics of all ranks' rows."""
 
     layer: str
     comm: Comm
     weighs: Weighing = UNWEIGHED
 
     def gathered(self, numbers: Tensor, purpose: str) -> Tensor:
-        """Every rank's numbers, a row a rank."""
+        """Gather every rank's numbers, one row for each rank."""
         self.comm.begins(purpose)
         everyone = numbers.new_empty(self.comm.size, len(numbers))
         self.comm.all_gather(everyone.unbind(), numbers)
         return everyone
 
     def statistics(self, x: Tensor) -> Statistics:
-        """Those of x, (K, C, …) on each rank, of which some ranks may have no row.
+        """Compute the statistics of x, (K, C, …) on each rank. Some ranks may have no row.
 
         Raises:
-            UsageError: all ranks together have one value a channel, or none.
+            UsageError: all ranks together have at most one value a channel.
         """
         mode = "training" if torch.is_grad_enabled() else "training, but no_grad"
         with torch.no_grad():
@@ -76,7 +76,7 @@ class NormOfRanks:
             own[-1] = count
         everyone = self.gathered(own, purpose)
         counts, means = everyone[:, -1:], everyone[:, :channels]
-        # Shoal's own look at values: no module decides by it what is called
+        # Shoal reads this value for itself: no module decides by it which layers to call
         with torch._C.DisableTorchFunction():
             total = float(counts.sum())
         if total <= 1:
@@ -99,29 +99,29 @@ def normalised(
     statistics: Statistics,
     ranks: NormOfRanks,
 ) -> Tensor:
-    """x normalised by these statistics, as which its gradient takes them to depend on x.
+    """Normalise x by statistics that depend on x, also in the gradient.
 
     Args:
         x: (K, C, …) rows of this rank.
         weight: (C,), γ, or None.
         bias: (C,), β, or None.
-        eps: is added to the variance.
-        statistics: of x on all ranks.
-        ranks: where they are from.
+        eps: added to the variance.
+        statistics: the statistics of x on all ranks.
+        ranks: the ranks that they come from.
     """
     out: Tensor = _Normalise.apply(x, weight, bias, eps, statistics, ranks)  # type: ignore[no-untyped-call]
     return out
 
 
 def sums_kind(dtype: torch.dtype) -> torch.dtype:
-    """What sums over values of that type are kept and sent in."""
+    """Return the type of sums over values of this type."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _mean_and_squares(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of each channel the mean, and the sum of squared deviations from it."""
+    """Return each channel's mean, and its sum of squared deviations from it."""
     wide = x.to(kind)
-    if x.device.type == "cpu":  # in one pass, as torch's own batch norm
+    if x.device.type == "cpu":  # one pass, as in torch's own batch norm
         mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
     else:
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -156,7 +156,7 @@ class _Normalise(torch.autograd.Function):
         if x.numel():
             saved: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
             factor = weight
-            if x.device.type != "cpu":  # its kernel looks at what forward would have saved
+            if x.device.type != "cpu":  # the GPU's kernel reads these, as if forward had saved them
                 kind = sums_kind(x.dtype)
                 saved = mean.to(kind), (var.to(kind) + ctx.eps).rsqrt()
                 factor = torch.ones_like(mean) if weight is None else weight
@@ -186,9 +186,9 @@ class _Normalise(torch.autograd.Function):
 
 
 def _gradients_again(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, γ and β, to be differentiated again.
+    """Return the gradients of x, γ and β, with a graph.
 
-    They depend on x also by the mean and the variance over all ranks' rows.
+    They also depend on x through the mean and the variance over all ranks' rows.
     """
     x, weight, mean, _ = ctx.saved_tensors
     ranks: NormOfRanks = ctx.ranks
@@ -214,7 +214,7 @@ def _gradients_again(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _WeighedSum(torch.autograd.Function):
-    """The sum over ranks of their numbers, multiplied there by `into`, and here by `out_of`."""
+    """The sum over ranks of their numbers. `into` multiplies the numbers, `out_of` the sum."""
 
     @staticmethod
     def forward(
@@ -234,7 +234,7 @@ class _WeighedSum(torch.autograd.Function):
 
 
 def _mean_sums(own: Tensor, x: Tensor, count: float, ranks: NormOfRanks) -> Tensor:
-    """The sums of all ranks over all rows, in terms of this rank's own loss."""
+    """Return the mean over all ranks' rows of sums, in terms of this rank's own loss."""
     weight = _weight(ranks, x)
     wide = own.to(sums_kind(x.dtype))
     everyone = ranks.gathered(
@@ -244,10 +244,10 @@ def _mean_sums(own: Tensor, x: Tensor, count: float, ranks: NormOfRanks) -> Tens
 
 
 def _weight(ranks: NormOfRanks, x: Tensor) -> float:
-    """Return the weight of this rank's rows in the running backward; 1 if it has none.
+    """Return the weight of this rank's rows in the running backward; 1 if it has no rows.
 
     Raises:
-        UsageError: they weigh nothing.
+        UsageError: the rows have weight 0.
     """
     weight = ranks.weighs()
     if weight == 0 and x.numel():

@@ -1,11 +1,11 @@
-"""Finds the products of rows and a layer's weight in the layer's own forward, and makes them.
+"""Finds products of rows with a layer's weight in the layer's own forward, and replaces them.
 
     y = x·Wᵀ + b    F.linear(x, W, b), torch.einsum("...i,oi->...o", x, W)
     y = x·W + b     torch.addmm(b, x, W), x @ W, torch.einsum("...i,io->...o", x, W)
 
-W may be turned by `t`, `T`, `transpose` and the like. The bias may come by an addition right behind
-the product. All else in that forward runs as it stands, on this rank's own rows. So a layer of
-anybody's class can be cut or have its factors sent, if its forward multiplies with its weight.
+W may be transposed by `t`, `T`, `transpose` and similar. The bias may be added right after the
+product. The rest of the forward runs as it stands, on this rank's own rows. So a layer of any class
+can be cut or have its factors sent, if its forward multiplies with its weight.
 
 Costs a Python call for each function of torch in that forward.
 """
@@ -33,8 +33,8 @@ class Product(NamedTuple):
     """A product of rows and a weight: its input, and its form."""
 
     x: Tensor
-    turned: bool  # y = x·W; else y = x·Wᵀ
-    adds: bool  # the bias, in the same function
+    turned: bool  # whether y = x·W, not x·Wᵀ
+    adds: bool  # whether the same function adds the bias
 
 
 class Products(TorchFunctionMode):
@@ -43,8 +43,8 @@ class Products(TorchFunctionMode):
     Args:
         weight: the layer's matrix.
         bias: its vector, or None.
-        turned: form of the products that are made here, as `Product` has it.
-        adds_late: whether the bias is added by the function behind the product.
+        turned: the form of the products that are replaced, as in `Product`.
+        adds_late: whether the next function after the product adds the bias.
     """
 
     def __init__(
@@ -54,25 +54,25 @@ class Products(TorchFunctionMode):
         self.weight, self.bias = weight, bias
         self._form = turned, adds_late
         self._shape = torch.empty(weight.shape, device="meta")
-        self._turned: list[Tensor] = []  # signs that stand for the turned weight
-        self._due: Tensor | None = None  # a product to which the bias is added next
+        self._turned: list[Tensor] = []  # stand-ins for the transposed weight
+        self._due: Tensor | None = None  # a product that waits for its bias
 
     def multiply(self, product: Product, plain: Callable[[], Any]) -> Any:
-        """Return a product's output. `plain` is torch's own."""
+        """Return a product's output. `plain` calls torch's own function."""
         return plain()
 
     def takes(self, product: Product) -> bool:
-        """Return whether a product is made here; else torch makes it, of the whole weight."""
+        """Return whether to replace a product. Torch computes others with the whole weight."""
         turned, adds_late = self._form
         has_bias = self.bias is None or product.adds or adds_late
         return has_bias and product.turned == turned
 
     def with_bias(self, due: Tensor, plain: Callable[[], Any]) -> Any:
-        """Return a product with the bias that is added behind it."""
+        """Return a product with the bias that is added after it."""
         return due
 
     def without_bias(self, func: Callable[..., Any]) -> None:
-        """Hear that a function uses a product to which the bias should have been added."""
+        """Raise UsageError, because a function uses a product before the bias was added."""
         raise UsageError(
             "a layer used the product of its input and its weight before it added the bias, which "
             "it did not do on the sample",
@@ -81,7 +81,7 @@ class Products(TorchFunctionMode):
         )
 
     def reads(self, func: Callable[..., Any], values: Sequence[Any]) -> None:
-        """Hear of a function that makes a tensor, and is no such product; and of its arguments."""
+        """Note a function that makes a tensor and is no such product, with its arguments."""
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call the layer's own forward."""
@@ -127,17 +127,17 @@ class Products(TorchFunctionMode):
         return result
 
     def has_sign(self, values: Sequence[Any]) -> bool:
-        """Return whether the turned weight is among these arguments."""
+        """Return whether the transposed weight is among these arguments."""
         return any(_has(values, sign) for sign in self._turned)
 
     def _meant(self, args: Sequence[Any]) -> list[Any]:
-        """Return arguments with the turned weight in place of the signs that stand for it."""
+        """Return arguments with the transposed weight in place of its stand-ins."""
         return [self.weight.t() if _has(self._turned, arg) else arg for arg in args]
 
     def _product(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Product | None:
-        """Return a call's product with the weight; None if it is none."""
+        """Return a call's product with the weight; None if the call is no such product."""
         name, bias, turned = getattr(func, "__name__", ""), None, None
         if func is F.linear:
             named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
@@ -188,7 +188,7 @@ class Products(TorchFunctionMode):
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return a function's name; of a getter, that of the attribute."""
+    """Return a function's name; for a getter, the attribute's name."""
     name = getattr(func, "__name__", str(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
@@ -212,5 +212,5 @@ def _is_sum(
 
 
 def _has(values: Sequence[Any], one: Any) -> bool:
-    """Return whether an object is among others: the same, not an equal one."""
+    """Return whether values have this very object; an equal one does not count."""
     return any(value is one for value in values)

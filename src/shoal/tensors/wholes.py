@@ -1,4 +1,4 @@
-"""Calls without gradients, in which a rank may be alone: then modules run on whole parameters."""
+"""Calls without gradients, in which a rank may be alone: modules then use whole parameters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shoal.tensors.cut import cut_of, is_cut
 
 
 def told_numbers(comm: Comm, numbers: Sequence[int], purpose: str) -> list[int] | None:
-    """Tell rank r `numbers[r]` before a call, and return the numbers that it was told.
+    """Tell rank r `numbers[r]` before a call, and return the numbers from the other ranks.
 
-    None: in a call without gradients this rank is alone. In training all ranks come.
+    Return None if this rank makes a call without gradients alone. In training all ranks call.
     """
     if comm.attendance is None or torch.is_grad_enabled():
         return comm.numbers(numbers, purpose)
@@ -24,9 +24,9 @@ def told_numbers(comm: Comm, numbers: Sequence[int], purpose: str) -> list[int] 
 
 @contextmanager
 def holding_wholes(modules: Iterable[nn.Module], comm: Comm) -> Iterator[None]:
-    """Let modules hold whole parameters inside, in place of parts that are cut over a channel.
+    """Make modules hold whole parameters in this context, instead of parts.
 
-    This rank was found to be alone.
+    This rank must be alone.
     """
     attendance = comm.attendance
     assert attendance is not None

@@ -1,1 +1,1 @@
-"""Commands of `shoal`, a file each, and the work that their ranks do."""
+"""Commands of `shoal`, one a file, and the work that their ranks do."""

@@ -53,7 +53,7 @@ _MOST_PORT = 65535
 def rendezvous(address: str, port: int, lost_after_s: float) -> None:
     """Keep the list of hosts that train, for `shoal agent`.
 
-    It trains nothing, and may stand on any host. If it ends, ranks go on: start it again.
+    It trains nothing, and may run on any host. If it ends, ranks go on: start it again.
     """
     token = variables.token()
     with Interrupts() as interrupts:
@@ -156,7 +156,7 @@ def agent(
         own = Agent(_place(place), variables.token(), options, interrupts.received, _says("agent"))
         code = own.run()
         if not code and signal.SIGINT not in interrupts.received:
-            interrupts.received.clear()  # it has left as it was told to
+            interrupts.received.clear()  # it has left, as it was told to
     sys.exit(code)
 
 

@@ -1,8 +1,8 @@
 """`shoal bench`: Shoal and its peers on one recipe, in turn, in one run.
 
 Machines drift, so contenders alternate (A B, B A, …) and are compared round by round. A round's
-figure is the median step of the slowest rank; a ratio is the median over rounds of peer ÷ Shoal,
-its interval a bootstrap over rounds.
+figure is the median step of the slowest rank. A ratio is the median over rounds of peer ÷ Shoal,
+and its interval comes from a bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _EXPECTED = "predicted, one step"
 
 
 def _peers(context: click.Context, option: click.Parameter, against: str) -> list[str]:
-    """The peers' names, each checked before any rank starts."""
+    """Read the peers' names, and check each before any rank starts."""
     names = against.split(",")
     for name in names:
         if name != EXACT:
@@ -138,7 +138,7 @@ class BenchRun:
         rounds: turns that each contender takes.
         steps: timed steps in a turn, after one that is not timed.
         json_path: file for all figures.
-        trace_path: file for a Chrome trace of some more of Shoal's steps, with the predicted one.
+        trace_path: file for a Chrome trace of some more of Shoal's steps, and of the predicted one.
         report: file for a page, with some more of Shoal's steps.
     """
 
@@ -155,7 +155,7 @@ def run(recipe: Recipe, options: Options, wanted: BenchRun) -> dict[str, Any]:
 
     Args:
         recipe: the model and its data, each rank on its own rows.
-        options: of Shoal's plan.
+        options: the options of Shoal's plan.
         wanted: the peers, the number of steps, and the files to write.
 
     Returns:
@@ -163,7 +163,7 @@ def run(recipe: Recipe, options: Options, wanted: BenchRun) -> dict[str, Any]:
         figure, plan and machine.
 
     Raises:
-        UsageError: an unknown peer, or no other rank to train with.
+        UsageError: a peer is unknown, or there is no other rank.
     """
     _require_ranks()
     recipe = at_own_device(recipe)
@@ -204,7 +204,7 @@ def run(recipe: Recipe, options: Options, wanted: BenchRun) -> dict[str, Any]:
 
 
 def _require_ranks() -> None:
-    """Join the other ranks, and refuse where nothing can be compared."""
+    """Join the other ranks, and raise UsageError if there is nothing to compare."""
     if init().size == 1:
         raise UsageError(
             "a benchmark needs several ranks", do="add --ranks 2, or run it under `shoal lab`"
@@ -256,11 +256,11 @@ def _plan_of(peer: Peer) -> Any:
 
 @dataclass(frozen=True)
 class _TurnResult:
-    """Figures of one turn: some steps of a contender."""
+    """Figures of one turn, which is some steps of a contender."""
 
     step_s: float  # the slowest rank's median step
-    busy: float  # this machine's processors, 1 at most
-    sent_bytes: float  # a step, by this host's interfaces, headers included
+    busy: float  # busy part of this machine's processors, 1 at most
+    sent_bytes: float  # bytes a step through this host's interfaces, with headers
 
 
 def _turns(
@@ -287,7 +287,7 @@ def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _TurnResult:
 
 
 def _most_sent(turns: Mapping[str, Sequence[_TurnResult]]) -> dict[str, float]:
-    """Bytes a step under each contender, of the host that sends most."""
+    """Return, for each contender, the bytes a step of the host that sends most."""
     own = {
         name: statistics.median(turn.sent_bytes for turn in taken) for name, taken in turns.items()
     }
@@ -296,7 +296,7 @@ def _most_sent(turns: Mapping[str, Sequence[_TurnResult]]) -> dict[str, float]:
 
 
 def _tell(progress: str) -> None:
-    """Progress, beside the report: a round over slow links takes minutes."""
+    """Print progress to stderr, because a round over slow links takes minutes."""
     if current().comm.rank == 0:
         print(f"bench: {progress}", file=sys.stderr, flush=True)
 
@@ -318,7 +318,7 @@ def _recorded_steps(
 ) -> tuple[Track, ...]:
     """Record ranks and interfaces in some more steps (a collective)."""
     comm = current().comm
-    comm.gather_objects(None, "bench: start together")  # so that they begin at once
+    comm.gather_objects(None, "bench: start together")  # all ranks begin at once
     with attached.engine.recorded() as recorder, watching(recorder):
         for _ in range(steps):
             _recorded(shoal, batch, recorder)
@@ -326,7 +326,7 @@ def _recorded_steps(
 
 
 def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> None:
-    """Write the tracks of the ranks, and the predicted track of one step beside them."""
+    """Write the tracks of the ranks, and the predicted track of one step with them."""
     begins = (event.begin_s for event in measured[0].events if event.what == "backward")
     begin_s = next(begins, 0.0)
     events = {f"rank {rank}": track.events for rank, track in enumerate(measured)}
@@ -344,7 +344,7 @@ def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> N
 
 
 def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
-    """One step, of which the engine notes the backward."""
+    """Run one step. The engine itself records the backward."""
     begin_s = time.perf_counter()
     loss = shoal.forward(*batch)
     recorder.note("forward", MAIN, begin_s)
@@ -373,13 +373,13 @@ def _shoal(
 
 
 def _seeded(work: Workload) -> Workload:
-    """The workload, about to build its model from the same random numbers as every contender's."""
+    """Seed a workload, so that it builds its model from the same random numbers as the others."""
     torch.manual_seed(_SEED)
     return work
 
 
 def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
-    """Median over rounds of peer ÷ shoal, with a bootstrap's 95 % interval."""
+    """Return the median over rounds of peer ÷ shoal, with a bootstrap's 95 % interval."""
     pairs = [a / b for a, b in zip(peer, shoal, strict=True)]
     draw = random.Random(_SEED)
     medians = sorted(
@@ -403,7 +403,7 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Explanation) -> 
     )
     _print_most_off(report["outcome"])
     for line in in_words(contenders_of(report), strategies_of(explanation)):
-        console.print(line, soft_wrap=True)  # a pin in it is to be copied
+        console.print(line, soft_wrap=True)  # users copy a pin from it
     held = Memory(**report["memory_bytes"], process_peak=None)
     console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
     alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)
@@ -428,7 +428,7 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Explanation) -> 
 
 
 def _print_most_off(outcome: dict[str, Any] | None) -> None:
-    """Print the part of the step whose prediction is off most, if any was measured."""
+    """Print the part of the step with the largest error of prediction, if any was measured."""
     if not outcome or not outcome["off"]:
         return
     off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])

@@ -19,13 +19,13 @@ from shoal_tools.doctor.judge import judged
 from shoal_tools.doctor.meet import Met
 from shoal_tools.doctor.show import show
 
-_TOLD_S = 10.0  # until the first host has printed
-_EXAMINED_S = 120.0  # until the doctor of this host's lowest rank has done all
+_TOLD_S = 10.0  # seconds until the first host has printed
+_EXAMINED_S = 120.0  # seconds until the doctor of this host's lowest rank has finished
 
 
 @dataclass(frozen=True)
 class _Told:
-    """Said by each host when it has printed what it prints."""
+    """A host's message after it has printed its findings."""
 
     findings: int
 
@@ -78,13 +78,13 @@ def doctor(
     verbose: bool,
     more: tuple[str, ...],
 ) -> None:
-    """Find what is wrong with hosts and their network, and what mends it.
+    """Find faults of hosts and of their network, and say how to fix them.
 
     Under torchrun or `shoal lab` it looks at the hosts of the ranks. Without a launcher, run
     `shoal doctor --peer HOST` on every host, with the names of the others or of all. Alone it looks
     at this host.
 
-    The exit code is 0 where all is sound, and 1 where something was found.
+    The exit code is 0 if all is sound, and 1 if there are findings.
     """
     expected = bytes_per_s(rate)
     began = time.monotonic()
@@ -117,7 +117,7 @@ def _met(peers: tuple[str, ...], port: int, wait_s: float) -> Met:
 
 
 def _as_told(met: Met) -> int:
-    """The exit code that the doctor of this host's lowest rank comes to."""
+    """Return the exit code that the doctor of this host's lowest rank tells."""
     deadline, first = time.monotonic() + _EXAMINED_S, met.hosts[0].id
     while met.board is not None and time.monotonic() < deadline:
         told = met.board.read([first], "told", _Told).get(first)

@@ -1,7 +1,7 @@
-"""What every rank executes for `shoal test` and `shoal features`: a trained model over data.
+"""Work of every rank for `shoal test` and `shoal features`: it runs a trained model over data.
 
-Each rank has the whole model, and its own rows: none comes twice, none is lost, however many ranks
-there are. CaffeOnSpark's two other modes, without Spark.
+Each rank has the whole model and its own rows. No row comes twice and none is lost, for any number
+of ranks. These are CaffeOnSpark's two other modes, without Spark.
 Guarded by tests/tools/commands/test_evaluation.py.
 """
 
@@ -35,15 +35,14 @@ from shoal_tools.commands.worker import at_own_device
 
 @torch.no_grad()
 def test(recipe: Recipe, weights: Path | None) -> tuple[float, float | None]:
-    """Find the loss and the accuracy over all test data, and have rank 0 print them.
+    """Compute the loss and the accuracy over all test data. Rank 0 prints them.
 
     Args:
-        recipe: what to test.
-        weights: where the model's are; those that the recipe's model begins with where there are
-            none.
+        recipe: the model and its test data.
+        weights: path of the weights; None for the weights that the recipe's model begins with.
 
     Returns:
-        The mean loss over all rows, and the share of right answers where the recipe counts them.
+        The mean loss over all rows, and the share of right answers if the recipe counts them.
     """
     recipe, model, loader = _prepared(recipe, weights, of_training=False)
     objective = recipe.objective()
@@ -68,17 +67,17 @@ def test(recipe: Recipe, weights: Path | None) -> tuple[float, float | None]:
 def features(
     recipe: Recipe, weights: Path | None, layers: Sequence[str], out: Path, *, of_training: bool
 ) -> None:
-    """Write what layers give for each row into a Parquet file, on rank 0.
+    """Write the outputs of layers for each row into a Parquet file, on rank 0.
 
     Args:
-        recipe: whose model and data.
-        weights: as for `test`.
+        recipe: the model and its data.
+        weights: as in `test`.
         layers: dotted names.
         out: the file: `id`, the row's number in the data, and a list of numbers for each layer.
-        of_training: take the training data.
+        of_training: whether to take the training data.
 
     Raises:
-        UsageError: there is no such layer, or what it gives is no tensor with the rows first.
+        UsageError: there is no such layer, or its output is no tensor with the rows first.
     """
     recipe, model, loader = _prepared(recipe, weights, of_training=of_training)
     outputs = _watched(model, layers)
@@ -99,7 +98,7 @@ def features(
 def _prepared(
     recipe: Recipe, weights: Path | None, *, of_training: bool
 ) -> tuple[Recipe, nn.Module, DataLoader[Any]]:
-    """The model, as it was trained, and its data."""
+    """Return the model with its weights, and its data."""
     init()
     recipe = at_own_device(recipe)
     torch.manual_seed(0)
@@ -118,7 +117,7 @@ def _prepared(
 
 
 def _watched(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
-    """Where each of those layers leaves what it gives."""
+    """Watch layers; return a dict where each call leaves a layer's output under its name."""
     outputs: dict[str, Any] = {}
     modules = dict(model.named_modules())
 
@@ -141,7 +140,7 @@ def _watched(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
 
 
 def _flat(name: str, output: Any, rows: int) -> Tensor:
-    """What a layer gave, a line for each row."""
+    """Return a layer's output as a matrix with one line for each row."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(first, Tensor) or first.dim() == 0 or len(first) != rows:
         raise UsageError(
@@ -154,7 +153,7 @@ def _flat(name: str, output: Any, rows: int) -> Tensor:
 
 
 def _numbered(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader of the same rows in their order, each batch with its rows' numbers."""
+    """Return a loader of the same rows in their order, each batch with its rows' numbers."""
     dataset: Any = loader.dataset
     stream = isinstance(dataset, IterableDataset)
     collate = loader.collate_fn
@@ -192,7 +191,7 @@ class _NumberedStream(IterableDataset[tuple[int, Any]]):
 
 @final
 class _Parquet:
-    """The file, on rank 0, there whole or not at all."""
+    """The file, written on rank 0. It is there whole or not at all."""
 
     def __init__(self, path: Path, layers: Sequence[str]) -> None:
         self._path, self._layers = path, layers

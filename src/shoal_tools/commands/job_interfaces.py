@@ -1,7 +1,7 @@
-"""The network interfaces that carry a job's traffic, among all that a machine has.
+"""The network interfaces that carry a job's traffic, among all interfaces of a machine.
 
-Ranks meet at interfaces that `init` has chosen, or the user has named. Ranks of one host reach each
-other by the loopback, whatever their addresses.
+Ranks meet at interfaces that `init` has chosen or the user has named. Ranks of one host reach each
+other through the loopback, whatever their addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def job_interfaces(comm: Comm) -> tuple[str, ...]:
-    """Return the interfaces by which this rank reaches the others; () if nobody knows them."""
+    """Return the interfaces by which this rank reaches the others; () if they are not known."""
     topology = comm.topology
     hosts = topology.ranks_on
     if len(hosts) > 1 and torch.cuda.is_available():
@@ -33,7 +33,7 @@ def job_interfaces(comm: Comm) -> tuple[str, ...]:
 def sent_to_other_hosts(comm: Comm) -> int:
     """Return the bytes that this host's interfaces have sent to other hosts until now.
 
-    If nobody knows the job's interfaces, all count that lead to other machines.
+    If the job's interfaces are not known, all interfaces to other machines count.
     """
     known = job_interfaces(comm)
     ways = ((*name.rpartition(", "), nbytes) for name, nbytes in carried().items())

@@ -83,9 +83,9 @@ def lab(
 ) -> None:
     """Run COMMAND on hosts with shaped links (root, Linux).
 
-    The hosts are network namespaces of this machine; ranks fill one host after the other, and the
-    output of a rank carries its host's name (h1; with several ranks on each, h1.0 is the first on
-    h1).
+    The hosts are network namespaces of this machine, and ranks fill one host after the other. The
+    output of a rank carries its host's name, h1. With several ranks on each host, h1.0 is the first
+    one on h1.
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
@@ -96,7 +96,7 @@ def lab(
             got=f"{num_hosts} hosts × {ranks_per_host} = {ranks}",
             do="ask for fewer",
         )
-    # the other flags have the names that Lab's own arguments have
+    # Lab's own arguments have the names of the other flags
     built = Lab(num_hosts, ranks_per_host=ranks_per_host, **network)
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")

@@ -1,4 +1,4 @@
-"""How a command starts the ranks that it runs on: by which launcher, where, and in which roles."""
+"""Start of the ranks that a command runs on: the launcher, the hosts, and the ranks' roles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS_HERE
 from shoal.core.registry import named
 
-# options whose paths ranks write to
+# options with paths that ranks write to
 _WRITTEN = ("--checkpoint", "--save-plan", "--report", "--json")
 _PATHS = (*_WRITTEN, "--plan", "--file")
 
@@ -26,7 +26,7 @@ _PATHS = (*_WRITTEN, "--plan", "--file")
 def _there(
     context: click.Context, option: click.Parameter, paths: tuple[Path, ...]
 ) -> tuple[Path, ...]:
-    """Refuse a file to send that is not there. Ranks, which are sent it, do not look."""
+    """Raise UsageError if a file to send does not exist. Ranks receive it, and do not check."""
     for path in paths if not rendezvous.is_rank() else ():
         if not path.is_file():
             raise UsageError(
@@ -81,23 +81,23 @@ _OPTIONS = [
 
 @dataclass(frozen=True)
 class Launching:
-    """What the command line says of how ranks are started."""
+    """The launcher, the hosts and the roles of ranks, as the command line gives them."""
 
     launcher: str | None = None
     master: str = ""
     servers: int = 0
     tail: int = 0
     ranks_per_host: int | None = None
-    files: tuple[Path, ...] = ()  # that ranks elsewhere need
+    files: tuple[Path, ...] = ()  # files that ranks on other hosts need
 
     @property
     def is_asked(self) -> bool:
-        """Whether ranks are started even if nobody says how many."""
+        """Whether ranks are started even if their number is not given."""
         return replace(self, files=()) != Launching()
 
 
 def launching(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say how ranks are started, as one argument `by`."""
+    """Give a command the options for starting ranks, as one argument `by`."""
 
     @functools.wraps(function)
     def command(
@@ -118,9 +118,7 @@ def launching(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def distributed(workers: int | None, by: Launching | None = None) -> None:
-    """Become a launcher of this very command where ranks are to be started; return where this
-    process is a rank.
-    """
+    """Start this very command on ranks and exit. Return if this process is a rank or needs none."""
     by = by or Launching()
     if rendezvous.is_rank() or not (by.is_asked or (workers is not None and workers > 1)):
         return
@@ -145,8 +143,9 @@ def distributed(workers: int | None, by: Launching | None = None) -> None:
 
 
 def _as_elsewhere(words: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """The command's words for ranks that may be in another folder: files that are sent by the
-    path that they are sent under, and whole paths of what is written.
+    """Return the command's words for ranks that may run in another folder.
+
+    Files that are sent get the paths that they are sent under. Files to write get whole paths.
     """
     split = [
         part

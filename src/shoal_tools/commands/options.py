@@ -1,7 +1,7 @@
 """Options that commands share, and the first steps of every command on a recipe.
 
-Most flags stand beside the options that they set (`shoal.core.option.Flag`), in front/options.py
-and in features/. Here they become options of click.
+Most flags are defined with the options that they set (`shoal.core.option.Flag`), in
+front/options.py and in features/. Here they become options of click.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Finite(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path, and no empty text: that would be the folder in which the command runs.
+    """A path. An empty text is an error, because it would mean the working folder.
 
     Args:
         stores: whether it may be the address of a store, which stays a text.
-        options: options of `click.Path`.
+        options: the options of `click.Path`.
     """
 
     def __init__(self, *, stores: bool = False, **options: Any) -> None:
@@ -120,9 +120,9 @@ WEIGHTS = click.option(
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15  # bits a second
-_Key = tuple[str, str]  # an option's keyword, and a field of the record that it holds or ""
-_FILES = "shoal.files"  # key in click's context: flags by the file that they write
-_GIVEN = "shoal.given"  # key in click's context: values of the flags that are given, by _Key
+_Key = tuple[str, str]  # an option's keyword, and a field of the option's record, or ""
+_FILES = "shoal.files"  # key in click's context: flags by the file that each writes
+_GIVEN = "shoal.given"  # key in click's context: values of the flags on the command line, by _Key
 
 
 def seconds(context: click.Context, option: click.Parameter, text: str) -> float:
@@ -135,7 +135,7 @@ def seconds(context: click.Context, option: click.Parameter, text: str) -> float
 
 
 def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse, before any work, a file that cannot be written when the work is done."""
+    """Raise UsageError, before any work, if a file could not be written after the work."""
     if path is None:
         return None
     flag = option.opts[0]
@@ -146,7 +146,7 @@ def in_a_folder(context: click.Context, option: click.Parameter, path: Path | No
         raise UsageError(
             f"{other} and {flag} would write over each other", got=str(path), do="write two names"
         )
-    # the first rank alone writes files
+    # only the first rank writes files
     if rendezvous.is_first() and not path.parent.is_dir():
         raise UsageError(
             f"there is no folder {path.parent}",
@@ -210,7 +210,7 @@ def model_command(
     """Make the decorator of a command on a recipe, or on a script's model.
 
     Args:
-        compares: whether the command makes several models of a script's, and compares them.
+        compares: whether the command makes several copies of a script's model, and compares them.
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
@@ -246,7 +246,7 @@ def with_plan(asked: Mapping[str, Any], plan: str) -> dict[str, Any]:
 
 
 def _start(recipe: Path, workers: int | None, plan: str, by: Launching | None) -> None:
-    """Start the ranks, if this process is to; return where it is one."""
+    """Start the ranks, if this process must; return if it is a rank."""
     by = by or Launching()
     sent = (recipe, *by.files, *(() if plan == AUTO else (Path(plan),)))
     distributed(workers, replace(by, files=sent))
@@ -260,14 +260,14 @@ def feature_options(function: Callable[..., None]) -> Callable[..., None]:
 def _options() -> list[Option]:
     """List all options: of a plan, and of each feature.
 
-    Features of other packages (entry points) are among them. A feature that a recipe registers is
-    not, because flags are read before the recipe is loaded. Its options stand in OPTIONS there.
+    Features of other packages (entry points) are included. A feature that a recipe registers is
+    not, because flags are read before the recipe is loaded. The recipe sets its options in OPTIONS.
     """
     return [option for kind in (Options, *of(Feature).values()) for option in options_of(kind)]
 
 
 def _with_flags(function: Callable[..., None], *, plans: bool) -> Callable[..., None]:
-    """Add the flags of all commands that make a plan, or the flags of training alone."""
+    """Add the flags of all commands that make a plan, or only the flags of training."""
     flags: list[tuple[_Key, Flag]] = []
     for option in _options():
         if option.flag is None:
@@ -313,7 +313,7 @@ def _click_option(key: _Key, flag: Flag) -> Callable[[Callable[..., None]], Call
 
 
 def _asked() -> dict[str, Any]:
-    """Return the values of the flags that are given, by keyword of `parallelize`."""
+    """Return the values of the flags on the command line, by keyword of `parallelize`."""
     given: dict[_Key, Any] = click.get_current_context().meta.get(_GIVEN, {})
     asked = {keyword: value for (keyword, field), value in given.items() if not field}
     for option in _options():
@@ -326,7 +326,7 @@ def _asked() -> dict[str, Any]:
 
 
 def bytes_per_s(rate: str) -> float:
-    """Read a rate as it is written for `tc`, in bytes per second (UsageError if it is none)."""
+    """Read a rate in the form of `tc`, in bytes per second. UsageError if it is no rate."""
     for unit, bits in _RATE_UNITS.items():
         number = decimal(rate.removesuffix(unit)) if rate.endswith(unit) else None
         if number and _LEAST_RATE <= number * bits <= _MOST_RATE:

@@ -1,4 +1,4 @@
-"""`shoal plan`: for the ranks that are here, or for imagined ones."""
+"""`shoal plan`: for the ranks of this session, or for imagined ones."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from shoal_tools.commands.options import (
 
 @dataclass(frozen=True)
 class ImaginedHosts:
-    """Hosts that a plan is made for without being there, and the network between them.
+    """Imagined hosts that a plan is made for, and the network between them.
 
     Args:
-        ranks: how many train; None: no host is imagined.
+        ranks: number of ranks that train; None if no host is imagined.
         ranks_per_host: ranks that share a host and its link.
         servers: hosts that own parameters and do not train.
-        rate: of each host's link, as `tc` writes it.
+        rate: rate of each host's link, as `tc` writes it.
         latency_us: microseconds that a message takes.
         cores_per_rank: processor cores of a rank.
     """
@@ -131,7 +131,7 @@ def plan(
 
 
 def _check_ranks(imagined: Mapping[str, Any]) -> None:
-    """Refuse flags of imagined ranks if none are imagined."""
+    """Raise UsageError if flags for imagined ranks are given, but none are imagined."""
     source = click.get_current_context().get_parameter_source
     given = [name for name in imagined if source(name) is ParameterSource.COMMANDLINE]
     if imagined["ranks"] is None and given:

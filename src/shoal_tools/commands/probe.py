@@ -1,4 +1,4 @@
-"""`shoal probe`, and `shoal cache`: links as they are, and figures of earlier starts."""
+"""`shoal probe`, and `shoal cache`: links as measured now, and figures of earlier starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `train`, `bench` and `simulate` keep of a run for its report: curves, steps, the plan.
+"""Records of a run that `train`, `bench` and `simulate` keep for a report: curves, steps, the plan.
 
-Without `--report` nothing of it is made.
+Without `--report` they keep nothing.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ from shoal_tools.commands.job_interfaces import job_interfaces
 from shoal_tools.report.run_file import write
 from shoal_tools.simulate import explained
 
-_STEPS, _UNMEASURED = 3, 5  # that are recorded, after so many that warm up
-_MOST_RANKS = 4  # whose steps are kept
+_STEPS, _UNMEASURED = 3, 5  # number of recorded steps, and of the steps before them that warm up
+_MOST_RANKS = 4  # number of ranks with recorded steps
 
 
 @final
 class History:
-    """The curves of a run on one rank, and what its threads did in some steps.
+    """The curves of a run on one rank, and the work of its threads in some steps.
 
     Args:
-        model: that is trained. Another engine may send for it when its plan is made anew.
+        model: the model that is trained. A new plan may give it another engine.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._engine: Engine | None = None  # that is recorded; None where a process trains alone
+        self._engine: Engine | None = None  # recorded; None if a process trains alone
         self._recording = ExitStack()
-        self._recorder: Recorder | None = None  # while steps are recorded
+        self._recorder: Recorder | None = None  # set while steps are recorded
         self._recorded = Recorder()
         self._first = _UNMEASURED
         self._steps, self._median_step_s = 0, 0.0
         self._loss, self._seconds = Series(), Series()
 
     def begin(self, num_steps: int) -> None:
-        """There will be so many steps."""
+        """Choose the steps to record, given their total number."""
         self._first = min(_UNMEASURED, max(0, num_steps - _STEPS))
 
     def step_begins(self) -> None:
-        """Record from here on, or no longer, if it is time for that."""
+        """Start or stop recording, if it is time for that."""
         if self._steps == self._first:
             self._recorder = self._recorded = Recorder()
             self._recording.enter_context(watching(self._recorded))
@@ -84,7 +84,7 @@ class History:
             self._follow(self._recorder)
 
     def _follow(self, recorder: Recorder) -> None:
-        """Record the engine that sends for the model now."""
+        """Record the engine that works for the model now."""
         attached = current().attached.get(self._model)
         engine = attached.engine if attached is not None else None
         if engine is not None and engine is not self._engine:
@@ -92,31 +92,31 @@ class History:
         self._engine = engine
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
-        """Something of a step is over that began at `begin_s` (time.perf_counter)."""
-        # of a model with an engine that one notes the backward, without what it waits for
+        """Note a part of a step that is over. It began at `begin_s` (time.perf_counter)."""
+        # an engine notes the backward itself, without its waits
         if self._recorder is not None and (what != "backward" or self._engine is None):
             self._recorder.note(what, thread, begin_s)
 
     def step_ended(self, seconds: float, loss: float) -> None:
-        """A step took so long, with this loss."""
+        """Note a step's seconds and loss."""
         self._steps += 1
         self._seconds.add(seconds)
         self._loss.add(loss)
 
     def ended(self, median_step_s: float) -> None:
-        """The run is over; its median step took so long."""
+        """Note the median step of a run that is over."""
         self._median_step_s = median_step_s
 
     def close(self) -> None:
-        """Record no longer."""
+        """Stop recording."""
         self._recorder = self._engine = None
         self._recording.close()
 
     def training(self, comm: Comm) -> Training:
-        """The curves, of which the loss is the mean over ranks (a collective)."""
+        """Return the curves. The loss is the mean over ranks (a collective)."""
         own = self._loss.curve
         ranks: list[Curve] = comm.gather_objects(own, "report: losses", Curve)
-        # a rank with other numbers of steps may have put more of them into a point
+        # a rank with another number of steps may have put more of them into a point
         alike = [curve.values for curve in ranks if curve.steps_a_point == own.steps_a_point]
         loss = tuple(map(_mean, zip(*alike, strict=False)))
         return Training(
@@ -129,7 +129,7 @@ class History:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where one of them is."""
+    """Return the mean of values; None if one of them is None."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else None
 
@@ -154,7 +154,7 @@ def gathered(comm: Comm, recorder: Recorder) -> tuple[Track, ...]:
 
 
 def kept(tracks: Sequence[Track]) -> tuple[Track, ...]:
-    """Those of rank 0 and of the ranks that took longest, with as many events as a page shows."""
+    """Keep the tracks of rank 0 and of the slowest ranks, with as many events as a page shows."""
     by_end = sorted(tracks[1:], key=_end_s, reverse=True)[: _MOST_RANKS - 1]
     chosen = [track for track in tracks if track is tracks[0] or track in by_end]
     return tuple(map(_cut, filter(_end_s, chosen)))
@@ -171,7 +171,7 @@ def _cut(track: Track) -> Track:
 
 
 def predicted(attached: Attached) -> tuple[Track, ...]:
-    """The predicted step; () of local steps, for which there is no timeline."""
+    """Return the predicted step; () for local steps, which have no timeline."""
     plan, cluster = attached.plan, attached.cluster
     if plan.is_local:
         return ()
@@ -180,7 +180,7 @@ def predicted(attached: Attached) -> tuple[Track, ...]:
 
 
 def step_as_track(timeline: Timeline, cluster: Cluster) -> Track:
-    """A predicted step as a page shows it."""
+    """Return a predicted step as a track of a page."""
     rates = tuple(timeline.rates(cluster.link.bytes_per_s))
     return _cut(Track(PREDICTED, tuple(timeline.events()), rates))
 
@@ -188,14 +188,14 @@ def step_as_track(timeline: Timeline, cluster: Cluster) -> Track:
 def report_training(
     path: Path, recipe: Path, model: nn.Module, history: History, outcome: Outcome | None
 ) -> None:
-    """Have rank 0 write the report of a training run (a collective).
+    """Write the report of a training run, on rank 0 (a collective).
 
     Args:
-        path: where to.
-        recipe: that was trained.
-        model: as it is trained.
-        history: of the run, on this rank.
-        outcome: of the prediction.
+        path: the file to write.
+        recipe: the recipe that was trained.
+        model: the model after training.
+        history: the run's history on this rank.
+        outcome: the predicted step compared with the measured one.
     """
     comm, attached = current().comm, current().attached.get(model)
     training, tracks = history.training(comm), history.tracks(comm)
@@ -223,13 +223,12 @@ def report_benchmark(
 ) -> None:
     """Write the report of a benchmark, on rank 0.
 
-    Args:
-        path: where to.
-        recipe: that was timed.
-        figures: what `shoal bench --json` writes.
-        model: Shoal's.
-        tracks: those of the ranks.
-        outcome: of the prediction.
+    path: the file to write.
+    recipe: the recipe that was timed.
+    figures: the record that `shoal bench --json` writes.
+    model: Shoal's model.
+    tracks: the ranks' tracks.
+    outcome: the predicted step compared with the measured one.
     """
     attached = current().attached[model]
     record = replace(
@@ -245,7 +244,7 @@ def report_benchmark(
 
 
 def contenders_of(figures: dict[str, Any]) -> tuple[Contender, ...]:
-    """Return Shoal and its peers, as `shoal bench --json` has their figures."""
+    """Return Shoal and its peers, from the figures of `shoal bench --json`."""
     ratios = figures["ratio_to_shoal"]
     return tuple(
         Contender(
@@ -263,10 +262,10 @@ def report_simulation(path: Path, source: Path, measured: Measured, answer: Fore
     """Write the report of a simulation, with the plan for the most hosts.
 
     Args:
-        path: where to.
+        path: the file to write.
         source: the recipe, or the profile.
-        measured: what was simulated.
-        answer: of the simulation.
+        measured: the profile and the cluster that were simulated.
+        answer: the result of the simulation.
     """
     record = replace(_begun(source), simulation=answer)
     found = explained(measured.profile, measured.cluster, answer)
@@ -278,18 +277,18 @@ def report_simulation(path: Path, source: Path, measured: Measured, answer: Fore
 
 
 def _begun(recipe: Path) -> Record:
-    """What is known of any run."""
+    """Begin the record of any run."""
     command, date = ("shoal", *sys.argv[1:]), datetime.now(UTC).isoformat(timespec="seconds")
     return Record(recipe.stem, command, date, machine())
 
 
 def machine() -> Machine:
-    """This host."""
+    """Describe this host."""
     return Machine(_processor(), os.cpu_count() or 1, str(torch.__version__))
 
 
 def _processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """Return the processor's name, as Linux tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""One run of a recipe: its loop, and how it is saved and goes on."""
+"""One run of a recipe: its training loop, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shoal_tools.report.progress import Progress
 
 @dataclass(frozen=True)
 class Trained:
-    """The totals of a run: seconds of the median step, and a line for people."""
+    """The totals of a run: seconds of the median step, and a line to print."""
 
     median_step_s: float
     totals: str
@@ -38,15 +38,15 @@ class Trained:
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank trains."""
+    """One rank's training run."""
 
     recipe: Recipe
     loader: ShardedLoader[Any]
     model: nn.Module
     objective: Objective
     optimizer: Optimizer
-    history: History | None = None  # where a report is to be made of it
-    share: float = 1.0  # this rank's part of the rows of all
+    history: History | None = None  # set if a report is to be written
+    share: float = 1.0  # this rank's part of all rows
 
     def train(
         self, epochs: int, num_steps: int, folder: Path | str | None, every_s: float
@@ -55,12 +55,12 @@ class Run:
 
         Args:
             epochs: passes over the data, at most.
-            num_steps: in all, with those before a restart.
-            folder: of the run's checkpoints, if it is to be saved.
-            every_s: seconds from one to the next.
+            num_steps: number of all steps, also before a restart.
+            folder: folder of the run's checkpoints; None to save none.
+            every_s: seconds from one checkpoint to the next.
 
         Returns:
-            The run's totals; None where there was nothing left to do.
+            The run's totals; None if no step was left to do.
         """
         with ExitStack() as stack:
             checkpoints = None
@@ -102,7 +102,7 @@ class Run:
     def _loop(
         self, epochs: int, steps: int, progress: Progress, checkpoints: Checkpoints | None
     ) -> bool:
-        """The ordinary loop; whether a signal has ended it."""
+        """Run the ordinary loop; return whether a signal has ended it."""
         first = self.loader.epoch if checkpoints else 0
         for epoch in range(first, max(epochs, first + 1)):
             if progress.num_steps == steps:
@@ -129,7 +129,7 @@ class Run:
 
 
 def _unnoted(what: str, thread: str, begin_s: float) -> None:
-    """Nobody keeps what a step did."""
+    """Note nothing about a step."""
 
 
 def _say(line: str) -> None:
@@ -138,7 +138,7 @@ def _say(line: str) -> None:
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch, for what progress shows: those of its first tensor."""
+    """Return a batch's number of rows, for progress: the rows of its first tensor."""
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 1)
 
 
@@ -151,11 +151,11 @@ def timed_step(
     checked: bool = True,
     note: Callable[[str, str, float], None] = _unnoted,
 ) -> tuple[float, float]:
-    """One ordinary training step: its seconds, and its loss over this rank's rows.
+    """Run one ordinary training step; return its seconds, and its loss over this rank's rows.
 
-    Where the step is not `checked` yet, as `parallelize` checks one among ranks, what does not fit
-    the model or the loss is a SampleError. `note` is told of each part that is over, and when it
-    began.
+    If the step is not `checked`, a batch that does not fit the model or the loss is a SampleError.
+    Among ranks `parallelize` has checked it. `note` is called after each part, with its name, its
+    thread and its begin.
     """
     began = time.perf_counter()
     if checked:

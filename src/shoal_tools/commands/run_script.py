@@ -101,10 +101,10 @@ def launched(
         script: its path, or the module's name, and its arguments.
         hosts: in the order of their ranks.
         module: whether it is a module.
-        files: that hosts need beside the script.
+        files: further files that hosts need.
         send: whether files are copied there; otherwise they must be there.
         env: names of variables to send, or NAME=VALUE.
-        options: the command line's others, by name.
+        options: the other options of the command line, by name.
     """
     needed = (*map(str, files), *(() if module else script[:1]))
     for path in needed if send else ():

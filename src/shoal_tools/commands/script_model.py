@@ -3,9 +3,10 @@
     train.py          runs until its call of `shoal.parallelize`, and gives the arguments. It goes
                       no further, so it trains no step
     train.py:make     make() returns the arguments: a dict of model, loss_fn, optimizer and sample,
-                      with any option of `parallelize` beside them
+                      and any options of `parallelize`
 
-The result is a Recipe: its batches are the sample, its models and optimizers copies of the
+The result is a Recipe. Its batches are the sample, and its models and optimizers are copies of the
+script's own. Guarded by tests/tools/commands/test_script_model.py.
 script's. Guarded by tests/tools/commands/test_script_model.py.
 """
 
@@ -43,7 +44,7 @@ from shoal.session.compiled import uncompiled
 from shoal.session.session import world
 
 _BUILDERS = {"data", "model", "loss", "compute_loss", "optimizer"}
-_RECIPE = 2  # builders make a file a recipe, though an incomplete one
+_RECIPE = 2  # so many builders make a file a recipe, even an incomplete one
 _NUM_BATCHES = 1 << 12
 _ARGUMENTS = '{"model": model, "loss_fn": loss_fn, "optimizer": optimizer, "sample": (x, y)}'
 
@@ -63,10 +64,9 @@ class ParallelizeCall:
 class ScriptModel(Recipe):
     """A recipe of a script's model.
 
-    Args:
-        call: the arguments.
-        compares: whether several models are compared. Each is a copy then, and each batch has other
-            rows of the sample, for each rank and step.
+    call: the arguments.
+    compares: whether several models are compared. Then each is a copy, and each batch has other
+        rows of the sample, for each rank and step.
     """
 
     call: ParallelizeCall | None = None
@@ -97,7 +97,7 @@ class ScriptModel(Recipe):
         return self.given.loss_fn
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> Any:
-        """Return the script's optimizer, or its like over other parameters in the same order."""
+        """Return the script's optimizer, or a copy of it for other parameters in the same order."""
         if not self.compares:
             return self.given.optimizer
         own = list(uncompiled(self.given.model).parameters())
@@ -106,12 +106,12 @@ class ScriptModel(Recipe):
         return copy.deepcopy(optimizer, like)
 
     def batch(self, batch: Any) -> Any:
-        """Return a batch as it is."""
+        """Return a batch unchanged."""
         return batch
 
 
 class _SampleBatches(Dataset[Any]):
-    """The sample, again and again, or rows of it drawn anew."""
+    """The sample, again and again, or random rows of it."""
 
     def __init__(self, sample: Any, *, redraws: bool) -> None:
         self._sample, self._redraws = sample, redraws
@@ -124,9 +124,9 @@ class _SampleBatches(Dataset[Any]):
 
 
 def redrawn(sample: Any, seed: int) -> Any:
-    """Return as many rows of a sample, drawn with repeats and in their order.
+    """Draw as many rows of a sample, with repeats and in their order.
 
-    If its tensors do not all have the same number of rows, nobody knows its rows, and it stays as
+    If its tensors do not all have the same number of rows, its rows are not known, and it stays as
     it is.
     """
     rows = {len(tensor) for tensor in tensors_of(sample) if tensor.dim()}
@@ -144,12 +144,12 @@ def _as_is(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A recipe's or script's name as the command line has it.
+    """A recipe's or a script's name on the command line.
 
     Args:
         name: a file, or a file and a function of it as "train.py:make".
         words: the script's own arguments.
-        number: the call of `parallelize` that is taken, from 1 on; None: the first.
+        number: number of the call of `parallelize` to take, from 1 on; None for the first.
     """
 
     name: str
@@ -168,7 +168,7 @@ class ModelSource:
         return function if file.endswith(".py") and not Path(self.name).exists() else ""
 
     def checked(self) -> Recipe | None:
-        """Return the recipe, or None of a script that is there. Nothing of a script runs here."""
+        """Return the recipe, or None for a script that exists. No script runs here."""
         if not self.path.is_file():
             return load(self.path)  # raises
         if self.function:
@@ -184,10 +184,10 @@ class ModelSource:
         return None
 
     def taken(self, *, compares: bool = False) -> ScriptModel:
-        """Return the script's model as a recipe, on a rank (a collective).
+        """Take the script's model as a recipe, on a rank (a collective).
 
         Args:
-            compares: whether several models are made of it, and compared.
+            compares: whether several copies of it are made and compared.
         """
         init()
         call = self._made() if self.function else self._run()
@@ -207,12 +207,12 @@ class ModelSource:
         )
 
     def _is_script(self) -> bool:
-        """Return whether the file calls Shoal, and is no recipe, not even an incomplete one."""
+        """Return whether the file calls Shoal and is no recipe, not even an incomplete one."""
         try:
             source = self.path.read_text(encoding="utf-8")
             symbols = symtable.symtable(source, str(self.path), "exec").get_symbols()
         except (SyntaxError, ValueError, OSError):
-            return False  # loading it says it better
+            return False  # loading the file reports the error better
         there = {s.get_name() for s in symbols if s.is_namespace() or s.is_imported()}
         if len(there & _BUILDERS) >= _RECIPE:
             return False
@@ -276,7 +276,7 @@ class ModelSource:
         )
 
     def _run(self) -> ParallelizeCall:
-        """Run the script until it calls parallelize, and say which call is taken."""
+        """Run the script until it calls parallelize, and print which call is taken."""
         taker = _Taker(self.number or 1)
         try:
             with taker.taking(), _as_main(self.path, self.words) as module:
@@ -316,11 +316,11 @@ class ModelSource:
 
 
 def with_flags(options: Options, given: Mapping[str, Any]) -> Options:
-    """Return a script's options, with the command line's own in their place.
+    """Return a script's options, replaced by the command line's where that gives some.
 
     Args:
-        options: of the script's call.
-        given: values by keyword of `parallelize`.
+        options: the options of the script's call.
+        given: values of flags by keyword of `parallelize`.
     """
     if not given:
         return options
@@ -332,7 +332,7 @@ def with_flags(options: Options, given: Mapping[str, Any]) -> Options:
 
 
 class _CallTaken(BaseException):
-    """The call was made that the script ran for. No `except Exception` of the script stops it."""
+    """Ends the script at the call that is taken. No `except Exception` in the script stops it."""
 
     def __init__(self, call: ParallelizeCall) -> None:
         super().__init__("the arguments of parallelize are taken")
@@ -340,10 +340,10 @@ class _CallTaken(BaseException):
 
 
 class _Taker:
-    """Takes one of a script's calls of `parallelize`. Earlier ones change nothing.
+    """Takes one of a script's calls of `parallelize`. Earlier calls change nothing.
 
     Args:
-        number: the call that is taken, from 1 on.
+        number: number of the call to take, from 1 on.
     """
 
     def __init__(self, number: int) -> None:
@@ -352,7 +352,7 @@ class _Taker:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Take calls of `shoal.parallelize`, whoever makes them: trainers come here, too."""
+        """Take calls of `shoal.parallelize` from any caller, also from a trainer."""
         real = parallel.by_options
         parallel.by_options = self._take
         try:
@@ -377,7 +377,7 @@ class _Taker:
             raise _CallTaken(call)
 
         def first_batch(_: nn.Module, *batch: Any, **named: Any) -> NoReturn:
-            """Take the first batch for a sample."""
+            """Take the first batch as the sample."""
             assert asked.compute_loss is not None
             function, own = BatchLoss(asked.compute_loss).of(batch, named)
             options = replace(asked, compute_loss=function, count=function.count(asked.count))
@@ -388,13 +388,13 @@ class _Taker:
 
 @contextmanager
 def _as_main(path: Path, words: tuple[str, ...]) -> Iterator[ModuleType]:
-    """Let a file be the program that Python runs, with these arguments."""
+    """Make a file the program that Python runs, with these arguments."""
     module = ModuleType("__main__")
     module.__file__ = str(path)
     argv, main, folder = sys.argv, sys.modules["__main__"], str(path.resolve().parent)
     sys.argv, sys.modules["__main__"] = [str(path), *words], module
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # stays: a model may import when it is called
+        sys.path.insert(0, folder)  # it stays, because a model may import when it is called
     try:
         yield module
     finally:
@@ -402,7 +402,7 @@ def _as_main(path: Path, words: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 def _check(call: ParallelizeCall, name: str, *, compares: bool) -> None:
-    """Refuse a call that has no training step, or that cannot be copied where it must."""
+    """Raise UsageError if a call has no training step, or cannot be copied although it must."""
     optimizers = listed(call.optimizer) if call.optimizer is not None else []
     if not optimizers:
         raise UsageError(

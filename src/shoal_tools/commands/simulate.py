@@ -1,4 +1,4 @@
-"""`shoal simulate`: whether more hosts are worth it, before anybody buys them."""
+"""`shoal simulate`: whether more hosts are worth it, before you buy them."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class SimulatedHosts:
 
     Args:
         hosts: numbers of hosts, one for each answer.
-        rate: of each host's link, as `tc` writes it; None: as measured.
+        rate: rate of each host's link, as `tc` writes it; None: as measured.
         latency_us: microseconds that a message takes; None: as measured.
         cores_per_rank: processor cores of a rank; None: as measured.
-        oversubscription: hosts' links together, over the links between their switches.
+        oversubscription: bandwidth of all hosts' links ÷ bandwidth between their switches.
         straggler: standard deviation of a host's step times, as a part of the step.
         strong: whether all hosts together have the rows of one.
         codec: names of codecs that plans may use, or "all" alone.
@@ -94,7 +94,7 @@ class SimulatedHosts:
 
 
 def as_asked(question: Question, options: Options) -> Question:
-    """Return the question about plans that keep to the options of a recipe or script."""
+    """Return the question, limited to plans that keep to the options of a recipe or script."""
     how: dict[str, Any] = {
         "pins": options.pins,
         "strategies": options.strategies,
@@ -102,7 +102,7 @@ def as_asked(question: Question, options: Options) -> Question:
         "memory_limit": options.memory_limit,
         "micro_batches": options.micro_batches,
     }
-    if isinstance(options.placement, str):  # ranks by name are of one number of ranks
+    if isinstance(options.placement, str):  # ranks by name fit one number of ranks only
         how["placement"] = options.placement
     given = {name: value for name, value in how.items() if value is not None}
     codecs = question.codecs or tuple(codecs_of(options.codecs))
@@ -166,10 +166,10 @@ def simulate(
     report: Path | None,
     **imagined: Any,
 ) -> None:
-    """Foresee RECIPE on any number of hosts, and what would help.
+    """Foresee RECIPE's step on any number of hosts, and the changes that would help.
 
     RECIPE is a recipe, or a script: it runs until its call of shoal.parallelize, and its model is
-    taken. Or train.py:make, a function that returns parallelize's arguments as a dict.
+    taken. It may also be train.py:make, a function that returns parallelize's arguments as a dict.
 
     Under `shoal lab` or torchrun the links are measured too, and imagined ones are like them.
 
@@ -193,7 +193,7 @@ def simulate(
             loaded = script = model.taken()
             options = script.given.options
         question = as_asked(question, options)
-        # a given plan is for one number of ranks, and these are any
+        # a given plan fits one number of ranks, and these are many numbers
         *_, measured = worker.measured(loaded, replace(options, plan=AUTO))
         if not worker.is_first():
             return

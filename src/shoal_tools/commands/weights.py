@@ -1,6 +1,6 @@
-"""Weights that `shoal test` and `shoal features` are given: a run, a checkpoint or a file.
+"""Weights for `shoal test` and `shoal features`: a run's folder, a checkpoint or a file.
 
-No pickle is read but torch's own of tensors, which runs no code of its writer's.
+The only pickle that is read is torch's own of tensors, which runs no code.
 Guarded by tests/tools/commands/test_weights.py.
 """
 
@@ -29,14 +29,14 @@ _PURPOSE = "--weights: reading them"
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load weights from wherever they are (a collective).
+    """Load weights from a folder, a checkpoint or a file (a collective).
 
     Args:
-        model: takes them.
+        model: the model that gets them.
         path: a run's folder, a checkpoint, a file of safetensors, or of torch.save.
 
     Raises:
-        UsageError: there are none, or they are another model's.
+        UsageError: there are no weights, or they belong to another model.
     """
     comm = ranks()
     path = agreed(comm, lambda: as_path(path, "--weights"), _PURPOSE)
@@ -75,7 +75,7 @@ def _read(path: Path) -> Any:
             got=f"{type(error).__name__}: {error}",
             do="give a path that every rank's host has, and this user may read",
         ) from error
-    except Exception as error:  # any error: the file may be anything
+    except Exception as error:  # any error: the file may hold anything
         raise _no_weights(path, f"{type(error).__name__} as it is read") from error
 
 

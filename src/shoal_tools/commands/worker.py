@@ -52,7 +52,7 @@ from shoal_tools.report.compared import as_ddp
 from shoal_tools.simulate import ddp_step_s
 
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
-# the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
+# the others wait while rank 0 trains on all rows; a rank that dies is noticed anyway
 _CHECK_S = 3600.0
 _SEED = 0
 _DROPOUT = nn.modules.dropout._DropoutNd
@@ -70,7 +70,7 @@ class TrainingRun:
         checkpoint: folder of the run's checkpoints. The run goes on from the newest one there.
         every_s: seconds from one checkpoint to the next.
         reasons: whether to print why each layer is served as it is.
-        report: file for a page about the run; if it ends in .json, for the record behind the page.
+        report: file for a page about the run, or for its record if the name ends in .json.
         json_path: file for the time of a step, the predicted time, and the plan.
     """
 
@@ -87,13 +87,13 @@ class TrainingRun:
 def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun()) -> None:
     """Train the recipe on all ranks.
 
-    Rank 0 prints the plan, progress, step times beside the predicted one, memory and the test
+    Rank 0 prints the plan, progress, predicted and measured step times, memory and the test
     accuracy.
 
     Args:
         recipe: the model and its data.
-        options: of the plan and of features.
-        wanted: how long to train, and the files to write.
+        options: options of the plan and of features.
+        wanted: the length of training, and the files to write.
     """
     # 1  join the others, and take a share of the data
     init()
@@ -124,13 +124,13 @@ def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun())
         _show_accuracy(recipe, model, test_data)
     if trained is not None and world().rank == 0:
         text.console().print(trained.totals)
-    current().finish()  # it warns, as long as the model lives
+    current().finish()  # it warns, and needs the model for that
 
 
 def _length(
     recipe: Recipe, loader: DataLoader[Any], epochs: int | None, max_steps: int | None
 ) -> tuple[int, int]:
-    """Return how many epochs training has at most, and how many steps in all."""
+    """Return the largest number of epochs, and the number of steps in all."""
     try:
         num_batches = len(loader)
     except TypeError as error:
@@ -148,7 +148,7 @@ def _length(
 
 
 def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
-    """Have rank 0 print the plan that a model follows, and write it to `save`, if that is given."""
+    """Print the plan that a model follows, on rank 0, and write it to `save` if that is given."""
     attached = current().attached.get(model)
     if attached is None:
         if save:
@@ -175,7 +175,7 @@ def _show_beside_ddp(plan: Plan, profile: ModelProfile, cluster: Cluster, *, rea
 
 
 def _show_batch(own_rows: int) -> float:
-    """Have rank 0 print the batch of a rank, and of all ranks. Return this rank's part of it."""
+    """Print the batch of a rank and of all ranks, on rank 0. Return this rank's part of it."""
     comm = current().comm
     rows: list[int] = comm.gather_objects(own_rows, "train: rows of a batch")
     if comm.size > 1 and comm.rank == 0:
@@ -184,12 +184,12 @@ def _show_batch(own_rows: int) -> float:
 
 
 def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> Outcome | None:
-    """Have rank 0 print the predicted and the measured step, its memory, and a line on codecs."""
+    """Print the predicted and the measured step, memory, and a line on codecs, on rank 0."""
     outcome = outcome_of_ranks(model)
     if world().rank > 0:
         return None
     console, attached = text.console(), current().attached.get(model)
-    if outcome is None and attached is not None:  # one step alone
+    if outcome is None and attached is not None:  # there was one step only
         outcome = Outcome(attached.plan.predicted_s, median_step_s, 1)
     if outcome is not None:
         console.print(str(outcome), soft_wrap=True)
@@ -214,7 +214,7 @@ def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None
 
 
 def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any]) -> None:
-    """Have rank 0 print the accuracy; of a model that is cut all ranks must find it together."""
+    """Print the accuracy, on rank 0. If the model is cut, all ranks must compute it together."""
     attached = current().attached.get(model)
     is_cut = attached is not None and cuts(attached.plan)
     if recipe.accuracy is None or (world().rank > 0 and not is_cut):
@@ -226,7 +226,7 @@ def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any])
 
 
 def at_own_device(recipe: Recipe) -> Recipe:
-    """Put the recipe on the CPU, or on a GPU: the ranks of a host take its GPUs in turn."""
+    """Move the recipe to a GPU if there is one. The ranks of a host take its GPUs in turn."""
     if not torch.cuda.is_available():
         return recipe
     comm = current().comm
@@ -265,8 +265,8 @@ class Comparison:
 def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -> float:
     """Return the largest relative difference after a few steps on all ranks and on one process.
 
-    By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
-    (BatchNorm's statistics, unless ranks share them; dropout's random numbers) are set to
+    For a parameter it is max|a−b| / max(max|a|, learning rate). Some layers are local on purpose:
+    dropout's random numbers, and BatchNorm's statistics unless ranks share them. They are set to
     evaluation in both.
     """
     init(timeout_s=_CHECK_S)
@@ -275,14 +275,14 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     torch.manual_seed(_SEED)
     loader = dealt(recipe.data()[0])
     model, objective = recipe.model(), recipe.objective()
-    # before the optimizer sees its parameters
+    # convert before the optimizer sees the parameters
     options = replace(options, plan=_retyped(options.plan, model, wanted.dtype))
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, wanted.dtype) for batch in _take(recipe, loader, wanted.steps)]
     local = _evaluated(model, options)
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     _, loss, _ = by_options(lambda: asked, model, objective.loss_fn, optimizer, batches[0])
-    single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
+    single = copy.deepcopy(model)  # taken after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
         _show_beside_ddp(attached.plan, attached.profile, attached.cluster, reasons=False)
@@ -336,9 +336,9 @@ def _show_comparison(rows: list[_Compared], local: list[str], wanted: Comparison
 
 
 class _Compared(NamedTuple):
-    """A parameter after training: how far ranks are from one process, and how far that has moved.
+    """A parameter after training: its difference from one process, and its change in that process.
 
-    Both are relative, of the number that is furthest.
+    Both are relative, for the number that differs most.
     """
 
     name: str
@@ -390,10 +390,10 @@ def plan(
 
     Args:
         recipe: the model and its data.
-        options: of the plan.
-        cluster: the ranks and their links; None: the ranks that call this.
+        options: options of the plan.
+        cluster: the ranks and their links; None for the ranks that call this.
         save: file for the plan.
-        save_profile: file for all that was measured, which `shoal simulate` reads.
+        save_profile: file for all measurements, which `shoal simulate` reads.
         reasons: whether to print why each layer is served as it is.
     """
     stages, request, found = measured(recipe, options, cluster)
@@ -445,7 +445,7 @@ def measured(
 
 
 def is_first() -> bool:
-    """Tell whether this is the rank that prints."""
+    """Return whether this is the rank that prints."""
     return world().is_main
 
 
@@ -460,7 +460,7 @@ def probe() -> Cluster:
 
 
 def _stay_behind(session: Session) -> None:
-    """Wait for the workers' end and exit, if this is a tail host: no model is parallelised here."""
+    """Serve and exit if this is a tail host, because no model is parallelised here."""
     if is_tail_host(session):
         serve_and_end(session)
 

@@ -1,18 +1,18 @@
-"""DDP with fewer bytes, as its own users have it: torch's hooks, and PowerSGD where torch's fails.
+"""DDP with fewer bytes, as its users have it: torch's hooks, or another PowerSGD if torch's fails.
 
     fp16        torch's fp16_compress_hook
     bf16        torch's bf16_compress_hook
     powersgdN   torch's powerSGD_hook of rank N
 
-On gloo torch refuses the second, although gloo adds bfloat16. There torch's own function runs all
-the same. The third ends the process on gloo where there are several buckets: its callbacks start
-collectives, in another order on every rank. There PowerSGD below stands for it. Each of these two
+On gloo torch refuses the second, although gloo adds bfloat16. There torch's own function runs
+anyway. The third ends the process on gloo if there are several buckets, because its callbacks start
+collectives in another order on every rank. There the PowerSGD below is used. Each of these two
 is named "(own)".
 
-PowerSGD, of a gradient M (n × m) and a basis Q (m × N) that is kept from step to step:
+PowerSGD, for a gradient M (n × m) and a basis Q (m × N) that is kept from step to step:
 
     1  M += lost                        error feedback
-    2  P = M · Q, added over ranks      in one message with what is too small for a code
+    2  P = M · Q, added over ranks      in one message with gradients too small for a code
     3  P = orthonormal(P)
     4  Q = Mᵀ · P, a mean over ranks
     5  lost = M − P · Qᵀ,  M = P · Qᵀ
@@ -20,7 +20,7 @@ PowerSGD, of a gradient M (n × m) and a basis Q (m × N) that is kept from step
 Reference: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 """
 
-# no annotations as text: DDP compares a hook's with its own classes
+# Annotations here are no text, because DDP compares a hook's with its own classes.
 
 import difflib
 import re
@@ -40,19 +40,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import UsageError
 
-# gives DDP its hook, in this group; returns how the hook is called
+# gives DDP its hook, in this group; returns the hook's name
 Hook = Callable[[DistributedDataParallel, dist.ProcessGroup], str]
 
 HOOKS = "fp16", "bf16", "powersgd4"
-_LEAST_RATIO = 2  # as torch's min_compression_rate: less is not worth a code
+_LEAST_RATIO = 2  # torch's min_compression_rate: a smaller ratio is not worth a code
 _POWER_SGD = re.compile(r"powersgd([1-9]\d{0,3})", re.ASCII)
 
 
 def hook_named(name: str) -> Hook:
-    """A hook by its name, such as "fp16" or "powersgd4".
+    """Return a hook by its name, such as "fp16" or "powersgd4".
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such hook.
     """
     if name == "fp16":
         return _fp16
@@ -83,14 +83,14 @@ def _bf16(model: DistributedDataParallel, group: dist.ProcessGroup) -> str:
 
 
 def _bf16_on_gloo(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Torch's hook, under a name that DDP does not refuse on gloo."""
+    """Call torch's hook under a name that DDP does not refuse on gloo."""
     averaged: Future[Tensor] = default_hooks.bf16_compress_hook(group, bucket)
     return averaged
 
 
 def _power_sgd(rank: int, model: DistributedDataParallel, group: dist.ProcessGroup) -> str:
     if dist.get_backend(group) != "gloo":
-        # torch begins at its third step at the earliest, when DDP's buckets are as they stay
+        # torch begins at its third step at the earliest, when DDP's buckets no longer change
         state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
         return f"powersgd{rank}"
@@ -101,32 +101,32 @@ def _power_sgd(rank: int, model: DistributedDataParallel, group: dist.ProcessGro
 
 @dataclass
 class _HookGradient:
-    """A parameter's gradient of this step, and what is kept of it for the next one."""
+    """A parameter's gradient of this step, and the error and basis for the next one."""
 
-    values: Tensor  # rows × columns, where the gradient lies
+    values: Tensor  # rows × columns, in the gradient's memory
     lost: Tensor
     basis: Tensor  # columns × rank
 
 
 @final
 class PowerSGD:
-    """Means over ranks of low rank, in place of gradients.
+    """Means over ranks of low rank, which replace gradients.
 
     Args:
-        rank: of what is sent of each matrix.
-        add: replaces a tensor by its sum over ranks, the same bits on each.
-        num_ranks: that it adds over.
+        rank: rank of the matrices that are sent.
+        add: replaces a tensor by its sum over ranks, with the same bits on each.
+        num_ranks: number of ranks that it adds over.
     """
 
     def __init__(self, rank: int, add: Callable[[Tensor], object], num_ranks: int) -> None:
         self._rank, self._add, self._num_ranks = rank, add, num_ranks
-        self._matrices: dict[Tensor, _HookGradient] = {}  # by parameter: DDP deals its buckets anew
+        self._matrices: dict[Tensor, _HookGradient] = {}  # keyed by parameter: DDP's buckets change
         self._random = torch.Generator().manual_seed(0)  # the same on all ranks
         # one thread: backward goes on meanwhile, and all ranks add in the same order
         self._thread = ThreadPoolExecutor(1)
 
     def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """DDP's hook: the bucket, once its gradients are means."""
+        """Return the bucket once its gradients are means, as DDP asks of a hook."""
         whole = bucket.buffer()
         gradients = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         done: Future[Any] = Future(devices=[whole.device] if whole.is_cuda else None)
@@ -143,7 +143,7 @@ class PowerSGD:
 
     @torch.no_grad()
     def average(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Replace the gradients of some parameters by about their means over ranks."""
+        """Replace the gradients of some parameters by approximate means over ranks."""
         matrices, rest = [], []
         for parameter, gradient in gradients:
             if self._is_worth(gradient):
@@ -166,11 +166,11 @@ class PowerSGD:
             matrix.lost -= matrix.values
 
     def lost(self, parameter: Tensor) -> Tensor:
-        """What this rank has not sent yet of a parameter's gradients, as a matrix."""
+        """Return the part of a parameter's gradients that is not sent yet, as a matrix."""
         return self._matrices[parameter].lost
 
     def _is_worth(self, gradient: Tensor) -> bool:
-        """Whether factors are much smaller."""
+        """Return whether factors are much smaller than the gradient."""
         if gradient.dim() < 2:
             return False
         rows, columns = len(gradient), gradient[0].numel()
@@ -189,7 +189,7 @@ class PowerSGD:
         return matrix
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:
-        """Add over ranks, in one message."""
+        """Add tensors over ranks, in one message."""
         if not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,10 +1,9 @@
-"""What `shoal bench` compares with: one process, DDP at its best bucket size, and FSDP2.
+"""The peers of `shoal bench`: one process, DDP at its best bucket size, and FSDP2.
 
-A speed-up over a baseline that was left untuned is not believed, so DDP gets
-`gradient_as_bucket_view`, `static_graph` and the fastest of several bucket sizes, also where one of
-its hooks sends fewer bytes. FSDP2 gets a group a block and no second gather in backward.
-BatchNorm's buffers stay each rank's own. The caller has made the default process group, and seeded
-every rank alike.
+A speed-up over a baseline without tuning is not believed. So DDP gets `gradient_as_bucket_view`,
+`static_graph` and the fastest of several bucket sizes, also with a hook that sends fewer bytes.
+FSDP2 gets a group for each block and no second gather in backward. BatchNorm's buffers stay each
+rank's own. The caller has made the default process group, and seeded every rank alike.
 
 References: Li et al., "PyTorch Distributed" (VLDB 2020); torch.distributed.fsdp.fully_shard.
 """
@@ -38,10 +37,10 @@ DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender trains: builders, to begin alike, and one batch `(x, y)`.
+    """The training of every contender: builders, so that all begin alike, and one batch `(x, y)`.
 
-    `x` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` None means the
-    model returns its loss. With a `compute_loss` x is a batch as that takes it, and y None.
+    `x` is a tensor, a tuple of positional or a dict of keyword arguments. If `loss` is None, the
+    model returns its loss. With a `compute_loss`, x is its batch, and y is None.
     """
 
     model: Callable[[], nn.Module]
@@ -61,7 +60,7 @@ class Peer:
         self.optimizer = work.optimizer(model.parameters())
 
     def forward(self, x: Any, y: Any) -> Tensor:
-        """The loss of one batch."""
+        """Compute the loss of one batch."""
         if self.compute_loss is not None:
             loss: Tensor = self.compute_loss(self.model, x)
             return loss
@@ -69,25 +68,25 @@ class Peer:
         return own_loss(output) if self.loss is None else self.loss(output, y)
 
     def step(self, x: Any, y: Any) -> None:
-        """Forward, backward and update on one batch."""
+        """Run forward, backward and the update on one batch."""
         loss = self.forward(x, y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
 
     def close(self) -> None:
-        """Give back the memory: a wrapped model is in cycles with its hooks."""
+        """Free the memory: a wrapped model is in reference cycles with its hooks."""
         del self.model, self.optimizer
         gc.collect()
 
 
 def plain(work: Workload) -> Peer:
-    """No communication at all, each rank alone: what compute costs."""
+    """Make a peer without communication, each rank alone: its step is the cost of compute."""
     return Peer("plain", work.model(), work)
 
 
 def ddp(work: Workload, bucket_cap_mb: float = 25, hook: Hook | None = None) -> Peer:
-    """torch's DistributedDataParallel, all its promises made; with a hook, of fewer bytes."""
+    """Make torch's DistributedDataParallel with all its promises, and maybe a hook."""
     _need_group()
     model = work.model()
     model = DistributedDataParallel(
@@ -108,14 +107,14 @@ def tuned_ddp(
     num_steps: int = 3,
     hook: Hook | None = None,
 ) -> Peer:
-    """DDP with the fastest of these bucket sizes on the workload's batch, the same on all ranks.
+    """Make DDP with the fastest of these bucket sizes on the workload's batch, alike on all ranks.
 
     Args:
-        work: what to train.
+        work: the training.
         candidates_mb: bucket sizes to try, in MB.
         num_steps: timed steps for each, after two that warm up (DDP orders its buckets after the
             first, and torch's PowerSGD begins at the third).
-        hook: that sends fewer bytes.
+        hook: a hook that sends fewer bytes.
     """
     times = {}
     for bucket_cap_mb in candidates_mb:
@@ -128,12 +127,12 @@ def tuned_ddp(
 
 
 def fsdp2(work: Workload) -> Peer:
-    """torch's fully_shard: one group for each block, and the root for the rest.
+    """Make torch's fully_shard: one group for each block, and the root for the rest.
 
-    Parameters stay gathered from forward to backward (`reshard_after_forward=False`): the faster
-    half of what FSDP2 offers, which spends the memory that DDP spends anyway.
+    Parameters stay gathered from forward to backward (`reshard_after_forward=False`). This is the
+    faster of FSDP2's two ways, and uses the memory that DDP uses anyway.
     """
-    # only for who asks for it: it takes a second, a third of all that the command line imports
+    # imported on demand: it takes a second, a third of the command line's imports
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     _need_group()
     model = work.model()
@@ -149,10 +148,10 @@ EXACT = "exact"  # Shoal itself, without codecs
 
 
 def peer_named(name: str) -> Callable[[Workload], Peer]:
-    """What makes a peer, such as "plain" or "ddp:fp16".
+    """Return the function that makes a peer, such as "plain" or "ddp:fp16".
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such peer.
     """
     ddp_name, colon, hook = name.partition(":")
     if colon and ddp_name == "ddp":
@@ -169,10 +168,10 @@ def peer_named(name: str) -> Callable[[Workload], Peer]:
 
 
 def ready(name: str, work: Workload) -> Peer:
-    """A peer by name, after one step.
+    """Make a peer by its name, and run one step.
 
     Raises:
-        UsageError: it cannot train this.
+        UsageError: the peer cannot train this.
     """
     try:
         peer = peer_named(name)(work)
@@ -184,7 +183,7 @@ def ready(name: str, work: Workload) -> Peer:
                 group["fused"] = False
             peer.name += ", its optimizer not fused"
             peer.step(*work.batch)
-    except (ShoalError, dist.DistError):  # not of the recipe's making
+    except (ShoalError, dist.DistError):  # the recipe has not caused it
         raise
     except (RuntimeError, ValueError) as error:
         got = f"{type(error).__name__}: {error}"
@@ -197,10 +196,10 @@ def ready(name: str, work: Workload) -> Peer:
 def step_times(
     peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0
 ) -> Iterator[float]:
-    """Seconds of each step on this rank, back to back, on a GPU to its end; ranks start together.
+    """Yield the seconds of each step on this rank, on a GPU to its end; ranks start together.
 
-    From the end of one step to the end of the next: what a step leaves to be done beside the one
-    after it (parameters on their way) is billed, since the first measured step pays for the last
+    A time goes from the end of one step to the end of the next. So work that a step leaves to the
+    next one (parameters that still travel) is counted: the first measured step pays for the last
     one that warmed up.
     """
     dist.barrier()
@@ -213,21 +212,21 @@ def step_times(
 
 
 def _finished(peer: Peer, batch: tuple[Any, Any]) -> None:
-    """One step, on a GPU to its end."""
+    """Run one step, on a GPU to its end."""
     peer.step(*batch)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def slowest_rank(times: Sequence[float]) -> float:
-    """The median of one rank's times, of the rank where it is largest; the same on every rank."""
+    """Return the largest of all ranks' medians of their times, the same on every rank."""
     worst = torch.tensor(statistics.median(times), dtype=torch.float64, device="cpu")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The model's blocks: its children, and in place of a mere container its own."""
+    """Yield the model's blocks: its children, or for a mere container the container's."""
     for child in module.children():
         if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             yield from _blocks(child)
@@ -236,7 +235,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _group_for(model: nn.Module) -> dist.ProcessGroup | None:
-    """Gloo's, where ranks share a GPU, which NCCL refuses; else the default group."""
+    """Return a group of gloo if ranks share a GPU, which NCCL refuses; else None, the default."""
     device = next(model.parameters()).device
     if device.type == "cpu" or current().comm.carries(device):
         return None

@@ -1,1 +1,1 @@
-"""What people read: tables and explanations."""
+"""Reports for people: tables, sentences and pages."""

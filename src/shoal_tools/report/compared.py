@@ -1,4 +1,4 @@
-"""Shoal beside its peers in words: where DDP does as well, and why a step may be too short.
+"""Shoal and its peers in words: where DDP does as well, and why a step may be too short.
 
 Reads core only. Guarded by tests/tools/report/test_compared.py.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from shoal.core.record import Contender
 from shoal_tools.report.drawing import duration
 
-AS_WELL = 1.05  # times as long, as predicted: another plan is then as good
+AS_WELL = 1.05  # a predicted step up to so many times as long is as good
 _DDP, _PLAIN = "ddp", "plain"
 
 
@@ -18,8 +18,8 @@ def in_words(contenders: Iterable[Contender], strategies: Iterable[str]) -> list
     """Return sentences on DDP, and on a step that is shorter than compute alone.
 
     Args:
-        contenders: Shoal and its peers, with the ratios of these.
-        strategies: by which Shoal serves the layers.
+        contenders: Shoal and its peers, with the peers' ratios.
+        strategies: the strategies that serve the layers.
     """
     lines = []
     for peer in contenders:
@@ -57,7 +57,7 @@ def as_ddp(step_s: float, ddp_s: float) -> str:
 
 
 def why_less(strategies: Iterable[str]) -> str:
-    """Say why a rank computes less than a process alone, by how its layers are served.
+    """Say why a rank computes less than a process alone, given how its layers are served.
 
     Examples:
         >>> why_less(["replicate"])

@@ -1,4 +1,4 @@
-"""Pictures for a page: charts as SVG text whose colours are the page's, and numbers for people."""
+"""Pictures for a page: charts as SVG text in the page's colours, and numbers for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float | None]]  # None: a gap
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them.
+    """Write seconds as people read them.
 
     Examples:
         >>> duration(0.0), duration(2.5e-5), duration(0.0421), duration(0.7041), duration(6.438)
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes as people read them.
+    """Write bytes as people read them.
 
     Examples:
         >>> size(0), size(812), size(37_752_832), size(2.5e9)
@@ -46,7 +46,7 @@ def size(nbytes: float) -> str:
 
 
 def percent(part: float) -> str:
-    """A part as people read it.
+    """Write a part as people read it.
 
     Examples:
         >>> percent(0.756), percent(0.0042)
@@ -56,7 +56,7 @@ def percent(part: float) -> str:
 
 
 def ticks(least: float, most: float, number: int = 5) -> list[float]:
-    """About so many round numbers from one to the other.
+    """Return about so many round numbers from `least` to `most`.
 
     Examples:
         >>> ticks(0, 7.3)
@@ -74,7 +74,7 @@ def ticks(least: float, most: float, number: int = 5) -> list[float]:
 def line_chart(
     label: str, curves: Mapping[str, Points], across: str, up: Callable[[float], str]
 ) -> Markup:
-    """Some curves over one axis, each named at its side; nothing where there is no point."""
+    """Draw curves over one axis, each with its name; return nothing if there is no point."""
     known = [(x, y) for points in curves.values() for x, y in points if y is not None]
     if not known:
         return Markup()
@@ -110,7 +110,7 @@ def line_chart(
 
 
 def _runs(points: Points) -> list[list[tuple[float, float]]]:
-    """The points between gaps."""
+    """Divide points at their gaps."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if y is None:
@@ -121,7 +121,7 @@ def _runs(points: Points) -> list[list[tuple[float, float]]]:
 
 
 def axes(below: str) -> str:
-    """The two axes, and what the lower one counts."""
+    """Draw the two axes, and name the unit of the lower one."""
     return (
         f'<line class="axis" x1="{LEFT}" y1="{FLOOR}" x2="{RIGHT}" y2="{FLOOR}"/>'
         f'<line class="axis" x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{FLOOR}"/>'
@@ -130,17 +130,17 @@ def axes(below: str) -> str:
 
 
 def rule(y: float) -> str:
-    """A faint line across."""
+    """Draw a faint line across."""
     return f'<line class="rule" x1="{LEFT}" y1="{y:.1f}" x2="{RIGHT}" y2="{y:.1f}"/>'
 
 
 def text(x: float, y: float, words: str, anchor: str) -> str:
-    """Words at a place."""
+    """Write words at a place."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def line(kind: str, points: Sequence[tuple[float, float]], title: str = "") -> str:
-    """A line through points; through one it is a dot."""
+    """Draw a line through points, or a dot for one point."""
     told = f"<title>{escape(title)}</title>" if title else ""
     if len(points) == 1:
         x, y = points[0]
@@ -150,6 +150,6 @@ def line(kind: str, points: Sequence[tuple[float, float]], title: str = "") -> s
 
 
 def picture(label: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> Markup:
-    """The whole, with words for who does not see it."""
+    """Join the parts into a picture, with a label for readers who cannot see it."""
     box = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}"'
     return Markup(f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(parts)}</svg>')

@@ -1,8 +1,8 @@
-"""The step's time as every report says it: one source for each figure, and the words for it.
+"""The step's time as every report states it: one source for each figure, and its words.
 
-    a step      of a benchmark Shoal's median turn, which its ratios are of; else the account that
-                ranks keep of their steps, which the prediction is compared with; else the median
-    predicted   the account's own, or that of the explained plan: they are of one timeline
+    a step      in a benchmark: Shoal's median turn, on which its ratios are based. Else the account
+                that ranks keep of their steps, compared with the prediction. Else the median
+    predicted   the account's own, or the explained plan's: both come from one timeline
 
 Guarded by tests/tools/report/test_figures.py. Reads core only.
 """
@@ -18,7 +18,7 @@ from shoal.core.record import Record
 
 @dataclass(frozen=True)
 class StepFigure:
-    """The time of a step, with the words for it.
+    """The time of a step, and the words for it.
 
     Args:
         seconds: the time.
@@ -30,7 +30,7 @@ class StepFigure:
 
 
 def measured_step(record: Record) -> StepFigure | None:
-    """Return the step's time as it was measured; None if none was made."""
+    """Return the measured time of a step; None if none was measured."""
     if record.contenders:
         shoal = record.contenders[0]
         turns = how_many(len(shoal.rounds_s), "turn")
@@ -43,7 +43,7 @@ def measured_step(record: Record) -> StepFigure | None:
 
 
 def predicted_step_s(record: Record) -> float | None:
-    """Return the step's time as it was predicted; None if nothing predicts it."""
+    """Return the predicted time of a step; None if there is no prediction."""
     if record.outcome is not None and record.outcome.predicted_s:
         return record.outcome.predicted_s
     return (record.explanation.step.total_s or None) if record.explanation is not None else None

@@ -13,13 +13,13 @@ from shoal.core.numbers import how_many
 from shoal_tools.report.compared import AS_WELL, why_less
 from shoal_tools.report.drawing import duration
 
-_WORTH = 0.5  # of each host: what is less is not worth it
-_MOST = 5  # lines about flips
-_HELPS = 1.01  # times as fast: less is no help
+_WORTH = 0.5  # least efficiency of a host that is worth it
+_MOST = 5  # most lines about flips
+_HELPS = 1.01  # least gain that is a help, in times as fast
 
 
 def foresight(answer: Foresight) -> RenderableType:
-    """Whether it is worth it, a row for each number of hosts, what limits, flips and helps."""
+    """Write a verdict, a row for each number of hosts, and notes on limits, flips and helps."""
     lines = Text("\n".join(notes(answer)))
     return Group(Text(verdict(answer)), Text(), _table(answer), Text(), lines)
 
@@ -30,7 +30,7 @@ def notes(answer: Foresight) -> list[str]:
 
 
 def verdict(answer: Foresight) -> str:
-    """The answer in one sentence.
+    """Write the answer in one sentence.
 
     Examples:
         >>> from shoal.core.foresight import Question
@@ -76,7 +76,7 @@ def _beyond(answer: Foresight) -> list[str]:
     if not beyond:
         return []
     most = max(beyond, key=lambda scale: scale.efficiency)
-    # a host's share of the step is the measure if all hosts share one host's rows
+    # if all hosts share one host's rows, a host's share of the step is the measure
     whole_s = answer.alone_s / (most.hosts if answer.question.strong else 1)
     of_whole = "its share of one host's step" if answer.question.strong else "one host alone"
     saved = duration(whole_s - most.limits[COMPUTE])
@@ -122,7 +122,7 @@ def _ways(scale: Scale) -> str:
 
 
 def _flips(answer: Foresight) -> list[str]:
-    """A line for each number of hosts at which layers come to be served otherwise."""
+    """Write a line for each number of hosts at which layers begin to be served in another way."""
     by_change: Counter[tuple[int, str, str]] = Counter()
     first: dict[tuple[int, str, str], Flip] = {}
     for flip in answer.flips():

@@ -1,7 +1,7 @@
 """A plan as a picture of the model: for each layer time, bytes before and after, and strategy.
 
-    overview   a column a layer, in the order of forward: time above, bytes below
-    rows       the same in words; of many layers those that take most are shown at first
+    overview   a column for each layer, in the order of forward: time above, bytes below
+    rows       the same in words; if layers are many, the slowest or largest are shown at first
     stations   of a pipeline: a row for each rank, a box for each of its stations
 
 Reads core only.
@@ -19,10 +19,10 @@ from markupsafe import Markup, escape
 from shoal.core.explanation import Explanation, LayerExplanation, StationExplanation
 from shoal_tools.report.drawing import LEFT, RIGHT, duration, picture, size, text
 
-_FEW = 30  # layers that are all shown at once
-_SHOWN = 16  # of more than that
+_FEW = 30  # up to so many layers are all shown at once
+_SHOWN = 16  # number of layers that are shown if there are more
 _NAMED = 12  # columns that have room for a name
-# a colour of the page's style for each kind of strategy; a stranger's has the last one
+# a colour of the page's style for each kind of strategy; an unknown one has the last colour
 _HUES = {
     "replicate": 0,
     "sliced": 1,
@@ -47,9 +47,9 @@ _BOX, _GAP, _FIRST = 26, 14, 8  # heights of stations' boxes and of gaps, and th
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer in the picture; parts are of the largest layer's, in percent."""
+    """A layer in the picture. Parts are in percent of the largest layer's."""
 
-    number: int  # in the order of forward
+    number: int  # place in the order of forward
     layer: LayerExplanation
     hue: int
     is_large: bool
@@ -62,7 +62,7 @@ class LayerRow:
 
     @property
     def is_coded(self) -> bool:
-        """Whether a codec makes its bytes fewer."""
+        """Whether a codec makes its messages smaller."""
         return bool(self.layer.chosen.choice.codec)
 
 
@@ -81,24 +81,24 @@ class Way:
 
 @dataclass(frozen=True)
 class ModelPicture:
-    """What the page shows of a plan."""
+    """The page's picture of a plan."""
 
     rows: tuple[LayerRow, ...]
     ways: tuple[Way, ...]
-    overview: Markup  # '' where the rows say it all
+    overview: Markup  # '' if the rows show everything
     plain_bytes: float
     sent_bytes: float
     stations: Markup  # stations of a pipeline; '' without one
 
     @property
     def hidden(self) -> int:
-        """Rows that are not shown at first."""
+        """Number of rows that are not shown at first."""
         return sum(not row.is_large for row in self.rows)
 
 
 def picture_of(explanation: Explanation) -> ModelPicture:
-    """The picture of a plan."""
-    # gradients come in the order of backward
+    """Draw a plan."""
+    # gradients come in the order of backward, so layers are reversed
     rows = _rows(explanation.layers[::-1])
     return ModelPicture(
         rows,
@@ -143,7 +143,7 @@ def _time_s(layer: LayerExplanation) -> float:
 
 
 def _nbytes(layer: LayerExplanation) -> tuple[float, float, float]:
-    """By an all-reduce of its gradients, without its codec, and as it is served."""
+    """Return a layer's bytes by a plain all-reduce, without its codec, and as it is served."""
     sent = layer.chosen.sent_bytes
     return layer.plain_bytes, max(layer.exact_bytes, sent), sent
 
@@ -168,7 +168,7 @@ def _ways(rows: Sequence[LayerRow]) -> tuple[Way, ...]:
 
 
 def _overview(rows: Sequence[LayerRow]) -> Markup:
-    """A column a layer: time above the middle, bytes below it, both from there on."""
+    """Draw a column for each layer: time above the middle line, bytes below it."""
     wide = _WIDTH / len(rows)
     gap = min(2.0, wide / 5)
     above, below = _MIDDLE - _TOP, _HEIGHT - _MIDDLE - 20
@@ -204,10 +204,10 @@ def _overview(rows: Sequence[LayerRow]) -> Markup:
 
 
 def drawn_stations(stations: Sequence[StationExplanation]) -> Markup:
-    """Draw the way of one rank's rows: boxes are as wide as forward and backward take.
+    """Draw the way of one rank's rows. A box is as wide as the seconds of forward and backward.
 
     Args:
-        stations: in the order of forward; none for a plan without a pipeline.
+        stations: in the order of forward; empty for a plan without a pipeline.
     """
     if not stations:
         return Markup()

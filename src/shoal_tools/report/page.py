@@ -1,7 +1,7 @@
 """A run as one page of HTML: plan, step, comparison, training, codecs, scaling. Reads core only.
 
-Nothing on it comes from a network: pictures are SVG, and style and script stand in the page. It
-follows the reader's light or dark theme, and without its script only the timeline is missing.
+The page loads nothing from a network: pictures are SVG, and style and script are in the page. It
+follows the reader's light or dark theme. Without its script only the timeline is missing.
 Guarded by tests/tools/report/test_page.py, and in a browser by test_browser.py.
 """
 
@@ -47,7 +47,7 @@ class Card:
 
 
 def page(record: Record) -> str:
-    """The page as text."""
+    """Return the page as text."""
     explanation, simulation = record.explanation, record.simulation
     model = picture_of(explanation) if explanation is not None else None
     return _PAGES.get_template("page.html").render(
@@ -71,7 +71,7 @@ def page(record: Record) -> str:
 
 
 def _answer(record: Record, model: ModelPicture | None) -> str:
-    """What a reader wants to know first, in a sentence or two."""
+    """Write the most important result, in a sentence or two."""
     if record.simulation is not None:
         return verdict(record.simulation)
     told = [_step(record)]
@@ -88,7 +88,7 @@ def _answer(record: Record, model: ModelPicture | None) -> str:
 
 
 def _step(record: Record) -> str:
-    """Say how long a step takes, and how far the prediction is off; "" if neither is known."""
+    """Say how long a step takes, and the prediction's error; "" if neither is known."""
     measured, predicted_s = measured_step(record), predicted_step_s(record)
     if measured is None:
         return (
@@ -148,7 +148,7 @@ def _bars(contenders: tuple[Contender, ...]) -> list[ContenderBar]:
 
 
 def _training(training: Training | None, predicted_s: float | None) -> Mapping[str, Any] | None:
-    """The curves of a training run."""
+    """Draw the curves of a training run."""
     if training is None:
         return None
     seconds = {"measured": _points(training.step_s)}

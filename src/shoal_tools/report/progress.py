@@ -1,4 +1,4 @@
-"""How training goes on: a bar in a terminal, and a line for each epoch."""
+"""Progress of training: a bar in a terminal, and a line for each epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 
 from shoal.core.numbers import how_many
 
-_UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
+_UNMEASURED = 5  # first steps of a run, which warm up and do not count in its median step
 
 
 @final
@@ -21,8 +21,8 @@ class Progress:
     """Counts steps, and shows them on one rank.
 
     Args:
-        console: where to.
-        num_steps: how many there will be.
+        console: the console that shows them.
+        num_steps: number of steps to come.
         share: this rank's part of the rows of all ranks.
         speaks: whether this is the rank that shows them.
     """
@@ -39,19 +39,19 @@ class Progress:
         )
         self._task = self._bar.add_task("train", total=num_steps)
         self._began_s = self._epoch_began_s = time.perf_counter()
-        self._seconds: list[float] = []  # of each step
-        self._losses: list[float] = []  # of each step of this epoch
+        self._seconds: list[float] = []  # seconds of each step
+        self._losses: list[float] = []  # losses of this epoch's steps
         self._rows = self._all_rows = 0.0  # all ranks' rows in this epoch, and in all epochs
-        self._loss: float | None = None  # mean of the last epoch
+        self._loss: float | None = None  # mean loss of the last epoch
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return len(self._seconds)
 
     @property
     def median_step_s(self) -> float:
-        """What a step takes once all is warm."""
+        """Seconds of the median step, without the first steps."""
         return statistics.median(self._seconds[_UNMEASURED:] or self._seconds)
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ class Progress:
         self._bar.stop()
 
     def count(self, epoch: int, seconds: float, loss: float, rows: int) -> None:
-        """A step has been made: it took so long, with this loss over so many rows of this rank."""
+        """Count a step: its seconds, and its loss over so many rows of this rank."""
         self._seconds.append(seconds)
         self._losses.append(loss)
         self._rows += rows / self._share
@@ -76,7 +76,7 @@ class Progress:
         self._bar.update(self._task, advance=1, description=text)
 
     def end_epoch(self, epoch: int) -> None:
-        """An epoch is over: say what its mean loss was."""
+        """End an epoch, and print its mean loss."""
         if self._losses:
             self._loss = statistics.fmean(self._losses)
             if self._speaks:

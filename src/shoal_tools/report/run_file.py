@@ -3,8 +3,8 @@
     {"format": 1, "written_by": "shoal.run", "run": {"title": …, "explanation": …, …}}
 
 `run` is a `Record` (core/record.py), by the names of its fields. In the file, the fields of the
-predicted step stand among those of the explanation. A change that a reader of this format would not
-take raises FORMAT. Guarded by tests/tools/report/test_run_file.py.
+predicted step are mixed with the explanation's. A change that a reader of this format could not
+read must raise FORMAT. Guarded by tests/tools/report/test_run_file.py.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _REDO = "write one: shoal train RECIPE --report run.json (bench and simulate do 
 
 
 class _FileHead(msgspec.Struct):
-    """What every version has."""
+    """The fields that every version has."""
 
     format: int
     written_by: str = ""
 
 
 class _File(_FileHead, kw_only=True):
-    """The file."""
+    """The whole file."""
 
     run: Record
 
 
 def write(record: Record, path: Path) -> None:
-    """Write a run's record: where the path ends in .json as it is, else drawn as a page.
+    """Write a run's record: as JSON if the path ends in .json, else as a page.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the path cannot be written.
     """
     text = to_json(record) if path.suffix == ".json" else page(record)
     try:
@@ -60,7 +60,7 @@ def write(record: Record, path: Path) -> None:
 
 
 def to_json(record: Record) -> str:
-    """A record as JSON text."""
+    """Return a record as JSON text."""
     whole = _File(format=FORMAT, written_by=WRITTEN_BY, run=record)
     plain = msgspec.to_builtins(whole, enc_hook=dict)
     if record.explanation is not None:
@@ -69,10 +69,10 @@ def to_json(record: Record) -> str:
 
 
 def load(path: Path) -> Record:
-    """The record in a file.
+    """Read the record in a file.
 
     Raises:
-        UsageError: the file cannot be read, is none of a run, or is one of another version.
+        UsageError: the file cannot be read, is no run's record, or has another format.
     """
     try:
         text = read_text(path)
@@ -84,7 +84,7 @@ def load(path: Path) -> Record:
 
 
 def from_json(text: str, source: str = "the text") -> Record:
-    """Read what `to_json` wrote (UsageError where it is something else)."""
+    """Read a record from the text of `to_json`. UsageError if it is something else."""
     head = _decoded(text, _FileHead, source)
     if head.written_by != WRITTEN_BY:
         by = f"written by {head.written_by}" if head.written_by else "nobody's word who wrote it"
@@ -103,7 +103,7 @@ def from_json(text: str, source: str = "the text") -> Record:
 
 
 def _with_flat_step(explanation: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the fields of the predicted step among those of its explanation, as the file has them."""
+    """Mix the fields of the predicted step with the explanation's, as in the file."""
     flat: dict[str, Any] = {}
     for name, value in explanation.items():
         flat |= value if name == _STEP else {name: value}
@@ -111,7 +111,7 @@ def _with_flat_step(explanation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_nested_step(plain: dict[str, Any]) -> dict[str, Any]:
-    """Put the fields of the predicted step into an object of their own, as `Explanation` has."""
+    """Move the fields of the predicted step into an object of their own, as in `Explanation`."""
     run = plain.get("run")
     explanation = run.get("explanation") if isinstance(run, dict) else None
     if isinstance(explanation, dict):
@@ -128,7 +128,7 @@ def _decoded(text: str, kind: type[Any], source: str) -> Any:
 
 
 def _check_simulation(simulation: Foresight, source: str) -> None:
-    """Refuse figures that no simulation has, and no curve can be drawn of."""
+    """Raise UsageError for figures that no simulation has, and no curve can show."""
     if not simulation.scales:
         raise _unread(source, "a simulation of no hosts")
     for scale in simulation.scales:

@@ -1,4 +1,4 @@
-"""A simulation's pictures: times as fast as one host, and what takes the step. Reads core only."""
+"""A simulation's pictures: the speed-up, and the parts of a step. Reads core only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shoal_tools.report.drawing import (
     ticks,
 )
 
-# a class of the page's style each
+# a class of the page's style for each limit
 LIMITS = {COMPUTE: "c0", LINK: "c1", OWNERS: "c2", BUBBLE: "c4", STRAGGLERS: "c3"}
 
 
 def curve(scales: Sequence[Scale]) -> Markup:
-    """Times as fast as one host by number of hosts, both by powers of two, beside the ideal."""
+    """Draw the speed-up over one host by number of hosts, in powers of two, with the ideal."""
     most = math.log2(max(2, *(scale.hosts for scale in scales)))
     powers = [math.log2(scale.times) for scale in scales]
     least, top = min(0.0, *powers), max(most, *powers)
@@ -53,7 +53,7 @@ def curve(scales: Sequence[Scale]) -> Markup:
 
 
 def bars(scales: Sequence[Scale]) -> Markup:
-    """A bar for each number of hosts, of the seconds of what takes the step."""
+    """Draw a bar for each number of hosts, with the seconds of each part of the step."""
     longest = max(scale.step_s for scale in scales)
     slot = (RIGHT - LEFT) / len(scales)
     wide = min(0.7 * slot, 70.0)

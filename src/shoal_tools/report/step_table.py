@@ -3,7 +3,7 @@
     account     main threads' time over many steps: compute, exchanges, optimizer (core/outcome)
     recorded    if there is no account: medians of the few steps that the timeline shows
 
-Of the two a page shows one. They are of other steps, so that their figures for one thing differ.
+A page shows one of the two. They cover different steps, so their figures for one part differ.
 Guarded by tests/tools/report/test_figures.py. Reads core only.
 """
 
@@ -21,19 +21,19 @@ from shoal_tools.report.drawing import duration
 from shoal_tools.report.figures import account, is_account, measured_step
 from shoal_tools.report.tracks import StepPart, most_off, step_parts
 
-_COLOURS = (0, 1, 2, 3)  # forward, backward, waits, optimizer; of three parts without the first
+_COLOURS = (0, 1, 2, 3)  # forward, backward, waits, optimizer; three parts have no forward
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """The parts of a step, predicted beside measured.
+    """The parts of a step, predicted and measured.
 
     Args:
         parts: in the order of the step.
-        between: the time between steps. Nobody predicts it, and no figure of a step counts it.
+        between: the time between steps. It is not predicted, and no figure of a step includes it.
         counts: a sentence about the measured figures; "" if there are none.
-        off: the part that was off most, with the causes that are known.
-        causes: one line each.
+        off: the part with the largest error of prediction.
+        causes: the known causes of errors, one line each.
     """
 
     parts: tuple[StepPart, ...]
@@ -53,12 +53,12 @@ class StepTable:
 
     @property
     def colours(self) -> tuple[int, ...]:
-        """The numbers of the parts' colours, the same as in the timeline."""
+        """Numbers of the parts' colours, the same as in the timeline."""
         return _COLOURS[-len(self.parts) :]
 
     @property
     def longest_s(self) -> float:
-        """Seconds of the longer of both steps."""
+        """Seconds of the longer step, predicted or measured."""
         return max(self.whole.predicted_s or 0.0, self.whole.measured_s or 0.0) or 1.0
 
 

@@ -1,4 +1,4 @@
-"""Events as a Chrome trace, for https://ui.perfetto.dev: a process a rank, one the prediction.
+"""Events as a Chrome trace, for https://ui.perfetto.dev: a process for each rank and a prediction.
 
 Source: the Trace Event Format, complete events ("ph": "X") and counters ("ph": "C"), in
 microseconds.
@@ -19,7 +19,7 @@ def chrome(
     processes: Mapping[str, Sequence[TraceEvent]],
     links: Mapping[str, Sequence[LinkRate]] = _NOTHING,
 ) -> str:
-    """The events of every process, by its name, and what its links carried, as JSON text."""
+    """Return the events of every process, by its name, and its links' rates, as JSON text."""
     rows: list[dict[str, Any]] = []
     for pid, (process, events) in enumerate(processes.items()):
         rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})

@@ -1,4 +1,4 @@
-"""Tracks of a step for a page: what its script draws, and the step by its parts.
+"""Tracks of a step for a page: the data that its script draws, and the step by its parts.
 
     {"labels": [["backward", 1], …],                 each with the number of its colour
      "tracks": [{"name": …, "steps": […], "backward": …,
@@ -6,8 +6,8 @@
                  "links": [{"name": …, "own": true, "most": …, "rates": [[at, Mbit/s], …]}]}, …],
      "end": …}
 
-Times are whole microseconds. The script lays the predicted step so that its backward begins where
-the first one of the rank beside it does. Reads core only.
+Times are whole microseconds. The script moves the predicted step so that its backward begins with
+the first backward of the rank next to it. Reads core only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from shoal.core.record import PREDICTED, Track
 from shoal.core.trace import MAIN, STEPS, LinkRate, TraceEvent
 
-# parts of a step by the events of main threads: measured ones, and what predictions call them
+# parts of a step: names of main threads' events, the same in measured and predicted steps
 FORWARD, BACKWARD, WAITING, OPTIMIZER = "forward", "backward", "wait for gradients", "optimizer"
 _PARTS = {
     FORWARD: "forward, with what it waits for",
@@ -29,15 +29,15 @@ _PARTS = {
     WAITING: "waiting for gradients",
     OPTIMIZER: "optimizer",
 }
-# beginnings of what events are called, by the number of their colour
+# beginnings of events' names, in the order of the numbers of their colours
 _COLOURS = (FORWARD, BACKWARD, "wait", OPTIMIZER, "exchange", "update")
-_LEAST_MBIT = 0.5  # of a link at its busiest: one that carries less is not drawn
+_LEAST_MBIT = 0.5  # a link that carries less at its busiest is not drawn
 _MOST_DEPTH = 3
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """One part of a step; None where nobody measured, or predicted, it."""
+    """One part of a step; None if it was not measured, or not predicted."""
 
     name: str
     predicted_s: float | None
@@ -45,14 +45,14 @@ class StepPart:
 
     @property
     def off_s(self) -> float:
-        """By how much it took longer than predicted."""
+        """Seconds that it took longer than predicted."""
         if self.predicted_s is None or self.measured_s is None:
             return 0.0
         return self.measured_s - self.predicted_s
 
 
 def step_parts(tracks: Sequence[Track]) -> tuple[StepPart, ...]:
-    """The step by its parts, predicted and of the slowest rank; () without any track."""
+    """Return the parts of a step, predicted and of the slowest rank; () without any track."""
     predicted = [_parts(track) for track in tracks if track.name == PREDICTED]
     measured = [_parts(track) for track in tracks if track.name != PREDICTED]
     slowest = max(measured, key=lambda parts: sum(parts.values()), default=None)
@@ -69,13 +69,13 @@ def step_parts(tracks: Sequence[Track]) -> tuple[StepPart, ...]:
 
 
 def most_off(parts: Sequence[StepPart]) -> StepPart | None:
-    """The part whose prediction is off most, if any was measured."""
+    """Return the part with the largest error of prediction, if any was measured."""
     worst = max(parts, key=lambda part: abs(part.off_s), default=None)
     return worst if worst is not None and worst.off_s else None
 
 
 def _parts(track: Track) -> dict[str, float]:
-    """Median seconds of each part."""
+    """Return the median seconds of each part."""
     seconds: dict[str, list[float]] = {key: [] for key in _PARTS}
     for event in track.events:
         for key, found in seconds.items():
@@ -85,11 +85,11 @@ def _parts(track: Track) -> dict[str, float]:
 
 
 def drawn(tracks: Sequence[Track]) -> dict[str, Any]:
-    """What the page's script draws."""
+    """Return the data that the page's script draws."""
     labels: dict[str, int] = {}
     shown = [_track(track, labels) for track in tracks]
     latest = max((track["backward"] for track in shown), default=0)
-    # of the predicted step, wherever it is laid
+    # the predicted step may be moved that far
     ends = [track["end"] + latest * (track["name"] == PREDICTED) for track in shown]
     end = max(1, *ends)
     return {
@@ -122,7 +122,7 @@ def _track(track: Track, labels: dict[str, int]) -> dict[str, Any]:
 
 
 def _lane(name: str, events: Sequence[TraceEvent], labels: dict[str, int]) -> dict[str, Any]:
-    """A thread's events, each as deep as it lies inside others."""
+    """Return a thread's events, each with its depth inside other events."""
     rows, open_ends, deepest = [], list[float](), 0
     for event in sorted(events, key=lambda event: (event.begin_s, -event.end_s)):
         while open_ends and open_ends[-1] <= event.begin_s:
@@ -137,7 +137,7 @@ def _lane(name: str, events: Sequence[TraceEvent], labels: dict[str, int]) -> di
 
 
 def _links(track: Track) -> list[dict[str, Any]]:
-    """List the rates of interfaces; `own` says that one is the job's, and is shown unasked."""
+    """List the rates of interfaces. `own` marks the job's interfaces, which are shown at first."""
     by_link: dict[str, list[LinkRate]] = defaultdict(list)
     for rate in track.rates:
         by_link[rate.link].append(rate)
@@ -154,7 +154,7 @@ def _links(track: Track) -> list[dict[str, Any]]:
 
 
 def _window(tracks: Sequence[Mapping[str, Any]], end: int) -> list[int]:
-    """What is seen at first: one step, as the first rank made it and as it was predicted."""
+    """Return the window at first: one step, of the first rank and as it was predicted."""
     ranks = [track for track in tracks if track["name"] != PREDICTED]
     if not ranks:
         return [0, end]
@@ -169,6 +169,6 @@ def _us(seconds: float) -> int:
 
 
 def _colour(what: str) -> int:
-    """The number of its colour; what nobody knows has the last one."""
+    """Return the number of its colour; an unknown event has the last one."""
     numbers = (n for n, beginning in enumerate(_COLOURS) if what.startswith(beginning))
     return next(numbers, len(_COLOURS))

@@ -1,4 +1,4 @@
-"""A Comm around another one: what a wrapper does not say otherwise is the inner one's."""
+"""A Comm around another one, with the inner one's behaviour unless a wrapper changes it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Around(Comm):
-    """`inner`, but for its messages, channels and groups, which a wrapper has of its own.
+    """`inner` with other messages, channels and groups, which a wrapper defines.
 
-    It keeps the collectives of the base class, which are made of such messages; a collective of the
-    inner one's own is not used. `gather_objects` is, as it is for set-up.
+    It keeps the collectives of the base class, which are made of such messages. The inner Comm's
+    own collectives are not used, except `gather_objects`, which is for set-up.
     """
 
     def __init__(self, inner: Comm) -> None:

@@ -2,16 +2,16 @@
 
     faults = Faults("rank 1, step 5, backward, kill", rank, model=model)
     for step in range(8):
-        faults.at(step, "forward")          # nothing, but where one of them is due
+        faults.at(step, "forward")          # does nothing unless a fault is due
         …
 
     FaultyComm(comm, [Delay(rank=1, seconds=0.05, every=3), Kill(rank=2, at=17)])
 
-A `Fault` befalls a rank at a place of its program; `KINDS` has a function for each kind. What is in
-a `FaultyComm` befalls its messages. Sends and receives of a rank are its *operations*, numbered
+A `Fault` strikes a rank at a place of its program; `KINDS` has a function for each kind. The faults
+of a `FaultyComm` strike its messages. Sends and receives of a rank are its *operations*, numbered
 from 1 over all its channels in the order they are posted. Collectives are made of such operations.
-Failures as data: torchft, `fail_at(rank, step)`. Tests and benchmarks use
-this. Guarded by tests/tools/testing/test_faulty.py; the outcome of each kind: tests/faults/.
+Failures as data: torchft, `fail_at(rank, step)`. Tests and benchmarks use this. Guarded by
+tests/tools/testing/test_faulty.py; the outcome of each kind: tests/faults/.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from shoal.core.errors import LabError, UsageError
 from shoal_tools.testing.around import Around
 
 PHASES = ("set-up", "forward", "backward", "step", "save", "end")
-SLOW_S = 1.0  # of a slow disk, for each file
-_SHARE = 10  # of its rate, a link at a tenth has one part
+SLOW_S = 1.0  # delay of a slow disk, for each file
+_SHARE = 10  # a link at a tenth has one such part of its rate
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Delay:
 
 @dataclass(frozen=True)
 class RandomDelay:
-    """Every operation starts late by something up to `seconds`, drawn for each rank from `seed`."""
+    """Every operation starts late, by a random time up to `seconds`, from `seed` and the rank."""
 
     seconds: float
     seed: int = 0
@@ -65,7 +65,7 @@ class RandomDelay:
 
 @dataclass(frozen=True)
 class Slow:
-    """What `rank` sends and receives passes at so many bytes a second, one message at a time."""
+    """Messages to and from `rank` pass at so many bytes a second, one at a time."""
 
     rank: int
     bytes_per_s: float
@@ -81,10 +81,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Drop:
-    """The cable is pulled: nothing that `rank` sends from its `at`-th operation on arrives.
+    """The cable is pulled: messages that `rank` sends from its `at`-th operation on never arrive.
 
-    There is no losing of one message alone: on a connection that keeps the order, what follows is
-    held back too.
+    A single message cannot be lost: a connection keeps the order, and holds back later messages
+    too.
     """
 
     rank: int
@@ -95,16 +95,16 @@ NetworkFault = Delay | RandomDelay | Slow | Kill | Drop
 
 
 class Killed(RuntimeError):
-    """A `Kill` has struck this rank."""
+    """An error that a `Kill` raises on its rank."""
 
 
 class Planted(Exception):
-    """What a rank raises at a fault of kind "exception"."""
+    """An error that a fault of kind "exception" raises on its rank."""
 
 
 @dataclass
 class _RankFaults:
-    """Faults of one rank, and counts that all its channels share."""
+    """Faults of one rank, and counts for all its channels."""
 
     faults: list[NetworkFault]
     random: random.Random
@@ -114,7 +114,7 @@ class _RankFaults:
 
 @final
 class FaultyComm(Around):
-    """`inner` and its channels with `faults`; each rank may be given the whole list."""
+    """`inner` and its channels with `faults`; each rank may get the whole list."""
 
     def __init__(
         self, inner: Comm, faults: Sequence[NetworkFault], state: _RankFaults | None = None
@@ -127,13 +127,13 @@ class FaultyComm(Around):
         self._state = state
 
     def suffer(self, *faults: NetworkFault) -> None:
-        """From now on have these faults too, on all channels and groups."""
+        """Add faults from now on, on all channels and groups."""
         with self._state.lock:
             self._state.faults += faults
 
     @property
     def operations(self) -> int:
-        """How many there were, over all channels."""
+        """Number of operations so far, over all channels."""
         return self._state.operations
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -147,15 +147,15 @@ class FaultyComm(Around):
         return self.inner.receive(tensor, source)
 
     def channel(self, name: str, *, idle: bool = False) -> FaultyComm:
-        """A channel of its own with the same faults, its operations numbered on from this one's."""
+        """Return a channel with the same faults. Its operations count on from this one's."""
         return FaultyComm(self.inner.channel(name, idle=idle), (), self._state)
 
     def group(self, ranks: Sequence[int]) -> FaultyComm:
-        """Those ranks only, with the same faults, its operations numbered on from this one's."""
+        """Return a group of ranks with the same faults. Its operations count on from this one's."""
         return FaultyComm(self.inner.group(ranks), (), self._state)
 
     def _suffered(self, nbytes: int) -> bool:
-        """Let the faults of the next operation come true; True if a message sent now is lost."""
+        """Apply the faults of the next operation; return whether a message sent now is lost."""
         late_s, dropped = 0.0, False
         with self._state.lock:
             self._state.operations += 1
@@ -179,12 +179,12 @@ class FaultyComm(Around):
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls a rank at a place of its program: `str` gives what `faults_of` reads.
+    """A fault of a rank at a place of its program. `faults_of` reads the text that `str` gives.
 
     Args:
-        rank: which it befalls.
+        rank: the rank that it strikes.
         step: from 0; at "set-up" it is 0.
-        phase: of the step, one of `PHASES`, before which it strikes; "end" is behind the step.
+        phase: one of `PHASES` of the step; the fault strikes before it. "end" is after the step.
         kind: one of `KINDS`.
     """
 
@@ -207,7 +207,7 @@ class Fault:
 
 
 def faults_of(text: str) -> tuple[Fault, ...]:
-    """Faults that are written one after the other, as `str` gives them, with semicolons between.
+    """Read faults in the form that `str` gives, with semicolons between them.
 
     Examples:
         >>> faults_of("rank 1, step 5, backward, kill; rank 0, step 7, save, full disk")[0]
@@ -227,30 +227,29 @@ def faults_of(text: str) -> tuple[Fault, ...]:
 
 @dataclass
 class Victim:
-    """What a fault may act on.
+    """Things that a fault may act on.
 
     Args:
-        comm: of a rank that is a thread, on which it can die and lose its link alone. A process
-            dies itself; its link is that of its host in the lab.
-        model: in which a value is corrupted.
-        bytes_per_s: what the link of a thread is taken to carry.
+        comm: of a rank that is a thread, on which it can die or lose its link alone. A process dies
+            itself; its link is its host's in the lab.
+        model: the model in which a value is corrupted.
+        bytes_per_s: the assumed rate of a thread's link.
     """
 
     comm: FaultyComm | None = None
     model: nn.Module | None = None
     bytes_per_s: float = 1e8
-    mend: list[Callable[[], None]] = field(default_factory=list)  # what ends the faults that last
+    mend: list[Callable[[], None]] = field(default_factory=list)  # end the faults that last
 
 
 @final
 class Faults:
     """A rank's faults: each strikes once, as its place is reached.
 
-    Args:
-        faults: of all ranks, as they are or written.
-        rank: this one.
-        victim: what they may act on; by default this process.
-        marks: a folder in which what has struck is noted, for a rank that is started again.
+    faults: faults of all ranks, as objects or as text.
+    rank: this rank.
+    victim: the things that faults may act on; by default this process.
+    marks: a folder that notes the faults that have struck, for a rank that starts again.
 
     Examples:
         >>> faults = Faults("rank 0, step 2, forward, exception", rank=0)
@@ -277,7 +276,7 @@ class Faults:
         self._marks = marks
 
     def at(self, step: int, phase: str) -> None:
-        """This place is reached."""
+        """Strike the faults of this place, once it is reached."""
         for fault in [f for f in self._left if (f.step, f.phase) == (step, phase)]:
             self._left.remove(fault)
             if self._marks is not None:
@@ -299,13 +298,13 @@ class Faults:
 
 
 def strike(kind: str, victim: Victim, about: str = "") -> None:
-    """Let it happen, now; who looks on is told when."""
+    """Strike now, and print the time."""
     print("fault at", time.time(), flush=True)
     KINDS[kind](victim, about)
 
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:
-    """Change one bit of an element, as a fault in memory does: no version tells of it."""
+    """Change one bit of an element without a new version, as a fault in memory does."""
     at, within = divmod(bit, 8)
     own = tensor.data.view(-1).view(torch.uint8)
     own[element * tensor.element_size() + at] ^= 1 << within
@@ -343,7 +342,7 @@ def _pull(victim: Victim, about: str) -> None:
 
 
 def _slow_down(victim: Victim, about: str) -> None:
-    """Let the link carry a tenth, both ways."""
+    """Reduce the link to a tenth, both ways."""
     if victim.comm is not None:
         victim.comm.suffer(Slow(victim.comm.rank, victim.bytes_per_s / _SHARE))
         return
@@ -374,7 +373,7 @@ def _corrupt(victim: Victim, about: str) -> None:
 
 
 def _fill_disk(victim: Victim, about: str) -> None:
-    """Let no file reach the disk: NFS too says so as late as a file is flushed."""
+    """Make no file reach the disk. NFS too reports this only when a file is flushed."""
 
     def fsync(file: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -383,7 +382,7 @@ def _fill_disk(victim: Victim, about: str) -> None:
 
 
 def _slow_disk(victim: Victim, about: str) -> None:
-    """Let every file take `SLOW_S` to reach the disk."""
+    """Make every file take `SLOW_S` to reach the disk."""
     flush = os.fsync
 
     def fsync(file: Any) -> None:
@@ -394,19 +393,19 @@ def _slow_disk(victim: Victim, about: str) -> None:
 
 
 def _put_fsync(victim: Victim, fsync: Callable[[Any], None]) -> None:
-    """Every file of a checkpoint goes by there; of this process, also where ranks are threads."""
+    """Replace `os.fsync`, which every file of a checkpoint passes, for the whole process."""
     before = os.fsync
 
     victim.mend.append(lambda: vars(os).update(fsync=before))
     vars(os).update(fsync=fsync)
 
 
-# What each does; the text says which fault it is
+# A function for each kind of fault; its text names the fault.
 KINDS: Mapping[str, Callable[[Victim, str], None]] = {
     "exit": _exit,
     "kill": _kill,  # SIGKILL: a process that dies
     "stop": _stop,  # SIGSTOP: a process that hangs
-    "exception": _raise,  # that nobody catches
+    "exception": _raise,  # an error that the program does not catch
     "link down": _pull,
     "link at a tenth": _slow_down,
     "corrupted value": _corrupt,
@@ -416,7 +415,7 @@ KINDS: Mapping[str, Callable[[Victim, str], None]] = {
 
 
 def _ends() -> tuple[tuple[str, str], tuple[str, str]]:
-    """Namespace and device of both ends of this host's link, which is one of the lab's."""
+    """Return namespace and device of both ends of this host's link, which must be the lab's."""
     own = _tool("ip", "netns", "identify").strip()
     lab, _, host = own.rpartition("-")
     if not re.fullmatch(r"shoal-\d+-\d+", lab):

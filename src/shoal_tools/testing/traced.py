@@ -1,6 +1,6 @@
-"""Counts what a rank sends and receives, so that stated bytes can be held against real ones.
+"""Counts the bytes that a rank sends and receives, so that stated bytes can be checked.
 
-Wraps any Comm at no cost but the counting; nothing crosses uncounted but `gather_objects`.
+It wraps any Comm, and costs only the counting. All messages are counted except `gather_objects`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Counts:
     bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
-    bytes_leaving: int = 0  # of those sent, what went to other hosts
+    bytes_leaving: int = 0  # part of the bytes sent that went to other hosts
     # channels are used by several threads
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def sent(self, nbytes: int, leaving: bool) -> None:
-        """Count one message out, to another host where it is `leaving`."""
+        """Count one sent message; `leaving` if it goes to another host."""
         with self._lock:
             self.bytes_sent += nbytes
             self.bytes_leaving += nbytes * leaving
             self.messages_sent += 1
 
     def received(self, nbytes: int) -> None:
-        """Count one message in."""
+        """Count one received message."""
         with self._lock:
             self.bytes_received += nbytes
             self.messages_received += 1
@@ -44,7 +44,7 @@ class Counts:
 
 @final
 class TracedComm(Around):
-    """`inner`, counted. Channels made from it count into the same `counts`."""
+    """`inner` with counts. Channels made from it count into the same `counts`."""
 
     def __init__(self, inner: Comm, counts: Counts | None = None) -> None:
         super().__init__(inner)
@@ -61,9 +61,9 @@ class TracedComm(Around):
         return self.inner.receive(tensor, source)
 
     def channel(self, name: str, *, idle: bool = False) -> TracedComm:
-        """A channel of its own, counted together with this one."""
+        """Return a channel that is counted together with this one."""
         return TracedComm(self.inner.channel(name, idle=idle), self.counts)
 
     def group(self, ranks: Sequence[int]) -> TracedComm:
-        """Those ranks only, counted together with this one."""
+        """Return a group of ranks that is counted together with this one."""
         return TracedComm(self.inner.group(ranks), self.counts)
