@@ -148,9 +148,7 @@ class Cluster:
         check_cluster(self, Topology, Link)
 
     def pack_s(self, nbytes: float, gradients: int) -> float:
-        """Return the main thread's seconds to copy so many gradients into a bucket of these
-        bytes.
-        """
+        """Return the main thread's seconds to fill a bucket of these bytes with gradients."""
         return nbytes * self.pack_byte_s + gradients * self.pack_each_s / self.core_part
 
     @property
@@ -169,9 +167,7 @@ class Cluster:
         return 1.0 if self.steady else self.core_part
 
     def pace(self, exchange: str) -> Pace:
-        """Return an exchange's measured pace. If there is none, assume the full link, at the
-        processor time that its bytes cost.
-        """
+        """Return an exchange's measured pace, or one at the link's rate and processor time."""
         unmeasured = Pace(
             Price(self.link.latency_s, 1 / self.link.bytes_per_s),
             Price(0.0, self.link.cpu_s_per_byte),
@@ -282,8 +278,7 @@ class Excerpt:
 class Setting:
     """Settings of a layer in a plan besides its strategy, most of them the same for all layers."""
 
-    # number of chunks in which a layer that is cut receives its rows, and returns them
-    chunks: int = 1
+    chunks: int = 1  # chunks of rows, to and from a layer that is cut
     joined: bool = True  # tail hosts run all micro-batches at once
     codec: str = ""  # codec of this layer's rows, if it is cut
     every: int = 1  # steps from one update of the layer to the next
@@ -296,8 +291,7 @@ class LayerProfile:
     """Module that owns parameters. In a matrix product, K, M, N are `rows`, `inputs`, `outputs`.
 
     `rows` counts samples times tokens on one rank. For an embedding it is the number of ids looked
-    up, and `inputs` the number of table rows. Further figures that strategies ask for are in
-    `facts`.
+    up, and `inputs` the number of table rows. More figures are in `facts`.
     """
 
     name: str
@@ -339,9 +333,7 @@ class LayerProfile:
         return replace(self, parameters=parameters)
 
     def in_excerpt(self, excerpt: Excerpt, starts_s: float) -> LayerProfile:
-        """Return the layer in an excerpt of its model that starts so late in the model's
-        forward.
-        """
+        """Return the layer in an excerpt that starts so late in the whole model's forward."""
         return replace(
             self,
             parameters=tuple(replace(p, ready_s=p.ready_s * excerpt.rows) for p in self.parameters),
@@ -355,8 +347,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class MovingState:
-    """State that training changes differently on each rank, and that is made equal after each
-    backward.
+    """State that drifts apart between ranks in training, and is made equal after each backward.
 
     `how` is "first" to take rank 0's state, or "mean" for the mean over ranks.
     """
@@ -449,9 +440,7 @@ class ModelProfile:
         return max(0.0, self.optimizer_s - self.update.of(parameters))
 
     def placed(self, owners: Mapping[str, Owner]) -> ModelProfile:
-        """Return the profile with these owners of whole parameters, by dotted name, and no
-        others.
-        """
+        """Return the profile with these owners of whole parameters only, by dotted name."""
         return replace(
             self,
             layers=tuple(
@@ -481,9 +470,7 @@ class ModelProfile:
         return replace(self, layers=layers)
 
     def excerpt(self, excerpt: Excerpt) -> ModelProfile:
-        """Return the profile of an excerpt: the named last layers of forward, with its number of
-        rows.
-        """
+        """Return the profile of the named last layers of forward, with the excerpt's rows."""
         layers = [layer for layer in self.layers if layer.name in excerpt.layers]
         starts_s = min(layer.needed_s for layer in layers)
         share = sum(layer.nbytes for layer in layers) / max(self.nbytes, 1)
@@ -500,9 +487,7 @@ class ModelProfile:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Names of each layer's parameters; layers are in the order in which their gradients
-        come.
-        """
+        """Names of each layer's parameters; layers are in the order of their gradients."""
         return {layer.name: [p.name for p in layer.parameters] for layer in self.layers}
 
     def layer(self, name: str) -> LayerProfile:

@@ -461,8 +461,7 @@ class Plan(Layout):
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
             text = read_text(path)
-        # includes a path with a NUL, and a text that is not UTF-8
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # includes a NUL in the path, and other bytes
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"
             ) from None
