@@ -3,15 +3,15 @@
 srun and mpirun start a program once for each task, and number the tasks in variables of their own.
 Shoal reads them, so `srun python script.py` needs no torchrun. Under each of them a task is a rank.
 
-    which rank     the launcher's variables. mpirun's go before srun's, because mpirun inside a
+    rank           the launcher's variables. mpirun's go before srun's, because mpirun inside a
                    Slurm job starts its own daemons by srun
-    which place    MASTER_ADDR if it is set. Else this host if all tasks are on it, else the first
+    address        MASTER_ADDR if it is set. Otherwise this host if it has all tasks, or the first
                    host of Slurm's list
-    which port     MASTER_PORT if it is set. Else a number made of the job's id, so that two jobs on
-                   a host do not meet
+    port           MASTER_PORT if it is set. Otherwise a number made of the job's id, so that two
+                   jobs on a host do not meet
 
-Only variables count that a launcher sets for the tasks of one start. SLURM_NTASKS, say, is also set
-in the script of `sbatch`, which runs once. SHOAL_ALONE=1 says that tasks are to be alone.
+Only variables that a launcher sets for the tasks of one start count. SLURM_NTASKS, for example, is
+also set in the script of `sbatch`, which runs once. With SHOAL_ALONE=1 each task trains alone.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Wanted(IntEnum):
 
 
 class MainWait(IntEnum):
-    """A wait of a rank's main thread, somewhere else than at a meeting."""
+    """Wait of a rank's main thread, other than at a meeting."""
 
     NONE = 0
     ELSEWHERE = 1

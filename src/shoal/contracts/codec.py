@@ -62,7 +62,7 @@ class Codec(Contract, ABC):
         """Return the code of some values.
 
         Args:
-            values: flat, float32 (float64 where the model is), at least one. Not to be changed.
+            values: flat, float32 (or the model's float64), at least one. They must not change.
             state: the codec's own memory of these values from round to round, by its own keys;
                 empty at first. Flat tensors of as many elements as `values`, so that a checkpoint
                 can hold them by parameter. The key "lost" is reserved.
