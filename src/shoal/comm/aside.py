@@ -59,8 +59,9 @@ class Aside:
 
 @final
 class _Helper:
-    """One of the threads. It uses plain locks, because they are the quickest way to wake a
-    thread.
+    """One of the threads.
+
+    It uses plain locks, because they are the quickest way to wake a thread.
     """
 
     def __init__(self) -> None:

@@ -50,8 +50,9 @@ def made(
 
 
 def _everywhere(make: Callable[[], object], heartbeat: Heartbeat) -> dist.ProcessGroup:
-    """Make the group on every rank. If this host lacks an address for it, raise with gloo's own
-    words.
+    """Make the group on every rank.
+
+    If this host lacks an address for it, raise with gloo's own words.
     """
     try:
         group = make()

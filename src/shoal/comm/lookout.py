@@ -74,8 +74,9 @@ class Lookout:
         self._patience, self._vigil = patience, _Vigil(None)
 
     def look(self) -> Verdict | None:
-        """Look, in a turn of the heartbeat. Return the verdict that ranks wait in vain, if they
-        do.
+        """Look, in a turn of the heartbeat.
+
+        Return the verdict that ranks wait in vain, if they do.
         """
         if self._journal.wait is None or self._board.rank >= self._workers:
             self._turns = 0
@@ -198,8 +199,9 @@ class Lookout:
         return places, {rank: beats[rank].count for rank in places if rank in beats}
 
     def _warn(self, places: Mapping[int, RankPlace]) -> None:
-        """Warn once about the rank that keeps others waiting. The lowest rank that waits does
-        it.
+        """Warn once about the rank that keeps others waiting.
+
+        The lowest rank that waits does it.
         """
         first = min((rank for rank, place in places.items() if place.wait), default=None)
         waited_s = time.monotonic() - self._began_s

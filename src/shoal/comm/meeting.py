@@ -108,8 +108,9 @@ def meet(seat: Seat, timeout_s: float) -> Roster:
 
 
 def _met(seat: Seat, timeout_s: float, began_s: float) -> Roster:
-    """Meet the ranks. If the store is stopped, or a stranger is in its place, this may block for
-    ever.
+    """Meet the ranks.
+
+    If the store is stopped, or a stranger is in its place, this may block for ever.
     """
     if seat.meeting is None:
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -112,8 +112,9 @@ def _absent(wait: ChannelWait, places: Mapping[int, RankPlace]) -> list[int]:
 
 
 def _reason(rank: int, places: Mapping[int, RankPlace], seen: frozenset[int]) -> Reason:
-    """Return why a rank has not come. It counts as computing if it waits for a rank that
-    computes.
+    """Return why a rank has not come.
+
+    It counts as computing if it waits for a rank that computes.
     """
     place = places.get(rank)
     if place is None:

@@ -33,8 +33,9 @@ _ANSWER_S = 1.0
 
 @dataclass(frozen=True)
 class PulseAddress:
-    """Address of a rank's pulse. Without a host, it is the store's host. Without a port, there is
-    no pulse.
+    """Address of a rank's pulse.
+
+    Without a host, it is the store's host. Without a port, there is no pulse.
     """
 
     host: str = ""
@@ -95,8 +96,9 @@ class Pulses:
             self._own.end()
 
     def lives(self, rank: int) -> bool:
-        """Return whether a rank's process exists and is not stopped. This takes a second at
-        most.
+        """Return whether a rank's process exists and is not stopped.
+
+        This takes a second at most.
         """
         return bool(state := self.state(rank)) and state not in STOPPED
 

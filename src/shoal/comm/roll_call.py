@@ -170,8 +170,9 @@ class RollCall:
         return start, everyone
 
     def _turn(self) -> tuple[str, tuple[Arrival, ...]] | None:
-        """Look at the store once. Return the start of this process with its ranks, if there is
-        one.
+        """Look at the store once.
+
+        Return the start of this process with its ranks, if there is one.
         """
         self._values.mend()
         if self._own.rank == 0:
@@ -189,8 +190,9 @@ class RollCall:
         return None
 
     def _conduct(self) -> tuple[Arrival, ...]:
-        """Call the ranks that are here, on rank 0. If all have answered, say go and return all
-        ranks.
+        """Call the ranks that are here, on rank 0.
+
+        If all have answered, say go and return all ranks.
         """
         own = self._own
         others = [self._values.read(f"here/{rank}", Arrival) for rank in range(1, own.size)]

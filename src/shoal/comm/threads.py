@@ -129,8 +129,9 @@ class Hub:
             )
 
     def abort(self, rank: int, failure: BaseException) -> None:
-        """Tell all ranks that wait or come later that `rank` has failed. The first failure
-        stands.
+        """Tell all ranks that wait or come later that `rank` has failed.
+
+        The first failure stands.
         """
         with self._lock:
             if self.lost is None:
@@ -335,8 +336,9 @@ class ThreadComm(Comm):
         return error if found is None else found.error(error.where)
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the hub. With an error, all other ranks hear of it as if this rank's work had
-        raised it.
+        """Leave the hub.
+
+        With an error, all other ranks hear of it as if this rank's work had raised it.
         """
         if error is not None and self.hub.size > 1:
             self.hub.abort(self._seat, error)

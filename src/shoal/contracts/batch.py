@@ -18,8 +18,9 @@ DEPTH = 3  # levels of objects within objects
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors in containers. If there are none, return the ones in attributes of
-    objects.
+    """Return the tensors in containers.
+
+    If there are none, return the ones in attributes of objects.
     """
     found: set[int] = set()
     level = [batch]

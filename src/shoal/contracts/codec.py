@@ -72,15 +72,17 @@ class Codec(Contract, ABC):
         """
 
     def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
-        """Do the same as `encode`, into `code` if that saves a pass over memory. Return the
-        code.
+        """Do the same as `encode`, into `code` if that saves a pass over memory.
+
+        Return the code.
         """
         return self.encode(values, state)
 
     @abstractmethod
     def decode(self, code: Tensor, into: Tensor) -> None:
-        """Write the values that a code stands for into `into`, which has their form. Callers ignore
-        the returned value.
+        """Write the values that a code stands for into `into`, which has their form.
+
+        Callers ignore the returned value.
         """
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
@@ -90,8 +92,9 @@ class Codec(Contract, ABC):
         into.add_(values)
 
     def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        """Subtract the values that a code stands for. Override it if that saves a pass over
-        memory.
+        """Subtract the values that a code stands for.
+
+        Override it if that saves a pass over memory.
         """
         values = torch.empty_like(into)
         self.decode(code, values)

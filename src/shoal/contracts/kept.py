@@ -19,8 +19,9 @@ def kept_by(module: nn.Module) -> dict[str, Any]:
 
 
 def keep(module: nn.Module, name: str, value: Any) -> None:
-    """Replace the value of an attribute. A list or dict is changed in place, since others may hold
-    it.
+    """Replace the value of an attribute.
+
+    A list or dict is changed in place, since others may hold it.
     """
     before = vars(module)[name]
     if value is before:

@@ -112,8 +112,9 @@ class Trial:
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, find: Callable[[Trial], T]) -> T:
-        """Return the result of `find` for this trial. It is called once, even if many probes
-        ask.
+        """Return the result of `find` for this trial.
+
+        It is called once, even if many probes ask.
         """
         if find not in self._found:
             self._found[find] = find(self)

@@ -155,8 +155,9 @@ class Strategy(Contract, ABC):
 
     @abstractmethod
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        """Rewrite the site's modules in place. Return the transfers, which are alike on all
-        ranks.
+        """Rewrite the site's modules in place.
+
+        Return the transfers, which are alike on all ranks.
         """
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:

@@ -43,8 +43,9 @@ class Round(ABC):
     @property
     @abstractmethod
     def share(self) -> float:
-        """Factor of this rank's gradients. `run` divides their sum by the mean of all ranks'
-        shares.
+        """Factor of this rank's gradients.
+
+        `run` divides their sum by the mean of all ranks' shares.
         """
 
     def mark(self, transfer: Transfer) -> Mark | None:
@@ -55,8 +56,9 @@ class Round(ABC):
 
     @abstractmethod
     def ready(self, transfer: Transfer) -> None:
-        """Note that all gradients of a transfer are there. It is sent when all earlier ones are
-        sent.
+        """Note that all gradients of a transfer are there.
+
+        It is sent when all earlier ones are sent.
         """
 
     def found_nan(self, parameter: str) -> None:
@@ -209,8 +211,9 @@ class OwnedTransfer(Transfer):
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
-        """Return each own piece's global gradient, None if no rank used it. For a lane, after
-        `run`.
+        """Return each own piece's global gradient, None if no rank used it.
+
+        For a lane, after `run`.
         """
 
     def open_update(self, parameters: Collection[Tensor]) -> None:

@@ -30,8 +30,9 @@ BUCKETS_A_LANE = 2
 
 @final
 class Buckets:
-    """Flat tensors of one model's buckets, and their bytes. Lanes and backward share this
-    object.
+    """Flat tensors of one model's buckets, and their bytes.
+
+    Lanes and backward share this object.
     """
 
     def __init__(self, memory: str = MEMORY[0]) -> None:

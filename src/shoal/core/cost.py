@@ -69,8 +69,9 @@ class Traffic:
 
 
 def total(traffics: Iterable[Traffic]) -> Traffic:
-    """Add up several exchanges, rank by rank. An exchange among fewer ranks adds nothing to the
-    others.
+    """Add up several exchanges, rank by rank.
+
+    An exchange among fewer ranks adds nothing to the others.
     """
     traffics = tuple(traffics)
 

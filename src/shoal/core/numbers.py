@@ -78,8 +78,9 @@ def check_whole(rule: str, value: Any, least: int, most: int = MOST_COUNTED, *, 
 
 
 def check_number(rule: str, value: Any, least: float, most: float, *, do: str) -> None:
-    """Raise UsageError unless a value is a finite number in a range. `check_whole` explains the
-    arguments.
+    """Raise UsageError unless a value is a finite number in a range.
+
+    `check_whole` explains the arguments.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:

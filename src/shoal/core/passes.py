@@ -140,8 +140,9 @@ class Passes:
         self._is_seen = False
 
     def backward(self) -> None:
-        """Note a backward of a parallelised model. If it goes through several models or outputs, it
-        counts once.
+        """Note a backward of a parallelised model.
+
+        If it goes through several models or outputs, it counts once.
         """
         task = torch._C._current_graph_task_id()
         if task == self._task != -1:

@@ -25,8 +25,9 @@ from shoal.core.errors import PlanError, UsageError
 
 
 class Contract:
-    """Base of contracts. Subclasses of a contract are found by `name`. Messages call it by its
-    class name.
+    """Base of contracts.
+
+    Subclasses of a contract are found by `name`. Messages call it by its class name.
     """
 
     package: ClassVar[str]  # package that holds Shoal's own classes, one in each file
@@ -167,8 +168,9 @@ def _in_package(contract: type[Contract]) -> dict[str, Any]:
 def _in_entry_points(
     contract: type[Contract], own: dict[str, Any]
 ) -> Iterator[tuple[str, type[Any]]]:
-    """Yield the classes of other packages. A broken one is left out, with a warning that names
-    it.
+    """Yield the classes of other packages.
+
+    A broken one is left out, with a warning that names it.
     """
     for point in entry_points(group=contract.group):
         try:

@@ -37,8 +37,9 @@ class Recorder:
     start_s: float = field(default_factory=perf_counter)
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
-        """Note work that began at `begin_s` (time.perf_counter) and ends now. Any thread may call
-        it.
+        """Note work that began at `begin_s` (time.perf_counter) and ends now.
+
+        Any thread may call it.
         """
         self.events.append(
             TraceEvent(what, thread, begin_s - self.start_s, perf_counter() - self.start_s)

@@ -107,8 +107,9 @@ class Border:
         return any(parameter.requires_grad for parameter in self._trainable)
 
     def outward(self, output: Any, weight: Weight) -> Any:
-        """Return the output with its tensors through the border. Unknown classes are changed in
-        place.
+        """Return the output with its tensors through the border.
+
+        Unknown classes are changed in place.
         """
         return _mapped(
             output, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=True)), DEPTH
@@ -134,8 +135,9 @@ class Border:
         )
 
     def weight(self, weight: Weight) -> float | None:
-        """Open the engine's round for a gradient at the border. Return the gradient's factor, or
-        None.
+        """Open the engine's round for a gradient at the border.
+
+        Return the gradient's factor, or None.
         """
         if not self._trains():
             return None

@@ -243,8 +243,9 @@ class _NotedSettings(NamedTuple):
 
 @final
 class _GroupDigest:
-    """Settings of a group when they were last read. An object that is still the same is not read
-    again.
+    """Settings of a group when they were last read.
+
+    An object that is still the same is not read again.
     """
 
     def __init__(self) -> None:
@@ -316,8 +317,9 @@ def scheduler_states(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 
 def exchanged(comm: Comm, value: Any) -> list[Any]:
-    """Exchange plain data among all workers. It uses messages, because a lane's channel may have
-    servers.
+    """Exchange plain data among all workers.
+
+    It uses messages, because a lane's channel may have servers.
     """
     parcel, records = packed(value)
     workers = [rank for rank in comm.others if rank < comm.workers]

@@ -48,8 +48,9 @@ class Difference:
 
 
 def first_difference(told: Sequence[Mapping[str, Any]], alike: bool) -> Difference | None:
-    """Return the first difference that matters. `alike` says that all processors round in the same
-    way.
+    """Return the first difference that matters.
+
+    `alike` says that all processors round in the same way.
     """
     return _of_settings(told) or _of_passes(told) or _of_owners(told) or _of_weights(told, alike)
 
@@ -144,8 +145,9 @@ def _length(place: PassPosition) -> str:
 
 
 def _of_owners(told: Sequence[Mapping[str, Any]]) -> Difference | None:
-    """Compare weights with owners. An owner sends its own values, so one rank's change would be
-    mixed in.
+    """Compare weights with owners.
+
+    An owner sends its own values, so one rank's change would be mixed in.
     """
     names = [report["of owners"] for report in told]
     if _odd(names) is None:

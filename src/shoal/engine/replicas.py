@@ -241,8 +241,9 @@ def judged(
 
 
 def _heal(tensor: Tensor, odd: Odd, comm: Comm) -> None:
-    """Send the majority's bits to odd ranks. No version number changes, because all ranks then
-    agree.
+    """Send the majority's bits to odd ranks.
+
+    No version number changes, because all ranks then agree.
     """
     if comm.rank == odd.source:
         whole = tensor.detach().contiguous()

@@ -293,8 +293,9 @@ class MainThreadClock:
             self._forward_s = time.perf_counter()
 
     def backward(self, waited_s: float) -> None:
-        """Note that a backward has ended. `waited_s` is the main thread's total waiting time so
-        far.
+        """Note that a backward has ended.
+
+        `waited_s` is the main thread's total waiting time so far.
         """
         now_s = time.perf_counter()
         if self._ended_s is None:

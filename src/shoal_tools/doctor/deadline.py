@@ -33,8 +33,9 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
 
 
 def all_within(timeout_s: float, works: Mapping[K, Callable[[], T]]) -> dict[K, T]:
-    """Run several works side by side. Return the results of all that end in time without an
-    error.
+    """Run several works side by side.
+
+    Return the results of all that end in time without an error.
     """
     results = _started(works)
     deadline, found = time.monotonic() + timeout_s, dict[K, T]()

@@ -112,8 +112,9 @@ class Examination:
         )
 
     def _attempts(self, other: Host) -> list[Attempt]:
-        """Try the address that other hosts are told. If that fails, try all addresses of the
-        host.
+        """Try the address that other hosts are told.
+
+        If that fails, try all addresses of the host.
         """
         own = {address.text for address in self.me.addresses}
 
