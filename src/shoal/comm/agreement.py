@@ -1,4 +1,4 @@
-"""Doing on every rank what may fail on some: all go on, or all stop and say why."""
+"""Work on every rank that may fail on some: either all go on, or all stop with the reason."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def agreed(
     purpose: str,
     elsewhere: type[UsageError] = RanksDiffer,
 ) -> T:
-    """Do something that a mistake makes fail; if it fails on any rank, raise on all of them.
+    """Do work in which a mistake raises. If it fails on any rank, raise on all of them.
 
     Args:
         comm: the ranks, all of which call this at once.
-        work: what to do; a mistake is a UsageError.
-        purpose: what it is for, in messages.
-        elsewhere: the error of the ranks on which it did not fail.
+        work: the work; a mistake is a UsageError.
+        purpose: its purpose, for messages.
+        elsewhere: the error on ranks where it did not fail.
     """
     try:
         result = work()  # save 11
@@ -41,7 +41,7 @@ def agreed(
 
 @dataclass(frozen=True)
 class _Mistake:
-    """A UsageError as plain data."""
+    """UsageError as plain data."""
 
     kind: str
     what: str
@@ -67,7 +67,7 @@ def from_first(comm: Comm, kind: type[T], work: Callable[[], T]) -> T:
     Args:
         comm: the ranks, all of which call this at once.
         kind: the type of the result, which is plain data or a dataclass.
-        work: what to do; a mistake is a UsageError.
+        work: the work; a mistake is a UsageError.
     """
     outcome: T | _Mistake | None = None
     if comm.rank == 0:

@@ -1,11 +1,11 @@
-"""Calls that may block for ever, made beside the thread that wants them.
+"""Calls that may block for ever, made on another thread than the caller's.
 
-Gloo wakes nobody who waits for a message that is half sent or half received, however its connection
-ends, and it takes no look at the verdict while it makes connections. So the caller's thread, which
-must be able to end, has a thread of its own make the call, and looks around in pieces of half a
-second. A call that never returns keeps that thread, a daemon.
+If a message is half sent or half received, gloo does not wake the waiting thread, however the
+connection ends. It also does not look at the verdict while it makes connections. The caller's
+thread must be able to end. So another thread makes the call, and the caller's thread looks around
+every half second. A call that never returns keeps its thread, a daemon.
 
-Costs one more switch of threads where a call blocks, some 10 µs. Guarded by
+This costs one more switch of threads for each blocking call, about 10 µs. Guarded by
 tests/comm/test_aside.py.
 """
 
@@ -17,28 +17,30 @@ from typing import Any, TypeVar, final
 
 T = TypeVar("T")
 
-_LOOK_S = 0.5  # how often who waits looks around
-OWN = "shoal-"  # what the names of the library's own threads begin with
+_LOOK_S = 0.5  # seconds between two looks of the waiting thread
+OWN = "shoal-"  # prefix of the names of the library's own threads
 
 
 def may_block() -> bool:
-    """Whether this thread is the library's own: nobody waits for it without a limit."""
+    """Return whether this thread is the library's own, so that no thread waits for it without a
+    limit.
+    """
     return threading.current_thread().name.startswith(OWN)
 
 
 @final
 class Aside:
-    """Threads that make blocking calls for others; as many as there are calls at once."""
+    """Threads that make blocking calls for others. There are as many as calls at once."""
 
     def __init__(self) -> None:
         self._idle: list[_Helper] = []
 
     def run(self, call: Callable[[], T], look: Callable[[], object]) -> T:
-        """Make a call on another thread, and give what it gives or raise what it raises.
+        """Make a call on another thread. Return its result, or raise its error.
 
         Args:
-            call: what may block.
-            look: called every half second meanwhile; what it raises is raised at once.
+            call: the call that may block.
+            look: called every half second meanwhile. Its error is raised at once.
         """
         try:
             helper = self._idle.pop()
@@ -46,7 +48,7 @@ class Aside:
             helper = _Helper()
         helper.begin(call)
         while not helper.done(_LOOK_S):
-            look()  # if it raises, the helper is left to its call
+            look()  # if it raises, the helper thread stays in its call
         result: T
         result, error = helper.taken()
         self._idle.append(helper)
@@ -57,7 +59,10 @@ class Aside:
 
 @final
 class _Helper:
-    """One of the threads. Plain locks, as they are the quickest way to wake a thread."""
+    """One of the threads.
+
+    It uses plain locks, because they are the quickest way to wake a thread.
+    """
 
     def __init__(self) -> None:
         self._asked, self._answered = threading.Lock(), threading.Lock()
@@ -69,16 +74,16 @@ class _Helper:
         threading.Thread(target=self._serve, name=f"{OWN}aside", daemon=True).start()
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Have the thread make a call."""
+        """Let the thread make a call."""
         self._call = call
         self._asked.release()
 
     def done(self, timeout_s: float) -> bool:
-        """Wait so long for its end; whether that has come."""
+        """Wait for the end of the call, at most so long. Return whether it has ended."""
         return self._answered.acquire(timeout=timeout_s)
 
     def taken(self) -> tuple[Any, BaseException | None]:
-        """What came of it, of which nothing is kept."""
+        """Return the result and error, and drop the references."""
         result, error = self._result, self._error
         self._result = self._error = None
         return result, error

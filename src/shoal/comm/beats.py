@@ -1,13 +1,12 @@
-"""What ranks write of themselves on the store where they meet: each its beat, all one verdict.
+"""Beats of the ranks on the store where they meet, and the one verdict of all ranks.
 
-    beat/<rank>   how often it beat, where it works or waits, its host, whether it has left
-    verdict       what befell the job; whoever finds out first writes it (compare-and-set)
+    beat/<rank>   its count, the place where it works or waits, its host, whether it has left
+    verdict       why the job failed; the rank that finds out first writes it (compare-and-set)
 
-Costs one small write and two small reads a rank every half second, however many ranks there are.
-Values are signed (contracts/store_values.py). One that is not is no sign of life and no verdict. A
-key that a stranger goes on writing to is no sign of death either, as the rank's own beat is lost
-there.
-Who reads them when, and what follows from that, is in heartbeat.py.
+Each rank makes one small write and two small reads every half second, for any number of ranks.
+Values are signed (contracts/store_values.py). An unsigned value is neither a sign of life nor a
+verdict. If a stranger keeps writing to a key, that is not a sign of death either, because the
+rank's own beat is lost there. heartbeat.py reads the beats and decides.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ from shoal.core.open_files import MORE_FILES, ran_out
 
 BEATING = "beating"
 LEFT = "left"  # the program has ended
-QUIET = "quiet"  # it has heard what it must, and reads no more
+QUIET = "quiet"  # it has heard enough, and reads no more
 _DOCTOR = (
     "run `shoal doctor` on every host: it tells a link that is slow, and one that loses large "
     "packets (MTU), by which ranks meet and then wait for their first large message"
 )
 _FRESH_S = 3.0
-_TRIES, _PAUSE_S = 10, 0.005  # at a verdict that a stranger writes over
+_TRIES, _PAUSE_S = 10, 0.005  # attempts to read a verdict that a stranger overwrites
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What befell the job: the same words on every rank."""
+    """Reason why the job failed: the same words on every rank."""
 
     what: str
-    rank: int | None  # the rank that failed first, where one did
+    rank: int | None  # the rank that failed first, if one did
     got: str = ""
     deadline: bool = False
     left: bool = False  # that rank's program ended by itself
     differ: bool = False  # ranks are at different places, which their programs can put right
-    broke: bool = False  # a connection broke, and no rank did
+    broke: bool = False  # a connection broke, but no rank did
 
     def error(self, where: str) -> WorldError | RanksDiffer:
-        """The verdict as the error that a rank raises, saying where that rank was."""
+        """Return the verdict as the error that a rank raises, with the place of that rank."""
         if self.differ:
             do = f"{ALIKE}. Then start the job again: the ranks have parted for good"
             return RanksDiffer(self.what, where=where, got=self.got, do=do, rank=self.rank)
@@ -76,7 +75,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last wrote of itself."""
+    """Last report of a rank about itself."""
 
     count: int = -1
     at: str = "start"
@@ -88,23 +87,23 @@ class Beat:
 
 @dataclass(frozen=True)
 class Sight:
-    """When this rank first saw another's beat, and what else it saw in its place."""
+    """Time at which this rank last saw another's beat, and values of strangers in its place."""
 
     seen: float = 0.0
-    stranger: bytes = b""  # a value that is no beat
-    stirred: float = 0.0  # when that last changed
+    stranger: bytes = b""  # a value that is not a beat
+    stirred: float = 0.0  # time at which that value last changed
 
 
 @final
 class BeatBoard:
-    """The beats and the verdict, as one rank writes and reads them.
+    """Beats and verdict, as one rank writes and reads them.
 
     Args:
-        values: in the store where all ranks meet.
-        rank: this one.
-        hosts: of every rank.
-        journal: what this rank does.
-        pulses: of the other ranks, which are asked where beats are missing.
+        values: values in the store where all ranks meet.
+        rank: this rank.
+        hosts: the host of every rank.
+        journal: the journal of this rank.
+        pulses: pulses of the other ranks, which are asked if beats are missing.
     """
 
     def __init__(
@@ -115,15 +114,15 @@ class BeatBoard:
         journal: Journal,
         pulses: Pulses,
     ) -> None:
-        self.at, self.waiting = "start", False  # what this rank's next beat says
-        self.turn = 0.0  # when the store answered last, by the monotonic clock
-        self._asked_s = 0.0  # when a pulse was asked last whether it has ended
+        self.at, self.waiting = "start", False  # contents of this rank's next beat
+        self.turn = 0.0  # time of the store's last answer, by the monotonic clock
+        self._asked_s = 0.0  # time at which a pulse was last asked whether it has ended
         self.beats = {r: Beat(host=host) for r, host in enumerate(hosts) if r != rank}
         self.rank, self.host = rank, hosts[rank]
         self.journal, self.pulses = journal, pulses
         self._values, self._count = values, 0
         self._sights = dict.fromkeys(self.beats, Sight())
-        self._silent: set[int] = set()  # ranks that were told of, which live without a beat
+        self._silent: set[int] = set()  # ranks without a beat that live, and were reported
 
     @property
     def size(self) -> int:
@@ -131,22 +130,23 @@ class BeatBoard:
         return len(self.beats) + 1
 
     def connect(self, timeout_s: float) -> None:
-        """Make a connection of its own, on which each call takes so long at most."""
+        """Open an own connection, on which each call takes so long at most."""
         self._values = self._values.clone(timeout_s)
 
     def write(self, state: str) -> None:
-        """Beat."""
+        """Write the next beat."""
         self._count += 1
         beat = Beat(self._count, self.at, self.host, self.waiting, state, self.journal.place())
         self._values.write(f"beat/{self.rank}", beat)
         self._values.mend()
 
     def read(self, rank: int) -> Beat:
-        """The last beat of a rank."""
+        """Read the last beat of a rank."""
         key, sight = f"beat/{rank}", self._sights[rank]
         found = self._values.seen(key)
         beat = self._values.value_of(key, found, Beat)
-        if beat is not None and beat.count > self.beats[rank].count:  # no copy of an earlier one
+        # not a copy of an earlier beat
+        if beat is not None and beat.count > self.beats[rank].count:
             self.beats[rank], sight = beat, replace(sight, seen=self.turn)
         elif beat is None and found not in (b"", sight.stranger):
             sight = replace(sight, stranger=found, stirred=self.turn)
@@ -154,21 +154,23 @@ class BeatBoard:
         return self.beats[rank]
 
     def forget(self) -> None:
-        """Count silence from now on: this process was stopped, perhaps all of them were."""
+        """Count silence from now on, because this process was stopped, and perhaps all of them
+        were.
+        """
         self.beats = {rank: Beat(host=beat.host) for rank, beat in self.beats.items()}
         self._sights = dict.fromkeys(self.beats, Sight())
 
     def next_one(self) -> list[int]:
-        """The rank after this one that has not ended, so that each is looked at by somebody."""
+        """Return the rank after this one that has not ended, so that one rank looks at each."""
         ranks = ((self.rank + step) % self.size for step in range(1, self.size))
         return list(islice((rank for rank in ranks if self.read(rank).state == BEATING), 1))
 
     def is_fresh(self, rank: int) -> bool:
-        """Return whether a rank has beaten of late, so that it is where its beat says."""
+        """Return whether a rank has beaten recently, so that its place is still true."""
         return self.turn - self._sights[rank].seen < _FRESH_S
 
     def all_beat_since(self, moment_s: float) -> bool:
-        """Whether every rank that has not ended was seen to beat since then."""
+        """Return whether every rank that has not ended was seen to beat since then."""
         return all(
             self.read(rank).state != BEATING or self._sights[rank].seen > moment_s
             for rank in self.beats
@@ -177,13 +179,14 @@ class BeatBoard:
     def lost(
         self, ranks: Iterable[int], silent_s: float, *, or_left: bool, or_unread: bool = False
     ) -> Verdict | None:
-        """The first of these ranks that is silent for so long.
+        """Return the verdict about the first of these ranks that is silent for so long.
 
         Args:
-            ranks: those that are looked at.
-            silent_s: how long.
-            or_left: a rank that has left counts too.
-            or_unread: and one whose beat cannot be read, as a stranger writes over it.
+            ranks: the ranks to look at.
+            silent_s: seconds without a beat.
+            or_left: a rank that has left counts, too.
+            or_unread: a rank counts, too, if its beat cannot be read because a stranger overwrites
+                it.
         """
         for rank in ranks:
             beat, sight = self.read(rank), self._sights[rank]
@@ -202,10 +205,11 @@ class BeatBoard:
         return None
 
     def ended(self, ranks: Iterable[int], silent_s: float) -> Verdict | None:
-        """The first of these ranks that is silent for so long because its process has ended.
+        """Return the verdict about the first of these ranks that is silent because its process has
+        ended.
 
-        Its pulse ends with it, and its host refuses the connection. A host that is away refuses
-        nothing, so that takes longer to tell (`lost`).
+        The rank's pulse ends with it, and its host refuses the connection. A host that is away
+        refuses nothing, so it takes longer to tell (`lost`).
         """
         for rank in ranks:
             beat, sight = self.read(rank), self._sights[rank]
@@ -220,16 +224,17 @@ class BeatBoard:
         return None
 
     def meet_pulses(self) -> None:
-        """Learn where the pulses of ranks are of which that is not known yet."""
+        """Learn the addresses of pulses that are not known yet."""
         for rank in self.beats.keys() - self.pulses.addresses.keys():
             address = self._values.read(f"pulse/{rank}", PulseAddress)
             if address is not None:
                 self.pulses.addresses[rank] = address
 
     def summon(self) -> None:
-        """Summon others to where this rank waits, and take the summons of others.
+        """Summon others to the place where this rank waits, and take the summons of others.
 
-        Only of channels on which a rank may take part on any thread. One read for each of them.
+        This covers only channels on which a rank may take part on any thread. Each of them costs
+        one read.
         """
         own = self.journal.summons()
         if own is not None:
@@ -249,22 +254,22 @@ class BeatBoard:
             )
 
     def published(self) -> Verdict | None:
-        """The verdict, if there is one."""
+        """Return the verdict, if there is one."""
         for _ in range(_TRIES):
             seen = self._values.seen(VERDICT)
             verdict = self._values.value_of(VERDICT, seen, Verdict)
             if verdict is not None or not seen:
                 return verdict
-            time.sleep(_PAUSE_S)  # who wrote it puts it back
+            time.sleep(_PAUSE_S)  # the rank that wrote it puts it back
         return None
 
     def repeat(self, for_s: float) -> None:
-        """Where a stranger writes over values, put back for a while what others are to read."""
+        """Keep writing this rank's values for a while, if a stranger overwrites them."""
         until = time.monotonic() + for_s
         while self._values.are_disturbed and time.monotonic() < until:
             self._values.mend()
             time.sleep(_PAUSE_S)
 
     def agreed(self, verdict: Verdict) -> Verdict:
-        """Write the verdict if it is the first; the one that stands."""
+        """Write the verdict if it is the first. Return the one that stands."""
         return self._values.agree(VERDICT, verdict)

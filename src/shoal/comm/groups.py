@@ -1,4 +1,4 @@
-"""Makes process groups, or says who or what was not there for it."""
+"""Makes process groups, or names the rank or interface that was missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.comm.inside import Inside
 from shoal.comm.meeting import INTERFACE
 from shoal.core.errors import UsageError
 
-# what gloo says where not the others are at fault
+# words in gloo's errors about this host, not about the others
 _OWN_FAULTS = ("Unable to find address", "Unable to find interface", "Cannot resolve", "bind")
 
 
@@ -26,21 +26,21 @@ def made(
     ranks: Sequence[int],
     limit_s: float,
 ) -> dist.ProcessGroup:
-    """Make a process group of these ranks, while the beats of all of them are looked at.
+    """Make a process group of these ranks, and watch the beats of all of them meanwhile.
 
-    It is returned once every rank has it: one that went on and ended its program would close
-    connections that others still make.
+    It returns once every rank has the group. A rank that went on and ended its program earlier
+    would close connections that others still make.
 
     Args:
-        make: makes it on this rank.
-        heartbeat: looks at the beats.
+        make: makes the group on this rank.
+        heartbeat: watches the beats.
         inside: makes the calls into torch.distributed.
-        ranks: its ranks, among all there are.
+        ranks: the group's ranks, among all ranks.
         limit_s: seconds that it may take.
 
     Raises:
         UsageError: this host has no such interface or address.
-        WorldError: a rank is lost that is to make it, too, or has not made it in time.
+        WorldError: a rank of the group is lost, or has not made it in time.
     """
     with heartbeat.awaiting(ranks):
         group = inside.run(partial(_everywhere, make, heartbeat), in_time=limit_s)
@@ -50,14 +50,17 @@ def made(
 
 
 def _everywhere(make: Callable[[], object], heartbeat: Heartbeat) -> dist.ProcessGroup:
-    """Make it on every rank; what this host lacks for it is said in the library's words."""
+    """Make the group on every rank.
+
+    If this host lacks an address for it, raise with gloo's own words.
+    """
     try:
         group = make()
         assert isinstance(group, dist.ProcessGroup)
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=group)
         return group
     except RuntimeError as error:
-        heartbeat.check()  # what another rank lacks comes this way too
+        heartbeat.check()  # if another rank lacks something, its error arrives here, too
         reason = str(error).splitlines()[0]
         if not any(words in reason for words in _OWN_FAULTS):
             raise

@@ -1,19 +1,19 @@
-"""Who lives, how far they are, and who failed first: ranks beat on a store, with one verdict.
+"""Heartbeat: ranks beat on a store, and agree on one verdict about the rank that failed first.
 
-A broken connection tells that something died, not what: the survivors' own ends break connections
-too. So:
+A broken connection shows that something died, but not which rank: survivors that end break
+connections, too. So:
 
-1  beat     each rank writes where it is twice a second, on a connection of its own
+1  beat     each rank writes its place twice a second, on a connection of its own
 2  watch    in the same turn it reads the verdict, and the beat of the rank after it that has
             not ended; a rank that is silent for 20 s is lost, or for 3 s if its process has ended
-3  judge    where an exchange failed, it reads all beats; one that stopped for 3 s is lost,
+3  judge    if an exchange failed, it reads all beats; a rank without a beat for 3 s is lost,
             and if none is lost a deadline has passed
-4  leave    a rank that ends says so: that it is done, or which error ended it
-   verdict  whoever finds out first writes it (compare-and-set), all repeat it,
-            and whoever is blocked is woken
+4  leave    a rank that ends says so: that it is done, or the error that ended it
+   verdict  the rank that finds out first writes it (compare-and-set), all repeat it,
+            and every blocked thread is woken
 
-One thread alone talks to the store (beats.py), since a store that was stopped answers never. A
-second one sees that it got stuck.
+Only one thread talks to the store (beats.py), because a store that was stopped never answers. A
+second thread sees when the first is stuck.
 """
 
 from __future__ import annotations
@@ -46,56 +46,56 @@ from shoal.core.facts import Topology
 from shoal.core.side_threads import is_side_thread
 
 _BEAT_S = 0.5
-_DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
-# the same when nothing has failed yet: a rank that is stopped, or a host without power
+_DEAD_S = 3.0  # seconds without a beat after an exchange failed, until a rank is lost
+# the same if nothing has failed yet: a rank may be stopped, or a host without power
 _SILENT_S = 20.0
-# the least that can be asked for: six beats in a row must be missing, since threads that share a
-# processor, and the store, are late by one or two
+# least value that the user may set: six beats in a row must be missing, because threads that share
+# a processor, and the store, may be late by one or two
 LEAST_LOST_S = 6 * _BEAT_S
-_ABSENT_S = 6.0  # the same for a rank that is awaited, to make connections
-_FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
-_EXPLAINED_S = 1.5  # how long who has noticed that ranks differ waits for what each is at
-_UNTOLD_S = 5.0  # how long a verdict may stay untold until a line of the log tells it
+_ABSENT_S = 6.0  # the same for a rank that takes part in making connections
+_FAREWELL_S = 2.0  # seconds that the rank with the store waits for the others to let go of it
+_EXPLAINED_S = 1.5  # seconds that a rank which has noticed a difference waits for the places of all
+_UNTOLD_S = 5.0  # seconds until a line of the log reports a verdict that the program has not heard
 _LONGEST = 500  # letters of another error that a verdict repeats
 _LOGGER = logging.getLogger("shoal")
-_GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
+_GONE = (RuntimeError, dist.DistError)  # errors of a store that is no longer there
 
 
 @dataclass(frozen=True)
 class _Doubt:
-    """An exchange that failed here, and nobody has said why."""
+    """Failed exchange on this rank, without an explanation yet."""
 
     reason: str
-    timeout_s: float | None  # what passed; None where it broke before
+    timeout_s: float | None  # the limit that passed; None if the exchange broke before
     since: float
-    differ: bool = False  # ranks were seen to be at different things
+    differ: bool = False  # ranks were seen at different places
 
     @property
     def patience_s(self) -> float:
-        """How long to look for a lost rank. Whose time is over speaks first: giving up, it broke
-        the others' links.
+        """Seconds to look for a lost rank. A rank with a passed limit speaks first: by giving up,
+        it broke the others' links.
         """
         return _DEAD_S + (2 if self.timeout_s is not None else 6) * _BEAT_S
 
 
 @final
 class _Case:
-    """The case of this job's failure: this rank's doubt, and the verdict that closes it."""
+    """Case of this job's failure: this rank's doubt, and the verdict that closes it."""
 
     def __init__(self) -> None:
         self.doubt: _Doubt | None = None
         self.verdict: Verdict | None = None
         self.closed = threading.Event()
-        self._lock = threading.Lock()  # of doubt and verdict
+        self._lock = threading.Lock()  # guards doubt and verdict
 
     def open(self, reason: str, timeout_s: float | None, *, differ: bool = False) -> None:
-        """Doubt, unless this rank does already."""
+        """Open a doubt, unless this rank has one already."""
         with self._lock:
             if self.doubt is None:
                 self.doubt = _Doubt(reason, timeout_s, time.monotonic(), differ)
 
     def close(self, verdict: Verdict) -> None:
-        """Keep the first verdict, and wake who waits for one."""
+        """Keep the first verdict, and wake the threads that wait for one."""
         with self._lock:
             self.verdict = self.verdict or verdict
         self.closed.set()
@@ -103,31 +103,31 @@ class _Case:
 
 @dataclass(frozen=True)
 class StoreHolder:
-    """The process that holds the store: the store ends with it."""
+    """Process that holds the store: the store ends with it."""
 
     rank: int | None = None  # None: a launcher
-    # ranks that go with it: those of its host, where a launcher ends when one of them does
+    # ranks that end with it: all of its host, if a launcher ends when one of them does
     beside: tuple[int, ...] = ()
 
 
 class OpenChannel(Protocol):
-    """A channel that carries this rank's messages."""
+    """Channel that carries this rank's messages."""
 
     def free(self) -> None:
-        """Let every thread that is blocked on it fail."""
+        """Make every thread that is blocked on it fail."""
 
     def end(self) -> None:
-        """End it, with the threads that it has."""
+        """End it, with its threads."""
 
 
 @final
 class _Judge:
-    """One rank's judge: it finds the verdict in the beats of all.
+    """Judge of one rank: it finds the verdict in the beats of all.
 
     Args:
         board: the beats.
         lookout: sees whether ranks wait in vain.
-        holder: of the store.
+        holder: the store's holder.
         silent_s: seconds without any sign of life after which a rank is lost.
     """
 
@@ -136,10 +136,10 @@ class _Judge:
     ) -> None:
         self._board, self.holder, self.silent_s = board, holder, silent_s
         self._lookout = lookout
-        self.awaited: frozenset[int] = frozenset()  # ranks that this one makes something with
+        self.awaited: frozenset[int] = frozenset()  # ranks that make a group together with this one
 
     def found(self, doubt: _Doubt | None) -> Verdict | None:
-        """The verdict, if there is one yet."""
+        """Return the verdict, if there is one yet."""
         board = self._board
         if not board.beats:
             return None
@@ -153,7 +153,8 @@ class _Judge:
         if differing is not None or doubt.differ:
             is_late = time.monotonic() > doubt.since + _BEAT_S
             return differing or (Verdict(doubt.reason, None, differ=True) if is_late else None)
-        # one that has ended may have done its work: only if no other can have died meanwhile
+        # a rank that has ended may have done its work: it counts only if no other can have died
+        # meanwhile
         or_left = board.all_beat_since(doubt.since + _BEAT_S)
         lost = board.lost(list(board.beats), _DEAD_S, or_left=or_left)
         if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
@@ -183,7 +184,7 @@ class _Judge:
         return Verdict(what, None, got=reason[:_LONGEST], broke=True)
 
     def holder_left(self) -> bool:
-        """Whether the store is about to end with the program of the rank that holds it."""
+        """Return whether the store is about to end with the program of the rank that holds it."""
         holder = self.holder.rank
         return (
             holder is not None
@@ -192,10 +193,10 @@ class _Judge:
         )
 
     def without_store(self, how: str) -> Verdict:
-        """The verdict that the store is lost, and in which way."""
+        """Return the verdict that the store is lost, with the way in which it ended."""
         holder, beside = self.holder.rank, self.holder.beside
         if holder is None and beside and self._board.rank not in beside:
-            # kill -9 of a rank ends its launcher within a blink, before its beats are missed
+            # kill -9 of a rank ends its launcher within moments, before its beats are missed
             names = ", ".join(f"rank {rank}" for rank in beside)
             host = self._board.beats[beside[0]].host
             return Verdict(
@@ -216,16 +217,16 @@ class _Judge:
 
 @final
 class Heartbeat:
-    """This rank's beat, and the reading of the others'.
+    """Beat of this rank, and its reading of the other beats.
 
     Args:
-        values: in the store where all ranks meet; it makes a connection of its own to that.
-        rank: this one.
-        topology: the hosts of all ranks, and how many of them train, the first.
-        holder: of the store.
-        pulses: of all ranks, and this one's own.
+        values: values in the store where all ranks meet. The heartbeat opens its own connection.
+        rank: this rank.
+        topology: the hosts of all ranks, and the number of the first ranks, which train.
+        holder: the store's holder.
+        pulses: pulses of all ranks, and this one's own.
         lost_after_s: seconds without any sign of life after which a rank is lost.
-        patience: how long ranks that live are waited for.
+        patience: the time to wait for ranks that live.
     """
 
     def __init__(
@@ -238,10 +239,10 @@ class Heartbeat:
         lost_after_s: float | None = None,
         patience: Patience = USUAL,
     ) -> None:
-        # by id, the open ones in the order in which they were made
+        # open channels by id, in the order in which they were made
         self.channels: dict[int, OpenChannel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
-        # of the groups: torch keeps only the half of it that is C++
+        # store of the groups, kept here because torch keeps only its C++ half
         self.store: SignedStore | None = None
         self.workers = topology.workers or topology.size
         self._board = BeatBoard(values, rank, topology.hosts, Journal(), pulses or Pulses())
@@ -250,7 +251,7 @@ class Heartbeat:
         self._judge = _Judge(self._board, lookout, holder, silent_s)
         self._case = _Case()
         self._nudge, self._stopped = threading.Event(), threading.Event()
-        self._told = threading.Event()  # the program was told of the verdict
+        self._told = threading.Event()  # set once the program was told of the verdict
         self._process = os.getpid()
         self._store_answers = True
         self._board.turn = time.monotonic()
@@ -265,12 +266,12 @@ class Heartbeat:
 
     @property
     def journal(self) -> Journal:
-        """What this rank does."""
+        """Journal of this rank."""
         return self._board.journal
 
     @property
     def at(self) -> str:
-        """Where this rank works or waits."""
+        """Place where this rank works or waits."""
         return self._board.at
 
     @property
@@ -280,9 +281,9 @@ class Heartbeat:
 
     @contextmanager
     def awaiting(self, ranks: Iterable[int]) -> Iterator[None]:
-        """While these ranks make something together, look at the beats of all of them.
+        """Watch the beats of all these ranks while they make something together.
 
-        No exchange breaks where one dies meanwhile.
+        No exchange breaks if one of them dies meanwhile.
         """
         self._judge.awaited = frozenset(ranks) - {self._board.rank}
         try:
@@ -291,7 +292,7 @@ class Heartbeat:
             self._judge.awaited = frozenset()
 
     def reached(self, where: str) -> None:
-        """This rank works at `where`."""
+        """Note that this rank works at `where`."""
         if is_side_thread():
             return
         self._board.at, self._board.waiting = where, False
@@ -300,7 +301,9 @@ class Heartbeat:
     def check(
         self, where: str = "", record: ChannelRecord | None = None, number: int | None = None
     ) -> None:
-        """This rank waits at `where`, for that number of a channel: raise if there is a verdict."""
+        """Note that this rank waits at `where`, for that number of a channel. Raise the verdict if
+        there is one.
+        """
         if not is_side_thread():
             self._board.at, self._board.waiting = where or self.at, True
             if record is not None:
@@ -313,39 +316,44 @@ class Heartbeat:
             raise self._error(self._case.verdict)
 
     def hear(self, *, again: bool = True) -> None:
-        """Raise the verdict if there is one; unless `again`, only if nobody was told of it yet."""
+        """Raise the verdict if there is one. Unless `again`, raise it only if the program was not
+        told yet.
+        """
         verdict = self._case.verdict
         if verdict is not None and (again or not self._told.is_set()):
             raise self._error(verdict)
 
     def has_told(self) -> None:
-        """The program is about to be told of the verdict, or that this rank ends."""
+        """Note that the program is about to hear the verdict, or that this rank ends."""
         if not may_block():
             self._told.set()
 
     def judge(self, reason: str, timeout_s: float | None) -> WorldError | RanksDiffer:
-        """The error on which ranks agree after an exchange broke, or did not end in `timeout_s`.
+        """Return the error on which ranks agree after an exchange broke, or did not end in
+        `timeout_s`.
 
-        Takes about three seconds where nobody has said why.
+        This takes about three seconds if no rank has reported the reason.
         """
         self._board.waiting = True
         self._case.open(reason, timeout_s)
         self._nudge.set()
         while not self._case.closed.wait(_DEAD_S):
-            if self._stopped.is_set():  # nobody looks any more
+            if self._stopped.is_set():  # the thread that looks has ended
                 self._conclude(Verdict("this rank has left the others", self._board.rank))
         assert self._case.verdict is not None
         return self._error(self._case.verdict)
 
     def explained(self, error: ShoalError) -> ShoalError:
-        """The verdict on which ranks agree, where one has noticed that they differ."""
+        """Return the verdict on which ranks agree, if one has noticed that they differ."""
         self._case.open(error.what, None, differ=True)
         self._nudge.set()
         self._case.closed.wait(_EXPLAINED_S)
         return error if self._case.verdict is None else self._error(self._case.verdict)
 
     def leave(self, error: BaseException | None) -> None:
-        """Say that this rank ends: done (None), or for an error, the verdict if there is none."""
+        """Report that this rank ends: done (None), or with an error, the verdict if there is none
+        yet.
+        """
         if self._stopped.is_set() or os.getpid() != self._process:
             return
         self._stopped.set()
@@ -355,9 +363,9 @@ class Heartbeat:
             thread.join(timeout=2 * _BEAT_S)
         if self._store_answers and not self._server.is_alive():
             self._say_goodbye(error)
-        # A thread that needs the interpreter while it ends aborts the process ("terminate called
-        # …"): here one that comes out of an exchange, and torch.distributed's own, which give back
-        # the tensors of the last exchange.
+        # If a thread needs the interpreter while it ends, it aborts the process ("terminate called
+        # …"). Here these are threads that leave an exchange, and torch.distributed's own, which
+        # release the tensors of the last exchange.
         self._board.pulses.end()
         deadline = time.monotonic() + _FAREWELL_S
         while self.busy and time.monotonic() < deadline:
@@ -376,22 +384,26 @@ class Heartbeat:
                 problem = f"{who} failed: {type(error).__name__}: {text}"
                 self._board.agreed(Verdict(problem[:_LONGEST], self._board.rank))
             elif self._case.verdict is not None:
-                self._board.agreed(self._case.verdict)  # where a stranger has written over it
+                # written again, because a stranger may have overwritten it
+                self._board.agreed(self._case.verdict)
             self._board.write(LEFT)
             self._board.repeat(_FAREWELL_S)
             own, holder = self._board.rank, self._judge.holder
-            # where the launcher that has the store ends behind this rank, others must hear why now
+            # if the launcher with the store ends after this rank, the others must hear the reason
+            # now
             if holder.rank == own or (error is not None and own in holder.beside):
                 self._wait_for_the_others()
         except _GONE:
             return
 
     def _leave_at_exit(self) -> None:
-        # an error that nobody caught, which Python has just printed
+        # an uncaught error, which Python has just printed
         self.leave(getattr(sys, "last_value", None))
 
     def _wait_for_the_others(self) -> None:
-        """Wait for other ranks to read how this one left: the store is about to end."""
+        """Wait until the other ranks have read how this one left, because the store is about to
+        end.
+        """
         deadline = time.monotonic() + _FAREWELL_S
         verdict = self._case.verdict
         waited_for = set(self._board.beats) - {verdict.rank if verdict else None}
@@ -400,14 +412,14 @@ class Heartbeat:
             time.sleep(0.02)
 
     def _serve(self) -> None:
-        """The thread that talks to the store: twice a second, at once if there is a doubt."""
+        """Talk to the store, on a thread: twice a second, and at once if there is a doubt."""
         found: Verdict | None = None
         try:
             self._board.connect(self._judge.silent_s)
             while found is None and not self._stopped.is_set():
                 self._nudge.wait(_BEAT_S / 2 if self._case.doubt or self.journal.wait else _BEAT_S)
                 self._nudge.clear()
-                # this process was stopped, perhaps all of them were
+                # this process was stopped, and perhaps all of them were
                 if time.monotonic() - self._board.turn > _DEAD_S:
                     self._board.forget()
                 self._board.turn = time.monotonic()
@@ -428,14 +440,16 @@ class Heartbeat:
             self._tell_of(found)
 
     def _guard(self) -> None:
-        """The thread that sees when the other one is stuck: the store is stopped, or away."""
+        """Watch, on another thread, whether the first one is stuck: the store may be stopped, or
+        away.
+        """
         turn, ticks = self._board.turn, 0
         while not (self._stopped.wait(_BEAT_S) or self._case.closed.is_set()):
-            # not seconds: this process may be stopped
+            # counts turns, not seconds, because this process may be stopped
             turn, ticks = self._board.turn, ticks + 1 if turn == self._board.turn else 0
             limit_s = 2 * _DEAD_S if self._case.doubt else self._judge.silent_s
             if not self._server.is_alive():
-                # it let go of a store whose holder has left
+                # it let go of a store after its holder left
                 limit_s = 0.0 if self._case.doubt else math.inf
             holder = self._judge.holder.rank
             if ticks * _BEAT_S > limit_s and holder is not None and self._server.is_alive():
@@ -451,7 +465,9 @@ class Heartbeat:
         self._free()
 
     def _tell_of(self, verdict: Verdict) -> None:
-        """Log a verdict that the program does not hear: it waits for nobody, and is in no step."""
+        """Log a verdict that the program does not hear, because it neither waits nor is in a
+        step.
+        """
         if not self._told.wait(_UNTOLD_S):
             _LOGGER.warning(
                 f"shoal: {self._error(verdict).what}. This rank ends at its next batch or step"

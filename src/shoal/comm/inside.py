@@ -1,7 +1,7 @@
 """Calls into torch.distributed, and the handles of messages under way.
 
-Whoever waits here for another rank looks at the verdict every half second, and says at what it
-waits. Errors come out as the verdict.
+A thread that waits here for another rank looks at the verdict every half second, and reports where
+it waits. Errors come out as the verdict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.comm.heartbeat import Heartbeat
 from shoal.comm.places import ChannelRecord
 
 T = TypeVar("T")
-# gloo, stores and NCCL say so if a limit has passed
+# words of gloo, stores and NCCL if a limit has passed
 _LIMIT_PASSED = (
     "timed out waiting",
     "timed out connecting",
@@ -34,10 +34,10 @@ _FOREVER = datetime.timedelta(days=1000)
 
 @final
 class Inside:
-    """Calls into torch.distributed, whose errors come out as who is lost.
+    """Calls into torch.distributed, with errors that name the lost rank.
 
-    `with` stands around those that do not block; a class and not a generator, as that is around
-    every message. `run` makes those that do.
+    `with` stands around calls that do not block. It is a class and not a generator, because it
+    stands around every message. `run` makes calls that block.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Inside:
         *,
         idle: bool = False,
     ) -> None:
-        self.idle = idle  # whether a message may be waited for however long it takes
+        self.idle = idle  # whether the wait for a message has no limit
         self.journal = heartbeat.journal
         self._heartbeat, self._aside = heartbeat, aside
         self._timeout_s, self._record = timeout_s, record
@@ -70,15 +70,16 @@ class Inside:
         """Make a call that waits for other ranks.
 
         Args:
-            call: makes it.
-            in_time: its limit in seconds; None if it has one of its own.
+            call: the call.
+            in_time: limit in seconds; None if the call has a limit of its own.
         """
         return self.beside(partial(self._entered, call), in_time=in_time)
 
     def beside(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
-        """Make such calls beside this thread, which looks at the verdict meanwhile.
+        """Make a blocking call on another thread, while this thread looks at the verdict.
 
-        The library's own threads make them themselves: nobody waits for those without a limit.
+        The library's own threads make such calls themselves, because no thread waits for them
+        without a limit.
         """
         if may_block():
             return call()
@@ -103,7 +104,7 @@ class Inside:
 
 @final
 class WorkHandle:
-    """A torch.distributed work handle."""
+    """Work handle of torch.distributed."""
 
     def __init__(self, work: dist.Work, inside: Inside) -> None:
         self._work, self._inside = work, inside
@@ -120,12 +121,12 @@ class WorkHandle:
         self._inside.journal.messages += 1
 
     def land(self) -> None:
-        """Do what is left to do: nothing."""
+        """Do nothing: no work is left."""
 
 
 @final
 class ReceiveViaHost:
-    """A receive at the host of a tensor that belongs on a device."""
+    """Receive at the host of a tensor that belongs on a device."""
 
     def __init__(self, work: WorkHandle, received: Tensor, wanted: Tensor) -> None:
         self._work, self._received, self._wanted = work, received, wanted
@@ -136,13 +137,14 @@ class ReceiveViaHost:
         self.land()
 
     def land(self) -> None:
-        """Do what is left to do once the work is done."""
-        # no wait for the device: the copy is queued, and what uses `wanted` is queued behind it
+        """Copy the received values to the device, once they are here."""
+        # no wait for the device: the copy is queued, and later uses of `wanted` are queued after it
         self._wanted.copy_(self._received, non_blocking=True)
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether an error of torch.distributed says that the limit of the wait itself has passed.
+    """Return whether an error of torch.distributed says that the limit of the wait itself has
+    passed.
 
     It does not if the kernel gave a connection up ("Connection timed out", where a network loses
     large packets), or if another rank's limit has passed, which closed the connection.

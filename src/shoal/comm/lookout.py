@@ -1,8 +1,8 @@
-"""Sees in the beats whether ranks wait for one another in vain, and who keeps the others waiting.
+"""Lookout: sees in the beats whether ranks wait for one another in vain, and names late ranks.
 
-A rank looks only while it waits itself, and the more seldom the higher its number: mostly rank 0
-sees first what there is, and the store has little to do. What is found is certain after two looks
-(places.py). Costs one read a rank and look.
+A rank looks only while it waits itself, and less often the higher its number. So rank 0 usually
+finds a problem first, and the store has little to do. A finding is certain after two looks
+(places.py). Each look costs one read for each rank.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from shoal.comm.beats import BEATING, Beat, BeatBoard, Verdict
 from shoal.comm.patience import USUAL, Absence, Patience, Reason, absence
 from shoal.comm.places import Apart, ChannelWait, RankPlace, apart, missed, named, unlike
 
-_SELDOM = 32  # turns between two looks at most
-_TURN_S = 0.25  # between two turns of one that waits, at least
-_LONG_S = 3.0  # a rank that others wait for as long as this is named
-_MARKS_S = (20.0, 60.0)  # a line says once more which rank waits for which
-_LATER_S = 5.0  # than a limit of the user's, which gloo keeps, but by the wall clock: that may jump
+_SELDOM = 32  # most turns between two looks
+_TURN_S = 0.25  # least seconds between two turns of a rank that waits
+_LONG_S = 3.0  # a rank that keeps others waiting for so long is named
+_MARKS_S = (20.0, 60.0)  # times of a wait at which a line says again which rank waits for which
+# seconds to add to a limit of the user's. Gloo keeps that limit by the wall clock, which may jump
+_LATER_S = 5.0
 _LOGGER = logging.getLogger("shoal")
 
 
 @final
 class _Vigil:
-    """The length of one wait, in this rank's own looks.
+    """Length of one wait, in this rank's own looks.
 
-    These are counted, not seconds, since this process may have been stopped.
+    It counts looks, not seconds, because this process may have been stopped.
     """
 
     def __init__(self, wait: tuple[str, int] | None) -> None:
         self.wait = wait
-        self.same = 0  # turns since the same was seen
+        self.same = 0  # turns since the finding last changed
         self._seen: object = None
         self._began_s, self._marks = time.monotonic(), list(_MARKS_S)
 
@@ -44,11 +45,11 @@ class _Vigil:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the wait was seen first."""
+        """Seconds since the wait was first seen."""
         return time.monotonic() - self._began_s
 
     def is_due(self, times: float) -> bool:
-        """Return whether a line is due, once for each mark, which comes so many times later."""
+        """Return whether a line is due, once for each mark. The marks are multiplied by `times`."""
         due = [mark for mark in self._marks if self.waited_s >= times * mark]
         self._marks = [mark for mark in self._marks if mark not in due]
         return bool(due)
@@ -56,24 +57,27 @@ class _Vigil:
 
 @final
 class Lookout:
-    """One rank's look at what every rank is at.
+    """One rank's look at the places of all ranks.
 
     Args:
-        board: where ranks say so.
-        workers: how many ranks train; the others wait for these by turns that they have not made.
-        patience: how long ranks are waited for.
+        board: the board where ranks write their places.
+        workers: number of ranks that train. The others do not number their waits.
+        patience: the time to wait for ranks.
     """
 
     def __init__(self, board: BeatBoard, workers: int, patience: Patience = USUAL) -> None:
         self._board, self._journal, self._workers = board, board.journal, workers
-        self._turns = 0  # of this wait
+        self._turns = 0  # turns of this wait
         self._began_s = 0.0
         self._before: tuple[Apart | None, Mapping[int, int]] = None, {}
         self._has_warned = False
         self._patience, self._vigil = patience, _Vigil(None)
 
     def look(self) -> Verdict | None:
-        """In a turn of the heartbeat: the verdict that ranks wait in vain, if they do."""
+        """Look, in a turn of the heartbeat.
+
+        Return the verdict that ranks wait in vain, if they do.
+        """
         if self._journal.wait is None or self._board.rank >= self._workers:
             self._turns = 0
             return None
@@ -116,7 +120,8 @@ class Lookout:
         if self._vigil.same * _TURN_S >= limit_s + (_LATER_S if is_given else 0.0):
             return self._verdict(wait, found, limit_s, places)
         first = min((rank for rank, place in places.items() if place.wait), default=None)
-        # an exchange that is planned to take long is no news until a third of its limit has passed
+        # an exchange that is planned to take long gives no line until a third of its limit has
+        # passed
         is_planned = found.reason is Reason.TOGETHER and planned_s is not None
         times = max(1.0, limit_s / _MARKS_S[-1]) if is_planned else 1.0
         if first == own and self._vigil.is_due(times):
@@ -159,7 +164,7 @@ class Lookout:
         )
 
     def _absent(self, found: Absence, places: Mapping[int, RankPlace]) -> str:
-        """Return in words the ranks that have not come, and where they are."""
+        """Describe the ranks that have not come, and their places."""
         if not found.ranks:
             return "hosts that do not train"
         first, *more = found.ranks
@@ -177,12 +182,14 @@ class Lookout:
         return f"rank {rank} (host {host})"
 
     def differing(self) -> Verdict | None:
-        """The verdict that ranks are at different things, for one that has noticed it."""
+        """Return the verdict that ranks are at different places, for a rank that has noticed it."""
         found = unlike(self._read()[0])
         return None if found is None else Verdict(found.what, found.rank, differ=True)
 
     def _read(self) -> tuple[dict[int, RankPlace], dict[int, int]]:
-        """What every worker is at that goes on still, and how often each other one has beaten."""
+        """Read the places of all workers that still run, and the number of beats of each other
+        one.
+        """
         beats: dict[int, Beat] = {
             rank: self._board.read(rank) for rank in self._board.beats if rank < self._workers
         }
@@ -192,7 +199,10 @@ class Lookout:
         return places, {rank: beats[rank].count for rank in places if rank in beats}
 
     def _warn(self, places: Mapping[int, RankPlace]) -> None:
-        """Name once who keeps the others waiting: the first of these does."""
+        """Warn once about the rank that keeps others waiting.
+
+        The lowest rank that waits does it.
+        """
         first = min((rank for rank, place in places.items() if place.wait), default=None)
         waited_s = time.monotonic() - self._began_s
         if self._has_warned or waited_s < _LONG_S or first != self._board.rank:

@@ -1,15 +1,15 @@
-"""Where ranks come together, and by which network they will reach one another.
+"""Meeting of the ranks, and the network by which they will reach one another.
 
     1  connect     to the store, which the launcher holds, or rank 0
-    2  roll call   who is there, and whether all were started alike (roll_call.py)
-    3  interface   that of the connection to the store. A rank on the store's own host reaches it
-                   by itself; it takes the interface that leads to a rank elsewhere
+    2  roll call   the ranks that are there, and whether all were started alike (roll_call.py)
+    3  interface   the one of the connection to the store. A rank on the store's own host reaches
+                   it by loopback, so it takes the interface that leads to a rank elsewhere
 
 Why so: PyTorch takes the interface of the host's own name. On Debian as installed that name means
 127.0.1.1, and with several networks it may mean one that leads nowhere. But every rank has reached
 the store, by a way that works.
 
-Cost: one connection more, to learn the way.
+Cost: one more connection, to learn the way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shoal.core.interfaces import interface_of, is_loopback, own_addresses, sour
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names it
 _KNOCK_S = 1.0
 _AGAIN_S = 0.1
-_LATE_S = 0.3  # beyond the limit: what meets the limit itself says more
+_LATE_S = 0.3  # seconds after the limit: an error of the limit itself says more
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -48,13 +48,14 @@ _LOOPBACK = ("127.0.0.1", "::1")
 class Roster:
     """The ranks that have come together.
 
-    `values` are those of this start of the job, and of no other.
+    `values` belong to this start of the job, and to no other.
     """
 
     values: Values
     rank: int
     everyone: tuple[Arrival, ...] = field(repr=False)
-    interface: str | None = None  # by which this rank reaches the others; None: torch chooses
+    # interface by which this rank reaches the others; None: torch chooses
+    interface: str | None = None
 
     @property
     def size(self) -> int:
@@ -63,7 +64,7 @@ class Roster:
 
     @property
     def topology(self) -> Topology:
-        """Where the ranks are, and on what processors."""
+        """Hosts and processors of the ranks."""
         first = self.everyone[0]
         return Topology(
             tuple(here.host for here in self.everyone),
@@ -82,11 +83,12 @@ def meet(seat: Seat, timeout_s: float) -> Roster:
     """Meet the other ranks.
 
     Args:
-        seat: what the launcher says; without a `meeting` where the program has a process group.
+        seat: this process's place, from the launcher; without a `meeting` if the program has a
+            process group.
         timeout_s: seconds to wait for every rank.
 
     Raises:
-        MissingRank: not every rank came in time; it names them.
+        MissingRank: not every rank came in time. The error names the missing ranks.
         PeerLost: the store has gone.
         UsageError: a rank is there twice, or was started unlike this one; or the servers and the
             tail leave too few workers.
@@ -106,7 +108,10 @@ def meet(seat: Seat, timeout_s: float) -> Roster:
 
 
 def _met(seat: Seat, timeout_s: float, began_s: float) -> Roster:
-    """Meet them; a store that is stopped, or a stranger in its place, may keep this for ever."""
+    """Meet the ranks.
+
+    If the store is stopped, or a stranger is in its place, this may block for ever.
+    """
     if seat.meeting is None:
         rank, size = dist.get_rank(), dist.get_world_size()
         store, found = dist.distributed_c10d._get_default_store(), {}
@@ -124,7 +129,8 @@ def _met(seat: Seat, timeout_s: float, began_s: float) -> Roster:
     try:
         start, everyone = roll.take()
     except RanksDiffer:
-        if problem is not None:  # the others hear of it, and this rank itself says more
+        # the others hear of the problem, and this rank's own error says more
+        if problem is not None:
             raise problem from None
         raise
     except dist.DistError as error:
@@ -153,7 +159,7 @@ def _silent(seat: Seat, timeout_s: float) -> MissingRank:
 
 
 def _warn_of_strangers(everyone: Sequence[Arrival]) -> None:
-    """Warn where others than this host may reach the store, and no secret tells ranks from them."""
+    """Warn if other hosts may reach the store, and no secret tells ranks from strangers."""
     own = everyone[0]
     here_only = not own.address or is_loopback(own.address)
     if here_only and all(other.machine == own.machine for other in everyone):
@@ -165,7 +171,7 @@ def _warn_of_strangers(everyone: Sequence[Arrival]) -> None:
 
 
 def _warn_of_python(everyone: Sequence[Arrival]) -> None:
-    """Say where ranks run unlike releases of Python, which trains, but is nobody's intent."""
+    """Warn if ranks run different releases of Python: they train, but probably by mistake."""
     releases = {here.versions.python.rpartition(".")[0] for here in everyone}
     if len(releases) > 1:
         who = ", ".join(f"rank {h.rank} (host {h.host}): {h.versions.python}" for h in everyone)
@@ -176,7 +182,7 @@ def _warn_of_python(everyone: Sequence[Arrival]) -> None:
 
 
 def check_workers(seat: Seat, size: int) -> None:
-    """Raise UsageError where the servers and the tail leave too few workers."""
+    """Raise UsageError if the servers and the tail leave too few workers."""
     servers, tail = seat.servers, seat.tail
     if servers >= size:
         got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
@@ -191,7 +197,7 @@ def check_workers(seat: Seat, size: int) -> None:
 
 @dataclass(frozen=True)
 class _StoreConnection:
-    """A connection to the store, by numeric addresses."""
+    """Connection to the store, by numeric addresses."""
 
     own: str
     store: str
@@ -205,12 +211,12 @@ class _StoreConnection:
 def connect(
     meeting: Meeting, hold: bool, timeout_s: float, host: str
 ) -> tuple[TCPStore, _StoreConnection]:
-    """Connect to the ranks' store, or hold it; and the way that leads there."""
+    """Connect to the ranks' store, or hold it. Return the store and the way that leads there."""
     address, port = meeting.address, meeting.port
     where = f"rank {meeting.rank} of {meeting.size}, host {host}"
     way = None if hold else _way_there(meeting, timeout_s, where)
     try:
-        # a name may mean several addresses: the one that has answered
+        # a name may mean several addresses: use the one that has answered
         store = _store(way, port, timeout_s) if way else open_store(address, port, timeout_s)
     except (OSError, dist.DistError) as error:
         raise UsageError(
@@ -224,9 +230,9 @@ def connect(
 
 
 def _way_there(meeting: Meeting, timeout_s: float, where: str) -> _StoreConnection:
-    """Knock until somebody listens: PyTorch's store prints its own stack where nobody does.
+    """Knock until a store listens. If none does, PyTorch's own store would print its stack.
 
-    It also takes twice its time-out, and does not say by which addresses it came.
+    That store also takes twice its time-out, and does not say by which addresses it came.
     """
     deadline = time.monotonic() + timeout_s
     while isinstance(way := _knock(meeting.address, meeting.port), str):
@@ -250,16 +256,16 @@ def _store(way: _StoreConnection, port: int, timeout_s: float) -> TCPStore:
 
 
 def _knock(address: str, port: int) -> _StoreConnection | str:
-    """Connect, and hang up: the way there, or what keeps from it."""
+    """Connect, and hang up. Return the way there, or the reason why there is none."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_S) as there:
             return _StoreConnection(there.getsockname()[0], there.getpeername()[0])
-    except (OSError, UnicodeError) as error:  # also of a name that is none
+    except (OSError, UnicodeError) as error:  # includes names that are not valid
         return str(error)
 
 
 def interface_problem(asked: str | None, host: str) -> UsageError | None:
-    """Why the interfaces that the user has named cannot be taken, if they cannot."""
+    """Return an error if this host lacks an interface that the user has named."""
     there = own_addresses()
     names = {address.interface for address in there}
     absent = [name for name in (asked or "").split(",") if name and name not in names]
@@ -275,12 +281,12 @@ def interface_problem(asked: str | None, host: str) -> UsageError | None:
 
 
 def interface_towards(own: Arrival, everyone: Sequence[Arrival]) -> str | None:
-    """The interface that leads to the other ranks; None where it cannot be told."""
+    """Return the interface that leads to the other ranks; None if it cannot be found."""
     here = own.address
     if own.is_beside_store:
         elsewhere = [other for other in everyone if other.machine != own.machine]
         reached = [other.address for other in elsewhere if not other.is_beside_store]
-        if elsewhere:  # without an address of theirs, as behind a tunnel, nobody can tell
+        if elsewhere:  # if their addresses are unknown, as through a tunnel, it cannot be found
             here = next(filter(None, map(source_towards, filter(None, reached))), "")
     if is_loopback(here):
         return next(filter(None, map(interface_of, _LOOPBACK)), None)
@@ -288,7 +294,9 @@ def interface_towards(own: Arrival, everyone: Sequence[Arrival]) -> str | None:
 
 
 def _machine() -> str:
-    """A name for what has the interfaces: a machine, or a container or namespace on it."""
+    """Return a name for the owner of the interfaces: a machine, or a container or namespace on
+    it.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"

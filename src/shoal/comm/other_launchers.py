@@ -1,17 +1,17 @@
 """Variables of other launchers, Slurm's and MPI's, put into the words of torchrun's.
 
-srun and mpirun start a program once a task, and say in variables of their own which task it is.
+srun and mpirun start a program once for each task, and number the tasks in variables of their own.
 Shoal reads them, so `srun python script.py` needs no torchrun. Under each of them a task is a rank.
 
-    which rank     the launcher's variables. mpirun's go before srun's, because mpirun inside a
+    rank           the launcher's variables. mpirun's go before srun's, because mpirun inside a
                    Slurm job starts its own daemons by srun
-    which place    MASTER_ADDR if it is set. Else this host if all tasks are on it, else the first
+    address        MASTER_ADDR if it is set. Otherwise this host if it has all tasks, or the first
                    host of Slurm's list
-    which port     MASTER_PORT if it is set. Else a number made of the job's id, so that two jobs on
-                   a host do not meet
+    port           MASTER_PORT if it is set. Otherwise a number made of the job's id, so that two
+                   jobs on a host do not meet
 
-Only variables count that a launcher sets for the tasks of one start. SLURM_NTASKS, say, is also set
-in the script of `sbatch`, which runs once. SHOAL_ALONE=1 says that tasks are to be alone.
+Only variables that a launcher sets for the tasks of one start count. SLURM_NTASKS, for example, is
+also set in the script of `sbatch`, which runs once. With SHOAL_ALONE=1 each task trains alone.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS, whole
 
 ALONE = "SHOAL_ALONE"
-_OURS = ("RANK", "WORLD_SIZE")  # torchrun's, which go before all others
+_OURS = ("RANK", "WORLD_SIZE")  # torchrun's variables, which go before all others
 _YES = ("1", "true", "yes", "on")
-_USUAL_PORT = "29500"  # torchrun's
+_USUAL_PORT = "29500"  # torchrun's port
 _PORTS = (
     20_000,
     10_000,
-)  # the first port, and how many: all are below the ports that the system picks
+)  # the first port and their number: all are below the ports that the system picks
 _FIRST_OF_LIST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # up to a comma outside brackets
 _FIRST_OF_RANGE = re.compile(r"\[([^\],-]+)[^\]]*\]")
 
 
 @dataclass(frozen=True)
 class _TaskVariables:
-    """Names of one launcher's variables, by meaning; "" where it has none."""
+    """Names of one launcher's variables, by meaning; "" if it has none."""
 
     launcher: str
     rank: str
     size: str
     local_rank: str = ""
     local_size: str = ""
-    job: tuple[str, ...] = ()  # together the job's id
+    job: tuple[str, ...] = ()  # variables that make up the job's id
 
 
 _LAUNCHERS = (
@@ -93,7 +93,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables as another launcher's say them; none where there is no other.
+    """Return torchrun's variables, made from another launcher's; none if there is no other.
 
     Raises:
         UsageError: the launcher's variables are incomplete, or do not say where rank 0 is.
@@ -111,13 +111,13 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
         size = whole(environment.get(variables.size, ""))
         if variables.rank == "SLURM_PROCID" and size is None and _is_in_step(environment):
             size = whole(environment.get("SLURM_NTASKS", ""))
-        if size is not None:  # the innermost launcher says it, also where that is one task
+        if size is not None:  # the innermost launcher decides, even if it started a single task
             return _as_torchrun(environment, variables, size) if size > 1 else {}
     return {}
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it.
+    """Return the first host of a list in Slurm's form.
 
     Examples:
         >>> first_host("gpu[07-09,12],login1"), first_host("r[1-2]n[01-16]"), first_host("a,b")
@@ -128,7 +128,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_on(node: int, counts: str) -> int | None:
-    """Return how many tasks a node has, as Slurm writes it; None where it does not say.
+    """Return the number of tasks on a node from Slurm's list; None if the list does not say.
 
     Examples:
         >>> tasks_on(0, "4(x2),1"), tasks_on(2, "4(x2),1"), tasks_on(3, "4(x2),1")
@@ -177,7 +177,9 @@ def _as_torchrun(
 def _local(
     environment: Mapping[str, str], variables: _TaskVariables, rank: int
 ) -> tuple[int | None, int | None]:
-    """Return the task's number on its host, and how many tasks are there, if the launcher says."""
+    """Return the task's number on its host, and the number of tasks there, if the launcher says
+    so.
+    """
     local_rank = whole(environment.get(variables.local_rank, ""))
     local_size = whole(environment.get(variables.local_size, ""))
     if whole(environment.get("SLURM_PROCID", "")) != rank:
@@ -210,5 +212,5 @@ def _place(
 
 
 def _is_in_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process, and not sbatch or salloc."""
+    """Return whether srun has started this process, and not sbatch or salloc."""
     return "SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment

@@ -1,16 +1,16 @@
-"""Patience: how long a rank is waited for, by the reason why an exchange does not go on.
+"""Patience: the time to wait for a rank, by the reason why an exchange does not go on.
 
-    COMPUTES    a rank has not come. It lives, and waits for nobody: it may evaluate, save or load
-                data alone. So does one that waits for such a rank                            30 min
+    COMPUTES    a rank has not come. It lives and does not wait: it may evaluate, save or load
+                data alone. A rank that waits for such a rank counts the same                 30 min
     ELSEWHERE   a rank has not come, and waits for something else                             90 s
     TOGETHER    all have come: a link is slow or stuck. Ten times the predicted step, at
                 least 60 s; if nothing is predicted, since the last message                   300 s
-    UNKNOWN     it is up to hosts that do not train, which keep no journal: since the last
+    UNKNOWN     it depends on hosts that do not train, which keep no journal: since the last
                 message                                                                       300 s
 
-If the user has given a `timeout_s`, that is kept to in place of all these. A rank that is dead or
-stopped is another matter (heartbeat.py), and so are ranks that wait for one another (places.py).
-Guarded by tests/comm/test_lookout.py.
+If the user gives a `timeout_s`, it replaces all these limits. Other files handle a rank that is
+dead or stopped (heartbeat.py), and ranks that wait for one another (places.py). Guarded by
+tests/comm/test_lookout.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.comm.places import ChannelWait, RankPlace
 
 
 class Reason(IntEnum):
-    """Why a wait goes on; the greater ones are waited for longer."""
+    """Reason why a wait goes on; a greater reason allows a longer wait."""
 
     ELSEWHERE = 0
     UNKNOWN = 1
@@ -33,7 +33,7 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True)
 class Absence:
-    """Ranks that have not come to an exchange, and why."""
+    """Ranks that have not come to an exchange, and the reason."""
 
     reason: Reason
     ranks: tuple[int, ...] = ()
@@ -41,13 +41,13 @@ class Absence:
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds to wait, by the reason.
+    """Seconds to wait, for each reason.
 
     Args:
-        given_s: the user's own limit, which is kept to whatever the reason.
-        computes_s: for a rank that lives, and waits for nobody.
-        elsewhere_s: for one that waits for something else.
-        silent_s: without any message, in an exchange of which nothing is predicted.
+        given_s: the user's own limit, which holds for every reason.
+        computes_s: seconds for a rank that lives and does not wait.
+        elsewhere_s: seconds for a rank that waits for something else.
+        silent_s: seconds without any message, in an exchange without a prediction.
     """
 
     given_s: float | None = None
@@ -62,7 +62,7 @@ class Patience:
 
     @property
     def connects_s(self) -> float:
-        """Seconds that connections may take to be made."""
+        """Seconds for making connections."""
         return self.silent_s if self.given_s is None else self.given_s
 
     def limit_s(self, reason: Reason, planned_s: float | None) -> float:
@@ -86,7 +86,9 @@ USUAL = Patience()
 
 
 def absence(own: int, places: Mapping[int, RankPlace]) -> Absence | None:
-    """Return why the wait of rank `own` goes on, as all ranks' places tell; None if it has none."""
+    """Return why the wait of rank `own` goes on, according to all ranks' places; None without a
+    wait.
+    """
     wait = places[own].wait
     if wait is None:
         return None
@@ -110,7 +112,10 @@ def _absent(wait: ChannelWait, places: Mapping[int, RankPlace]) -> list[int]:
 
 
 def _reason(rank: int, places: Mapping[int, RankPlace], seen: frozenset[int]) -> Reason:
-    """Return why a rank has not come: it computes also if it waits for a rank that does."""
+    """Return why a rank has not come.
+
+    It counts as computing if it waits for a rank that computes.
+    """
     place = places.get(rank)
     if place is None:
         return Reason.UNKNOWN
@@ -119,7 +124,7 @@ def _reason(rank: int, places: Mapping[int, RankPlace], seen: frozenset[int]) ->
     if not place.wait.number:
         return Reason.UNKNOWN
     absent = _absent(place.wait, places)
-    if not absent:  # an exchange goes on there, which has a limit of its own
+    if not absent:  # an exchange goes on there, with a limit of its own
         return Reason.COMPUTES
     more = [other for other in absent if other not in seen]
     seen = seen.union(more)

@@ -1,15 +1,16 @@
-"""What every rank is at, and whether ranks wait for one another for ever.
+"""Places of all ranks, and whether ranks wait for one another for ever.
 
-All ranks do the same things together, in the same order on each channel. So what a rank does there
-has a number, which is the same on every rank. Each keeps a journal: how far it has begun, and what
-its main thread waits for. From the journals of all it follows who waits in vain:
+All ranks do the same things together, in the same order on each channel. So each thing there has a
+number, which is the same on every rank. Each rank keeps a journal: the last thing that it has
+begun, and the thing that its main thread waits for. All journals together show which ranks wait in
+vain:
 
-    unlike   two ranks are at something else under the same number of one channel
-    a ring   each waits for something that another one has not begun, and that one waits as well
+    unlike   two ranks do different things under the same number of one channel
+    a ring   each rank waits for something that another has not begun, and that one waits as well
 
-Neither goes away by waiting, however slow a link is. A rank that computes is in neither: it may
-begin what the others wait for. Costs a few attributes for each thing begun. Guarded by
-tests/faults/test_different_places.py.
+Neither ends by waiting, however slow a link is. A rank that computes is in neither, because it may
+begin the thing that the others wait for. The cost is a few attributes for each thing begun. Guarded
+by tests/faults/test_different_places.py.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
 
 _ANY = 1 << 62  # greater than all numbers of channels
-_MOST_RANKS = 4  # that a message names one by one
+_MOST_RANKS = 4  # most ranks that a message names one by one
 
 
 @dataclass(frozen=True)
 class ChannelWait:
-    """A wait of a rank's main thread, on one channel."""
+    """Wait of a rank's main thread, on one channel."""
 
     channel: str
-    number: int  # of it, on that channel; 0: of nothing that has a number
-    at: str  # the same, for people
+    number: int  # number of the awaited thing on that channel; 0 if it has no number
+    at: str  # its name, for people
     members: tuple[int, ...]  # the ranks that take part in it
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place that a rank says it is at."""
+    """Place of a rank, by its own report."""
 
     wait: ChannelWait | None
-    begun: dict[str, int]  # by channel: the last that it has begun
-    running: dict[str, tuple[int, str]]  # by channel: what it is at, and its number
+    begun: dict[str, int]  # last number that it has begun, by channel
+    running: dict[str, tuple[int, str]]  # number and name of the thing that it does, by channel
     # the greatest number, by channel, at which it can still say that it has nothing to bring
     answers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SentSummons:
-    """A rank's summons of the others to where it waits."""
+    """Summons from a rank to the others, to come to its place."""
 
     channel: str
     number: int  # number of the wait on that channel
@@ -62,33 +63,35 @@ class SentSummons:
 @final
 @dataclass
 class ChannelRecord:
-    """The record of a rank's work on one channel."""
+    """Record of a rank's work on one channel."""
 
     name: str
     members: tuple[int, ...]
-    numbered: bool = True  # whether all members begin the same there
+    numbered: bool = True  # whether all members begin the same things there
     begun: int = 0
-    purpose: str = ""  # of the last begun
-    running: tuple[int, str] = (0, "")  # what its lane is at
-    # says that this rank brings nothing to what others wait for
+    purpose: str = ""  # name of the last thing begun
+    running: tuple[int, str] = (0, "")  # number and name of the thing that its lane does
+    # tells the others that this rank brings nothing to the thing that they wait for
     answer: Callable[[], None] | None = None
     answers_to: int = 0  # the greatest number at which it may say so
-    # takes part in this rank's stead, on any thread
+    # takes part in place of this rank's main thread, on any thread
     attend: Callable[[int, MainWait], None] | None = None
-    # seconds that what all members have begun may take; None: as long as the channel's own limit
+    # seconds for a thing that all members have begun; None: the channel's own limit
     limit_s: float | None = None
 
     def told(self) -> None:
-        """Every rank has been told that they differ here; they may go on from it."""
+        """Forget the present thing: every rank knows that they differ here, and they may go on from
+        it.
+        """
         self.purpose, self.running = "", (0, "")
 
     @property
     def at(self) -> tuple[int, str]:
-        """What this rank is at there, and its number."""
+        """Number and name of the thing that this rank does there."""
         return self.running if self.running[0] else (self.begun, self.purpose)
 
     def begin(self, purpose: str, number: int | None = None) -> int:
-        """Note that this rank begins something: its number."""
+        """Note that this rank begins a thing. Return its number."""
         if number is not None:
             self.begun = max(self.begun, number)
         elif self.numbered:
@@ -99,38 +102,42 @@ class ChannelRecord:
 
 @final
 class Journal:
-    """What this rank does, on all channels."""
+    """Journal of this rank's work, on all channels."""
 
     def __init__(self) -> None:
         self.wait: ChannelWait | None = None
-        self.messages = 0  # that have landed: a sign that a wait brings something
+        self.messages = 0  # messages that have landed: a sign that a wait gets something
         self.asked: set[str] = set()  # channels on which others wait for this rank's answer
         self._records: dict[str, ChannelRecord] = {}
         self._opened: Counter[str] = Counter()
 
     def opened(self, name: str, members: Iterable[int], numbered: bool) -> ChannelRecord:
-        """A channel is made; as many of that name before it as on every other rank."""
+        """Note a new channel. Every other rank has made as many of that name before it."""
         self._opened[name] += 1
         record = ChannelRecord(f"{name}#{self._opened[name]}", tuple(members), numbered)
         self._records[record.name] = record
         return record
 
     def closed(self, record: ChannelRecord) -> None:
-        """A channel is given back."""
+        """Note that a channel is closed."""
         self._records.pop(record.name, None)
 
     def waits(self, record: ChannelRecord, number: int | None, at: str) -> None:
-        """The main thread waits for that number of a channel, or for the last it has begun."""
+        """Note that the main thread waits for that number of a channel, or for the last it has
+        begun.
+        """
         awaited = record.begun if number is None else number
         self.wait = ChannelWait(record.name, awaited, at, record.members)
 
     def limit_s(self) -> float | None:
-        """How long what the main thread waits for may take, once all ranks have begun it."""
+        """Return the limit for the thing that the main thread waits for, once all ranks have begun
+        it.
+        """
         record = None if self.wait is None else self._records.get(self.wait.channel)
         return None if record is None else record.limit_s
 
     def answer(self) -> None:
-        """On the main thread: tell those who wait for it that this rank brings nothing."""
+        """Tell waiting ranks that this one brings nothing. Only for the main thread."""
         for record in list(self._records.values()):
             if record.name in self.asked and record.answer is not None:
                 record.answer()
@@ -149,14 +156,16 @@ class Journal:
         return [record.name for record in list(self._records.values()) if record.attend]
 
     def heed(self, summons: SentSummons) -> None:
-        """Have this rank take part where another one waits, if it has not begun that."""
+        """Let this rank take part where another one waits, if it has not begun that thing."""
         record = self._records.get(summons.channel)
         if record is None or record.attend is None or record.begun >= summons.number:
             return
         record.attend(summons.number, self._elsewhere(summons))
 
     def _elsewhere(self, summons: SentSummons) -> MainWait:
-        """Return whether the main thread waits elsewhere, and whether for the rank that summons."""
+        """Return whether the main thread waits elsewhere, and whether it waits for the summoning
+        rank.
+        """
         wait = self.wait
         if wait is None or wait.channel == summons.channel:
             return MainWait.NONE
@@ -166,7 +175,7 @@ class Journal:
         return MainWait.ELSEWHERE
 
     def place(self) -> RankPlace:
-        """What this rank is at."""
+        """Return this rank's place."""
         records = list(self._records.values())
         used = [record for record in records if record.begun]
         return RankPlace(
@@ -186,11 +195,12 @@ class Apart:
     """Ranks that wait for one another for ever."""
 
     what: str
-    rank: int  # one of the fewest, who are likely at fault
-    waits: tuple[ChannelWait, ...] = ()  # of those ranks: the same at the next look, or it was none
+    rank: int  # a rank of the smallest group, which is likely at fault
+    # waits of these ranks: a true finding shows the same ones at the next look
+    waits: tuple[ChannelWait, ...] = ()
 
     def error(self, where: str) -> RanksDiffer:
-        """The error that a rank raises, which is at `where`."""
+        """Return the error that a rank at `where` raises."""
         layers = dict.fromkeys(re.findall(r"call of layer ([^,;\s]+)", self.what))
         do = f"{ALIKE}, or {pins(layers)}" if layers else ALIKE
         return RanksDiffer(self.what, where=where, do=do, rank=self.rank)
@@ -206,17 +216,17 @@ ALIKE = (
 
 
 def apart(places: Mapping[int, RankPlace]) -> Apart | None:
-    """Who waits in vain, if anybody does.
+    """Find the ranks that wait in vain, if there are any.
 
-    Certain where two looks in a row find the same, the second of which sees what each rank has
-    written since the first.
+    It is certain if two looks in a row find the same, and if the second one sees a newer beat of
+    each rank than the first.
     """
     waiting = {rank: place for rank, place in places.items() if place.wait is not None}
     return unlike(places) or _ring(waiting)
 
 
 def unlike(places: Mapping[int, RankPlace]) -> Apart | None:
-    """Ranks that are at something else under the same number of one channel."""
+    """Find ranks that do different things under the same number of one channel."""
     at: dict[tuple[str, int], dict[int, str]] = {}
     for rank, place in places.items():
         for channel, (number, purpose) in place.running.items():
@@ -230,7 +240,7 @@ def unlike(places: Mapping[int, RankPlace]) -> Apart | None:
 
 
 def _ring(waiting: Mapping[int, RankPlace]) -> Apart | None:
-    """The ranks each of which waits for something that another of them has not begun."""
+    """Find ranks that each wait for something that another of them has not begun."""
     ring = dict(waiting)
     while ring:
         free = [rank for rank in ring if not _is_blocked(rank, ring)]
@@ -257,7 +267,9 @@ def _is_blocked(rank: int, ring: Mapping[int, RankPlace]) -> bool:
 
 
 def missed(rank: int, places: Mapping[int, RankPlace]) -> set[str]:
-    """The channels on which others wait for this rank, which can answer that it will not come."""
+    """Return the channels on which others wait for this rank, and it can answer that it will not
+    come.
+    """
     begun, answers = places[rank].begun, places[rank].answers
     waits = [place.wait for other, place in places.items() if other != rank and place.wait]
     return {
@@ -269,9 +281,10 @@ def missed(rank: int, places: Mapping[int, RankPlace]) -> set[str]:
 
 
 def _said(purposes: Mapping[int, str]) -> tuple[str, int, int]:
-    """Where ranks are, a rank of the fewest, and another one.
+    """Describe the places of ranks. Return also a rank of the smallest group, and another one.
 
-    The fewest come first, as one rank that does something else is likely the cause.
+    The smallest group comes first, because one rank that does something different is likely the
+    cause.
     """
     ranks_at: dict[str, list[int]] = {}
     for rank, purpose in sorted(purposes.items()):
@@ -282,7 +295,7 @@ def _said(purposes: Mapping[int, str]) -> tuple[str, int, int]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks for a message."""
+    """Write ranks for a message."""
     numbers = list(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"

@@ -1,8 +1,8 @@
-"""Closing the ports at which gloo waits for ranks, once all of them have connected.
+"""Closes the ports at which gloo waits for ranks, once all of them have connected.
 
 Gloo listens for as long as its group lives. It keeps each connection that a stranger opens, and
 ends the process when it can keep no more (tests/faults/test_strangers.py). So the kernel is told to
-drop what arrives at such a port. What is connected already goes on as it was.
+drop all packets that arrive at such a port. Connections that stand already go on.
 
 Linux only; elsewhere ports stay open. Source: man 7 socket, SO_ATTACH_FILTER.
 """
@@ -22,7 +22,9 @@ _DROP = struct.pack("HBBI", 6, 0, 0, 0)  # one instruction of the packet filter:
 
 
 def close_ports(told: Sequence[bytes]) -> None:
-    """Let nobody else connect to sockets of this process that listen where others were told."""
+    """Close this process's listening sockets to new connections, if other ranks were told their
+    address.
+    """
     instructions = ctypes.create_string_buffer(_DROP)
     program = struct.pack("HP", 1, ctypes.addressof(instructions))
     for listening in _listening():
@@ -33,7 +35,7 @@ def close_ports(told: Sequence[bytes]) -> None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Another hold of each socket of this process that listens at a network."""
+    """Yield a duplicate of each socket of this process that listens on a network."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
@@ -50,7 +52,7 @@ def _listening() -> Iterator[socket.socket]:
 
 
 def _place(listening: socket.socket) -> bytes:
-    """A socket's address as C programs hold it: family, port, and address behind them."""
+    """Return a socket's address in C's form: family, port, and then the address."""
     address, port = listening.getsockname()[:2]
     head = struct.pack("=H", listening.family) + struct.pack("!H", port)
     flow = b"" if listening.family == socket.AF_INET else bytes(4)

@@ -1,10 +1,10 @@
-"""Ranks as processes: a Comm over torch.distributed (gloo, and NCCL where CUDA is there).
+"""Comm for ranks that are processes, over torch.distributed (gloo, and NCCL if there is CUDA).
 
-With groups.py the one place that knows torch.distributed's names. Every channel is a process group
-of its own. Whole buckets go through the library's all_reduce; everything else is point-to-point,
-which on gloo is faster than its own reduce_scatter and all_gather. Ranks meet first (meeting.py).
-What breaks or takes too long is raised as the verdict that the heartbeat finds (heartbeat.py),
-which also frees whoever is blocked here.
+This file and groups.py are the only ones that know torch.distributed's names. Every channel is a
+process group of its own. Whole buckets go through the library's all_reduce. Everything else is
+point-to-point, which on gloo is faster than its own reduce_scatter and all_gather. Ranks meet first
+(meeting.py). If something breaks or takes too long, the verdict of the heartbeat is raised
+(heartbeat.py), which also frees every thread that is blocked here.
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ from shoal.core.interfaces import is_loopback
 from shoal.core.open_files import check_limit, raise_limit
 
 T = TypeVar("T")
-_TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
-_SHORT = 1016  # bytes of what ranks tell each other that cross at once
-_FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times what is planned
-_WAKE_TAG = 0x5E0A1  # of a message that nobody sends
+_TAG, _LABELS = 0, 1  # tags of messages without a purpose, and of messages that name the purpose
+_SHORT = 1016  # bytes that cross at once when ranks tell one another values
+# limit of an exchange that all ranks are in: at least so long, and so many times the plan's time
+_FLOOR_S, _TIMES = 60.0, 10.0
+_WAKE_TAG = 0x5E0A1  # tag of a message that no rank sends
 
 
 @dataclass(frozen=True)
 class _Membership:
-    """This process's membership in the job, which all of its channels share."""
+    """Membership of this process in the job, which all of its channels share."""
 
     heartbeat: Heartbeat
-    aside: Aside  # the threads that calls may block
-    patience: Patience  # how long an exchange may take
+    aside: Aside  # threads for calls that may block
+    patience: Patience  # the time that an exchange may take
 
 
 @final
 class ProcessGroupComm(Comm):
-    """A channel over one torch.distributed process group.
+    """Channel over one torch.distributed process group.
 
     Args:
         group: the process group.
-        name: of the channel, the same on every rank.
-        topology: the hosts of its ranks.
-        membership: this process's, in the job.
-        idle: whether a message may be waited for however long it takes.
+        name: the channel's name, the same on every rank.
+        topology: the hosts of the group's ranks.
+        membership: this process's membership in the job.
+        idle: whether the wait for a message has no limit.
     """
 
     timeout_s: float
@@ -89,20 +90,20 @@ class ProcessGroupComm(Comm):
         self.timeout_s, self._heartbeat = membership.patience.longest_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
         self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
-        # Messages of other purposes never meet: gloo ends the process where one is too long.
+        # Messages of other purposes never meet, because gloo ends the process if one is too long.
         self._tag, self._says_purpose = _TAG, False
         self._has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
         self._inside = Inside(
             self._heartbeat, self.timeout_s, membership.aside, self._record, idle=idle
         )
-        self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
+        self._has_nccl: bool | None = None  # whether NCCL reaches every rank; None: not asked yet
         self._heartbeat.channels[id(self)] = self
 
     def send(self, tensor: Tensor, to: int) -> WorkHandle:
-        # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
-        # receive first
+        # CUDA tensors go through the host: gloo sends none, and NCCL hangs if both sides receive
+        # first
         at_host = staged(tensor)
-        # the group's own call: dist.isend looks up the group anew, at twice the processor time
+        # the group's own call: dist.isend looks up the group again, at twice the processor time
         with self._inside:  # gradient 10
             return WorkHandle(self._group.send([at_host], to, self._tag), self._inside)
 
@@ -125,7 +126,7 @@ class ProcessGroupComm(Comm):
             tensor.copy_(carried, non_blocking=True)
 
     def finish(self, pending: Sequence[Pending]) -> None:
-        """Wait for all of them, in one call beside this thread."""
+        """Wait for all of them, in one call on another thread."""
         under_way = [each for each in pending if isinstance(each, WorkHandle | ReceiveViaHost)]
         if under_way:
             self._inside.run(lambda: [each.done() for each in under_way])
@@ -136,9 +137,10 @@ class ProcessGroupComm(Comm):
         return self._inside.beside(call)
 
     def carries(self, device: torch.device) -> bool:
-        """Whether collectives take tensors of that device as they are (itself a collective).
+        """Return whether collectives take tensors of that device as they are (itself a collective).
 
-        Gloo takes those of the host. NCCL takes those of GPUs, if every rank has one of its own.
+        Gloo takes tensors of the host. NCCL takes tensors of GPUs, if every rank has a GPU of its
+        own.
         """
         if device.type != "cuda":
             return device.type == "cpu"
@@ -168,11 +170,11 @@ class ProcessGroupComm(Comm):
         with self._inside:
             work = dist.all_to_all(list(outputs), list(inputs), group=self._group, async_op=True)
         assert work is not None
-        # this thread's stream waits for it, and not the host
+        # this thread's stream waits for it, not the host
         return partial(self._call, inputs[0], work.wait)
 
     def _call(self, tensor: Tensor, call: Callable[[], object]) -> None:
-        """Call the library: for the host's tensors beside this thread, which gloo may block.
+        """Call the library. For the host's tensors, another thread does it, because gloo may block.
 
         NCCL only queues, on this thread's stream.
         """
@@ -183,12 +185,12 @@ class ProcessGroupComm(Comm):
                 call()
 
     def _by_nccl(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether NCCL takes these, which are all on one device."""
+        """Return whether NCCL takes these tensors, which are all on one device."""
         return tensors[0].device.type == "cuda" and self.carries(tensors[0].device)
 
     def channel(self, name: str, *, idle: bool = False) -> ProcessGroupComm:
-        """A process group of its own; RanksDiffer where another rank makes another channel now."""
-        # also: nobody waits for a rank that is gone already
+        """Make a process group of its own (RanksDiffer if another rank makes another channel)."""
+        # gathering also ensures that this does not wait for a rank that is gone already
         for rank, theirs in enumerate(self.gather_objects(name, "opening a channel")):
             if theirs != name:
                 raise RanksDiffer(
@@ -199,14 +201,14 @@ class ProcessGroupComm(Comm):
         return self._among(name, range(self.size), idle=idle)
 
     def group(self, ranks: Sequence[int]) -> ProcessGroupComm:
-        """A process group of those ranks."""
+        """Make a process group of these ranks."""
         return self._among(f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}", ranks)
 
     def _among(self, name: str, members: Sequence[int], *, idle: bool = False) -> ProcessGroupComm:
         everyone = dist.get_process_group_ranks(self._group)
         ranks = [everyone[member] for member in members]
         topology = self.topology if len(members) == self.size else self.topology.among(members)
-        by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
+        by_themselves = len(ranks) < dist.get_world_size()  # otherwise it needs every rank
         make = partial(
             dist.new_group,
             ranks,
@@ -228,7 +230,7 @@ class ProcessGroupComm(Comm):
         return [self._read(rank, theirs, records) for rank, theirs in enumerate(parcels)]
 
     def _gathered(self, parcel: Tensor, purpose: str) -> list[Tensor]:
-        """The parcels of all ranks: short ones in one exchange, else in a second one padded."""
+        """Gather the parcels of all ranks. If one is long, a second exchange sends all, padded."""
         size = torch.tensor([len(parcel)], device="cpu").view(torch.uint8)
         words = torch.frombuffer(bytearray(label(purpose)), dtype=torch.uint8)
         front = parcel[:_SHORT]
@@ -262,13 +264,12 @@ class ProcessGroupComm(Comm):
             ) from error
 
     def close(self) -> None:
-        # closed already, by another of its users
+        # another of its users has closed it already
         if self._heartbeat.channels.pop(id(self), None) is None:
             return
         self._heartbeat.journal.closed(self._record)
-        # A group of some ranks only stays: torch names those by how many groups there are, and
-        # under a name that comes again the next would find the addresses that this one left in the
-        # store.
+        # A group of some ranks only is kept. Torch names groups by their number, and under a reused
+        # name the next group would find this one's addresses in the store.
         if (
             dist.is_initialized()
             and self._group is not dist.group.WORLD
@@ -346,16 +347,16 @@ class ProcessGroupComm(Comm):
         if isinstance(error, RanksDiffer) and error.rank is None:
             return self._heartbeat.explained(error)
         self._heartbeat.has_told()
-        own = self._record.members[self.rank]  # of all ranks there are
+        own = self._record.members[self.rank]  # number among all ranks
         return error.struck(f"rank {own} at {where}") if isinstance(error, WorldError) else error
 
     def free(self) -> None:
-        """Let what is blocked on this channel fail: there is a verdict, or this rank ends.
+        """Make blocked calls on this channel fail, because there is a verdict, or this rank ends.
 
-        Gloo has no abort, but a receive that times out closes all connections of its group. One
-        from a rank that has left fails at once, and closes none.
+        Gloo has no abort, but a receive that times out closes all connections of its group. A
+        receive from a rank that has left fails at once, and closes none.
         """
-        # another thread may free it as this rank ends, and `end` takes the group away
+        # another thread may free it while this rank ends, and `end` removes the group
         group = getattr(self, "_group", None)
         if group is None:
             return
@@ -367,10 +368,10 @@ class ProcessGroupComm(Comm):
             except RuntimeError as error:
                 if is_timeout(error):
                     break
-        group.abort()  # and what NCCL carries
+        group.abort()  # also aborts the work of NCCL
 
     def end(self) -> None:
-        """Free who is blocked, and join the threads that end where nobody holds the group."""
+        """Free blocked threads, and join the threads that end when the group is no longer held."""
         if dist.is_initialized():
             # the program has destroyed all groups itself, and made others
             with suppress(ValueError):
@@ -380,7 +381,7 @@ class ProcessGroupComm(Comm):
 
 
 def has_joined() -> bool:
-    """Whether the program has set up a process group itself."""
+    """Return whether the program has set up a process group itself."""
     return dist.is_initialized()
 
 
@@ -389,18 +390,20 @@ def join(
 ) -> ProcessGroupComm:
     """Join the ranks.
 
-    A process group that the caller has already set up stays the caller's: groups of its own are
-    made beside it.
+    A process group that the caller has already set up stays the caller's. Shoal makes its own
+    groups next to it.
 
     Args:
-        seat: what the launcher says; without a `meeting` where there is such a process group.
-        timeout_s: seconds after which an exchange that does not end is an error. None: by the
-            reason why it does not (patience.py).
+        seat: this process's place, from the launcher; without a `meeting` if there is such a
+            process group.
+        timeout_s: seconds after which an exchange that does not end is an error. None: the limit
+            depends on the reason (patience.py).
         start_timeout_s: seconds to wait for every rank.
         lost_after_s: seconds without any sign of life after which a rank is lost; by default 20.
 
     Raises:
-        MissingRank: not every rank came within `start_timeout_s`; it names them.
+        MissingRank: not every rank came within `start_timeout_s`. The error names the missing
+            ranks.
         UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
     raise_limit()
@@ -409,7 +412,7 @@ def join(
     patience = Patience(timeout_s)
     roster = meet(seat, start_timeout_s)
     if roster.interface is not None:
-        os.environ[INTERFACE] = roster.interface  # which torch reads for each group
+        os.environ[INTERFACE] = roster.interface  # torch reads it for each group
     holder = StoreHolder(seat.holder, roster.beside_store if seat.restarts else ())
     topology = roster.topology
     heartbeat = Heartbeat(
@@ -441,7 +444,7 @@ def join(
         inside = Inside(heartbeat, start_timeout_s, aside, None)
         group = made(make, heartbeat, inside, range(roster.size), start_timeout_s)
     except BaseException as error:
-        heartbeat.leave(error)  # whatever the program does now
+        heartbeat.leave(error)  # told at once, whatever the program does next
         raise
     heartbeat.reached("start")
     membership = _Membership(heartbeat, aside, patience)
@@ -452,7 +455,7 @@ def _pulses(seat: Seat, roster: Roster) -> Pulses:
     """Start this rank's pulse, and tell the others where it is."""
     own = roster.everyone[roster.rank]
     addresses = [here.address for here in roster.everyone]
-    # who reaches the store by itself may be reached at the store's address
+    # a rank that reaches the store by loopback may be reached at the store's address
     is_alone = is_loopback(own.address) and not all(map(is_loopback, filter(None, addresses)))
     listens = "0.0.0.0" if is_alone or not own.address else own.address
     pulse = Pulse(listens, seat.token)
@@ -462,7 +465,9 @@ def _pulses(seat: Seat, roster: Roster) -> Pulses:
 
 
 def _store(values: Values, heartbeat: Heartbeat, timeout_s: float) -> Store:
-    """What the groups read: signed, but where NCCL's own threads do, which may not run Python."""
+    """Return the store that the groups read: signed, unless NCCL's own threads read it, because
+    these may not run Python.
+    """
     if _has_nccl():
         return PrefixStore(values.scope, values.store)
     heartbeat.store = SignedStore(values, timeout_s, lambda: heartbeat.check(""))
@@ -478,10 +483,12 @@ def _has_nccl() -> bool:
 
 
 def _as_nccl_knows(device: torch.device) -> str | None:
-    """What NCCL tells this rank's GPU by, or None without NCCL: it refuses two ranks on one."""
+    """Return the name by which NCCL knows this rank's GPU, or None without NCCL: it refuses two
+    ranks on one GPU.
+    """
     if not _has_nccl():
         return None
-    host = os.environ.get("NCCL_HOSTID", "")  # what NCCL takes for the host, if it is set
+    host = os.environ.get("NCCL_HOSTID", "")  # NCCL's name for the host, if it is set
     return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 

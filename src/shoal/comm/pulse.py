@@ -1,16 +1,16 @@
-"""A rank's pulse: a small process beside it, which tells whether it lives where it does not beat.
+"""Pulse of a rank: a small process next to it that shows whether the rank lives when beats stop.
 
-A thread's beats end while some other thread of the rank keeps the interpreter's lock, or the rank
-gets no processor. So each rank has a child that needs neither (pulse_child.py). Another rank asks
-it only where beats are missing:
+A thread's beats stop while another thread of the rank keeps the interpreter's lock, or if the rank
+gets no processor. So each rank has a child process that needs neither (pulse_child.py). Another
+rank asks it only if beats are missing:
 
-    runs, sleeps, waits for a device   it lives, and is waited for
+    runs, sleeps, waits for a device   the rank lives, and is waited for
     stopped                            lost, after as long without a beat as a silent rank
     no answer                          its host is away: lost as well
-    the host refuses the connection    the process has ended, and its pulse with it: lost at once
+    the host refuses the connection    the process and its pulse have ended: lost at once
 
-Costs 20 ms of another processor at the start, 10 MB, and nothing while all ranks beat. Guarded by
-tests/comm/test_pulse.py.
+This costs 20 ms of another processor at the start, 10 MB, and nothing while all ranks beat. Guarded
+by tests/comm/test_pulse.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _ANSWER_S = 1.0
 
 @dataclass(frozen=True)
 class PulseAddress:
-    """Where a rank's pulse listens. No host: beside the store; no port: there is none."""
+    """Address of a rank's pulse.
+
+    Without a host, it is the store's host. Without a port, there is no pulse.
+    """
 
     host: str = ""
     port: int = 0
@@ -41,17 +44,17 @@ class PulseAddress:
 
 @final
 class Pulse:
-    """This rank's own.
+    """Pulse of this rank.
 
     Args:
-        host: its address among the ranks; a loopback one where all are on this host.
+        host: this rank's address for the other ranks; a loopback address if all are on this host.
         token: the job's secret.
     """
 
     def __init__(self, host: str, token: str) -> None:
         self.port = 0
         self._child: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):  # there is none then: a rank without beats is lost, as without it
+        with suppress(OSError):  # without a pulse, a rank that does not beat is lost, as before
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.create_server((host, 0), family=family) as listener:
                 number = listener.fileno()
@@ -67,7 +70,7 @@ class Pulse:
                 self.port = listener.getsockname()[1]
 
     def end(self) -> None:
-        """End it: this rank tells by itself that it ends."""
+        """End the pulse: this rank reports its end itself."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -75,11 +78,11 @@ class Pulse:
 
 @final
 class Pulses:
-    """The ways to the pulses of other ranks.
+    """Ways to the pulses of other ranks.
 
     Args:
-        own: this rank's.
-        store_host: where the store is, for ranks beside it.
+        own: this rank's pulse.
+        store_host: the store's host, for ranks on the same host.
         token: the job's secret.
     """
 
@@ -88,16 +91,21 @@ class Pulses:
         self.addresses: dict[int, PulseAddress] = {}
 
     def end(self) -> None:
-        """End this rank's own."""
+        """End this rank's own pulse."""
         if self._own is not None:
             self._own.end()
 
     def lives(self, rank: int) -> bool:
-        """Whether a rank's process is there, and not stopped; takes a second at most."""
+        """Return whether a rank's process exists and is not stopped.
+
+        This takes a second at most.
+        """
         return bool(state := self.state(rank)) and state not in STOPPED
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process has ended: its host is there, and nobody listens any more."""
+        """Return whether a rank's process has ended: its host answers, but no socket listens any
+        more.
+        """
         address = self.addresses.get(rank, PulseAddress())
         if not address.port:
             return False
@@ -114,7 +122,7 @@ class Pulses:
         return socket.create_connection((host, address.port), timeout=_ANSWER_S)
 
     def state(self, rank: int) -> bytes:
-        """The letter of its process's state; nothing where nobody answers."""
+        """Return the letter of a process's state; empty if no answer comes."""
         address = self.addresses.get(rank, PulseAddress())
         if not address.port:
             return b""
@@ -131,7 +139,7 @@ class Pulses:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """Read one answer; whoever sends it byte by byte has no more time for all of it."""
+    """Read one answer. A peer that sends it byte by byte gets no more time for all of it."""
     answered, until = b"", time.monotonic() + _ANSWER_S
     while (missing := 1 + pulse_child.SIGNED_BYTES - len(answered)) > 0:
         connection.settimeout(max(1e-3, until - time.monotonic()))

@@ -1,11 +1,11 @@
-"""What a rank's pulse runs: it tells who asks how the rank's process is, and ends with that.
+"""Program of a rank's pulse: it reports the state of the rank's process, and ends with it.
 
     python -I -S pulse_child.py LISTENER PID    the number of an open socket, the rank's process
 
-    16 bytes from who asks  ──▶  the process's state, as in /proc/PID/stat, and an HMAC of both
+    16 bytes from an asker  ──▶  the process's state, as in /proc/PID/stat, and an HMAC of both
 
-The secret is SHOAL_TOKEN. Imports nothing of the library's, and not PyTorch: it takes 20 ms to
-start, 10 MB, and no processor time while nobody asks. Guarded by tests/comm/test_pulse.py.
+The secret is SHOAL_TOKEN. The program imports neither the library nor PyTorch. It takes 20 ms to
+start and 10 MB, and no processor time while it is not asked. Guarded by tests/comm/test_pulse.py.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from contextlib import suppress
 
 DOMAIN = b"shoal pulse\0"  # the first word under a signature, which no other protocol has
 ASKED_BYTES, SIGNED_BYTES = 16, 32
-_MOST = 64  # connections that are kept: the oldest is closed for another
-_LOOK_S = 1.0  # how often it looks for the process, where the kernel does not tell of its end
+_MOST = 64  # most open connections: for another one the oldest is closed
+_LOOK_S = 1.0  # seconds between two looks for the process, if the kernel does not report its end
 
 
 def main(listener_number: int, process: int) -> None:
-    """Answer until the process ends."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # which are for the rank: it ends with that
+    """Answer questions until the process ends."""
+    # these signals are for the rank, and this program ends with it
+    for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
     listener = socket.socket(fileno=listener_number)
     listener.setblocking(False)
     end = _ending(process)
     asking: dict[int, tuple[socket.socket, bytes]] = {}
-    stat = os.open(f"/proc/{process}/stat", os.O_RDONLY)  # while strangers leave a file for it
+    # opened early, because strangers may use up all files later
+    stat = os.open(f"/proc/{process}/stat", os.O_RDONLY)
     while os.getppid() == process:
         watched = [listener.fileno(), *asking, *end]
         ready, _, _ = select.select(watched, [], [], None if end else _LOOK_S)
@@ -47,7 +49,9 @@ def main(listener_number: int, process: int) -> None:
 
 
 def _ending(process: int) -> list[int]:
-    """What can be read once the process has ended, where the kernel has that."""
+    """Return a file that becomes readable when the process ends, in a list; empty if there is
+    none.
+    """
     try:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
@@ -85,7 +89,7 @@ def _hear(stat: int, number: int, asking: dict[int, tuple[socket.socket, bytes]]
 
 
 def answer(asked: bytes, state: bytes, token: str) -> bytes:
-    """The state, signed for this question."""
+    """Return the state, signed for this question."""
     return state + hmac.digest(token.encode(), DOMAIN + asked + state, "sha256")
 
 
@@ -93,9 +97,10 @@ def state_in(stat: int) -> bytes:
     """Read the letter of a process's state: R runs, S sleeps, D waits for a device, T is stopped.
 
     Args:
-        stat: the process's file in /proc, open; it is made anew for each read.
+        stat: the process's file in /proc, open. The kernel writes it anew for each read.
     """
-    return os.pread(stat, 4096, 0).rpartition(b") ")[2][:1]  # its name may hold anything
+    # the process's name may contain anything
+    return os.pread(stat, 4096, 0).rpartition(b") ")[2][:1]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Where ranks meet: a key-value store in the launcher, and the environment variables that lead
+"""Rendezvous of ranks: a key-value store in the launcher, and the environment variables that lead
 there. Launchers write them (`variables`), ranks read them (`seat`).
 
-Why here: under plain env:// rendezvous rank 0 holds the store, and all that was written is lost
-when rank 0 dies. Torchrun's agent holds it instead, and one variable tells ranks so; Shoal's
-launchers do the same.
+Why here: under plain env:// rendezvous rank 0 holds the store, and its contents are lost when rank
+0 dies. Torchrun's agent holds it instead, and one variable tells ranks so. Shoal's launchers do the
+same.
 """
 
 from __future__ import annotations
@@ -40,34 +40,35 @@ from shoal.core.numbers import MOST_RANKS, whole
 from shoal.core.open_files import raise_limit
 
 _MOST_PORT = 65535
-_NO_RUN_ID = "none"  # as torchrun writes it, without --rdzv-id
+_NO_RUN_ID = "none"  # value of torchrun without --rdzv-id
 _START = "start with torchrun, `shoal lab` or `shoal train --ranks N`, which set it"
 
 
 @dataclass(frozen=True)
 class _Fate:
-    """What a launcher reads of the ranks' verdict."""
+    """Verdict of the ranks, as a launcher reads it."""
 
     what: str
     rank: int | None
 
 
 def new_store(address: str) -> TCPStore:
-    """A store on a free port of this address, and of no other, while it is referenced."""
+    """Open a store on a free port of this address only. It lives while it is referenced."""
     raise_limit()
     return open_store(address)
 
 
 def token_of(job: Job) -> str:
-    """The secret of a job: the one that it brings, else a new one."""
+    """Return the secret of a job: its own, or a new one."""
     return _token_in(job.environment) or secrets.token_hex(16)
 
 
 def token() -> str:
-    """The secret that this process has in common with the job's others, '' where there is none.
+    """Return the secret that this process shares with the job's other processes; '' if there is
+    none.
 
     Raises:
-        UsageError: it is empty, or no text.
+        UsageError: it is empty, or not a text.
     """
     return _token_in(os.environ)
 
@@ -78,7 +79,7 @@ def _token_in(environment: Mapping[str, str]) -> str:
         return ""
     try:
         found.encode()
-    except UnicodeEncodeError:  # Python reads bytes that are no UTF-8 into such a text
+    except UnicodeEncodeError:  # Python reads bytes that are not UTF-8 into such a text
         got = "bytes that are no text in UTF-8"
     else:
         if found.strip():
@@ -96,7 +97,9 @@ def _token_in(environment: Mapping[str, str]) -> str:
 def variables(
     address: str, port: int, rank: int, ranks: int, local_rank: int, local_ranks: int
 ) -> dict[str, str]:
-    """What torchrun would set for this rank, with the store at `address` and `port`."""
+    """Return the variables that torchrun would set for this rank, with the store at `address`,
+    `port`.
+    """
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -105,52 +108,52 @@ def variables(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank joins the store, and none makes one
-        "TORCHELASTIC_RUN_ID": "",  # as it may be set where this job is started from another
+        "TORCHELASTIC_RUN_ID": "",  # cleared, because it may be set if another job starts this one
     }
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as a rank."""
+    """Return whether a launcher has started this process as a rank."""
     return "RANK" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank."""
+    """Return whether this process is rank 0, or not a rank."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_alone() -> bool:
-    """Whether no launcher speaks of other ranks."""
+    """Return whether no launcher names other ranks."""
     return os.environ.get("WORLD_SIZE", "" if is_rank() else "1") == "1"
 
 
 def host_name() -> str:
-    """What this host is called, also where several hosts of a lab share one name."""
+    """Return this host's name. It differs between hosts of a lab, though they share one machine."""
     return os.environ.get("SHOAL_HOST") or socket.gethostname()
 
 
 def memory_folder() -> str:
-    """Return the folder in this host's memory, also where several hosts of a lab share one."""
+    """Return the folder in this host's memory, which differs between hosts of a lab, too."""
     return os.environ.get("SHOAL_HOST_MEMORY") or "/dev/shm"
 
 
 def interface() -> str:
-    """The network interfaces that the user asks for, with commas, or ""."""
+    """Return the network interfaces that the user asks for, with commas, or ""."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def wants_frames() -> bool:
-    """Whether errors are to be shown with all their frames."""
+    """Return whether errors should show all their frames."""
     return os.environ.get("SHOAL_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def servers() -> int:
-    """How many ranks of this process's job are servers."""
+    """Return the number of servers among this process's ranks."""
     return _number(SERVERS, "0")
 
 
 def attempt() -> str:
-    """How often the launcher has started the ranks again."""
+    """Return the number of times that the launcher has started the ranks again."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -160,12 +163,12 @@ def agent_variable(number: int) -> dict[str, str]:
 
 
 def has_agent() -> bool:
-    """Whether an agent has started this rank, and starts it again when hosts come or go."""
+    """Return whether an agent has started this rank, and starts it again when hosts come or go."""
     return _agent_socket() is not None
 
 
 def is_asked_to_end() -> bool:
-    """Whether this host's agent asks for a checkpoint, so that other hosts can take part."""
+    """Return whether this host's agent asks for a checkpoint, so that other hosts can take part."""
     number = _agent_socket()
     if number is None:
         return False
@@ -182,7 +185,9 @@ def crew() -> tuple[str, int] | None:
 
 
 def _agent_socket() -> int | None:
-    """Return the agent's socket, if this process has it: others only inherit the variable."""
+    """Return the agent's socket if this process has it: other processes only inherit the
+    variable.
+    """
     number, _, inode = os.environ.get(AGENT, "").partition(":")
     if (found := whole(number)) is None:
         return None
@@ -193,13 +198,13 @@ def _agent_socket() -> int | None:
 
 
 def seat(*, has_joined: bool = False) -> Seat:
-    """This process's place in its job.
+    """Return this process's place in its job.
 
     Args:
-        has_joined: the program has set up a process group, which says where the ranks meet.
+        has_joined: whether the program has set up a process group, so that no meeting is needed.
 
     Raises:
-        UsageError: a variable is missing, or is no number that fits.
+        UsageError: a variable is missing, or is not a number in its range.
     """
     return Seat(
         host_name(),
@@ -215,7 +220,9 @@ def seat(*, has_joined: bool = False) -> Seat:
 
 
 def _job() -> str:
-    """What tells this job from others, also from an earlier start of it, as launchers set it."""
+    """Return an id that tells this job from others, and from its earlier starts, as launchers set
+    it.
+    """
     ids = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get(MARK, "")
     return "-".join(each for each in ids if each not in ("", _NO_RUN_ID))
 
@@ -246,7 +253,7 @@ def _number(variable: str, default: str = "", most: int = MOST_RANKS) -> int:
 
 
 def blame(rank: int | None) -> None:
-    """Tell a launcher that cannot read the store which rank failed, where it asks for that."""
+    """Tell a launcher that cannot read the store which rank failed, if it asks for that."""
     path = os.environ.get(BLAMED)
     if path and rank is not None:
         with suppress(OSError):  # the launcher is gone
@@ -254,7 +261,9 @@ def blame(rank: int | None) -> None:
 
 
 def agreed(store: TCPStore, token: str, job: str) -> tuple[str, int | None] | None:
-    """The verdict of a job's ranks, and the rank that failed, if one did; None if there is none."""
+    """Return the verdict of a job's ranks, and the rank that failed, if one did; None if there is
+    none.
+    """
     values = Values(store, token, scope(job))
     start = values.read(GO, str)
     fate = start and values.within(f"{scope(job)}/{start}").read(VERDICT, _Fate)

@@ -1,15 +1,16 @@
-"""The roll call: each rank says who it is, and all hear who is missing, or unlike the others.
+"""Roll call: each rank reports itself, and all hear which ranks are missing, or started
+differently.
 
-    1  here    each rank writes who it is, with a number that is its process's own (`nonce`)
+    1  here    each rank writes its arrival, with a number that is its process's own (`nonce`)
     2  call    rank 0 calls the ranks that are here, by these numbers, and again as more come
-    3  ready   who is called answers
-    4  go      all have answered the same call: its id is the scope of all that follows
+    3  ready   each called rank answers
+    4  go      all have answered the same call: its id is the scope of all later values
 
-Why so: a launcher that starts a job again keeps its store, so what an earlier start wrote still
-stands there. But a process that has ended answers no call, and the newest process of a rank writes
-over what an older one wrote. An older one that still waits hears of it, and ends.
+Why so: a launcher that starts a job again keeps its store, so values of an earlier start still
+stand there. But a process that has ended answers no call, and the newest process of a rank
+overwrites the values of an older one. An older one that still waits sees this, and ends.
 
-Cost: four turns of some milliseconds, once; in each, rank 0 reads two small values of each rank.
+Cost: four turns of some milliseconds, once. In each, rank 0 reads two small values of each rank.
 """
 
 from __future__ import annotations
@@ -27,34 +28,35 @@ from shoal.contracts.store_values import Values
 from shoal.contracts.versions import Versions, install_shoal, versions
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError
 
-_QUICK_S, _SLOW_S = 0.002, 0.05  # from turn to turn: behind a change, and when nothing changes
-_LOOK_S = 0.1  # how often a rank looks whether there will be no start with it
+# seconds from turn to turn: after a change, and when nothing changes
+_QUICK_S, _SLOW_S = 0.002, 0.05
+_LOOK_S = 0.1  # seconds between two looks of a rank whether a start without it has happened
 _MOST_NAMES = 8
-# what all ranks must be started with: fields of `Arrival`, and their names for people
+# settings that all ranks must share: fields of `Arrival`, and their names for people
 _SETTINGS = {"size": "WORLD_SIZE", "servers": "SHOAL_SERVERS", "tail": "SHOAL_TAIL"}
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank that has arrived: who it is, as it tells the others."""
+    """Rank that has arrived, as it reports itself to the others."""
 
     rank: int
-    nonce: str  # of this process
+    nonce: str  # number of this process
     host: str
     pid: int
     came: str  # the time of day
-    size: int  # of all ranks
+    size: int  # number of all ranks
     servers: int
     tail: int
     versions: Versions
-    address: str = ""  # by which it reaches the store; "" where it made no connection itself
-    is_beside_store: bool = False  # the store is on this rank's host
-    machine: str = ""  # alike for ranks that share their interfaces
-    problem: str = ""  # why it cannot take part
+    address: str = ""  # address by which it reaches the store; "" if it made no connection itself
+    is_beside_store: bool = False  # whether the store is on this rank's host
+    machine: str = ""  # equal for ranks that share their interfaces
+    problem: str = ""  # reason why it cannot take part
 
     @classmethod
     def at(cls, seat: Seat, rank: int, size: int, **found: Any) -> Arrival:
-        """This process."""
+        """Make the arrival of this process."""
         return cls(
             rank=rank,
             nonce=uuid.uuid4().hex,
@@ -70,16 +72,16 @@ class Arrival:
 
     @property
     def process(self) -> str:
-        """This process, for messages."""
+        """Description of this process, for messages."""
         return f"process {self.pid} on host {self.host}, which came at {self.came}"
 
     @property
     def where(self) -> str:
-        """This rank, for messages."""
+        """Description of this rank, for messages."""
         return f"rank {self.rank}, host {self.host}"
 
     def refuses(self, other: Arrival) -> UsageError | None:
-        """Why this rank cannot train with the other one, if it cannot."""
+        """Return why this rank cannot train with the other one, if it cannot."""
         who = f"rank {other.rank} (host {other.host})"
         if other.problem:
             return RanksDiffer(
@@ -112,23 +114,23 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Over:
-    """The roll call has ended, and nobody starts."""
+    """End of a roll call without a start."""
 
     missing: tuple[int, ...]
-    heard: tuple[str, ...]  # nonces of the ranks that it is told to
+    heard: tuple[str, ...]  # nonces of the ranks that should hear it
 
 
 @final
 class RollCall:
-    """One rank's part in it.
+    """One rank's part in the roll call.
 
     Args:
-        values: of the job in the store.
-        own: who this rank is.
-        timeout_s: to wait for the others.
-        restarts: whether the launcher may start ranks anew, so that the values of an earlier start
+        values: the job's values in the store.
+        own: the arrival of this rank.
+        timeout_s: seconds to wait for the others.
+        restarts: whether the launcher may start ranks again, so that values of an earlier start
             mean nothing.
-        began_s: since when the time counts, by the monotonic clock; by default from now on.
+        began_s: start of the waiting time, by the monotonic clock; by default now.
     """
 
     def __init__(
@@ -146,10 +148,10 @@ class RollCall:
         self._called: tuple[str, ...] = ()  # the call that this rank has answered, by nonces
 
     def take(self) -> tuple[str, tuple[Arrival, ...]]:
-        """Wait for the others: the id of the start, and all ranks.
+        """Wait for the others. Return the id of the start, and all ranks.
 
         Raises:
-            MissingRank: not every rank came in time; it names them.
+            MissingRank: not every rank came in time. The error names the missing ranks.
             RanksDiffer: a rank was started unlike this one, or cannot take part.
             UsageError: another process is the same rank.
         """
@@ -162,13 +164,16 @@ class RollCall:
             pause_s = min(1.2 * pause_s, _SLOW_S)
         start, everyone = found
         self._check_unlike(everyone)
-        if len(everyone) != self._own.size:  # it went on without some, since others differ
+        if len(everyone) != self._own.size:  # it went on without some ranks, because others differ
             what = "the ranks were started unlike one another"
             raise RanksDiffer(what, where=self._own.where, do="see the message of rank 0")
         return start, everyone
 
     def _turn(self) -> tuple[str, tuple[Arrival, ...]] | None:
-        """Look at the store once; the start with this process and its ranks, where there is one."""
+        """Look at the store once.
+
+        Return the start of this process with its ranks, if there is one.
+        """
         self._values.mend()
         if self._own.rank == 0:
             if everyone := self._conduct():
@@ -185,7 +190,10 @@ class RollCall:
         return None
 
     def _conduct(self) -> tuple[Arrival, ...]:
-        """Rank 0: call who is here, and say go when all have answered; all ranks, if they have."""
+        """Call the ranks that are here, on rank 0.
+
+        If all have answered, say go and return all ranks.
+        """
         own = self._own
         others = [self._values.read(f"here/{rank}", Arrival) for rank in range(1, own.size)]
         called = tuple(here.nonce if here else "" for here in (own, *others))
@@ -198,12 +206,13 @@ class RollCall:
         if len(answered) < own.size and not unlike:
             return ()
         self._check_place()
-        self._values.write(f"roll/{start}", answered)  # also of some, since who is unlike says so
+        # it may leave out ranks, because a rank that differs reads here that it does
+        self._values.write(f"roll/{start}", answered)
         self._values.write(GO, start, lasting=True)  # the launcher reads it at the end
         return answered
 
     def _answer(self) -> None:
-        """Another rank: answer the call that names this process."""
+        """Answer the call that names this process, on another rank."""
         call = self._values.read("call", tuple[str, ...]) or ()
         if self._own.nonce in call and call != self._called:
             self._called = call
@@ -216,15 +225,15 @@ class RollCall:
         return self._values.read(f"roll/{start}", tuple[Arrival, ...]) or ()
 
     def _check_place(self) -> None:
-        """Raise where another process has taken this one's place."""
+        """Raise if another process has taken this one's place."""
         standing = self._values.read(f"here/{self._own.rank}", Arrival)
-        if standing is None:  # a stranger has written over it
+        if standing is None:  # a stranger has overwritten it
             self._values.write(f"here/{self._own.rank}", self._own)
         elif standing.nonce != self._own.nonce:
             raise self._replaced(standing)
 
     def _check_end(self) -> None:
-        """Raise where it is over, or the others have started without this process."""
+        """Raise if the roll call is over, or the others have started without this process."""
         over = self._values.read("over", Over)
         if over is not None and (self._own.nonce in over.heard or not self._restarts):
             raise self._not_all(over.missing)
@@ -232,7 +241,7 @@ class RollCall:
             self._check_start()
 
     def _check_start(self) -> None:
-        """Raise where others have started, or have refused one another, without this process."""
+        """Raise if others have started, or have refused one another, without this process."""
         others = self._others_start()
         self._check_unlike(others)
         same_rank = next((here for here in others if here.rank == self._own.rank), None)
@@ -240,7 +249,7 @@ class RollCall:
             raise self._replaced(same_rank)
 
     def _others_start(self) -> tuple[Arrival, ...]:
-        """The ranks of the newest start, unless this process is one of them."""
+        """Return the ranks of the newest start, unless this process is one of them."""
         start = self._values.read(GO, str)
         others = self._roll(start) if start is not None else ()
         return () if self._own.nonce in {here.nonce for here in others} else others
@@ -251,7 +260,9 @@ class RollCall:
                 raise refusal
 
     def _give_up(self) -> None:
-        """Raise MissingRank here, and on all that wait; or what kept the others from starting."""
+        """Raise MissingRank on all ranks that wait, or the error that kept the others from
+        starting.
+        """
         if not self._called:  # rank 0 may have come and gone
             self._check_unlike(self._others_start())
         ranks = range(self._own.size)
@@ -293,10 +304,10 @@ class RollCall:
 
 
 def identity(call: Sequence[str]) -> str:
-    """The id of a call."""
+    """Return the id of a call."""
     return hashlib.blake2b(" ".join(call).encode(), digest_size=8).hexdigest()
 
 
 def release(version: str) -> str:
-    """A version without the part that tells how it was built."""
+    """Return a version without the part about its build."""
     return version.partition("+")[0]

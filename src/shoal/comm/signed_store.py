@@ -1,11 +1,11 @@
-"""The ranks' store as PyTorch sees it: what gloo reads there is signed, or as if it were not there.
+"""Store of the ranks for PyTorch: gloo reads only signed values there, as if there were no others.
 
-Gloo puts the address of each rank into the store and reads the others'. A stranger's would send a
-rank's messages elsewhere, and one that is malformed would end it. Waiting is a loop that asks every
-few milliseconds, so that it can look whether the job still stands.
+Gloo puts the address of each rank into the store and reads the other addresses. A stranger's
+address would lead a rank's messages elsewhere, and a malformed one would end the rank. Waiting is a
+loop that asks every few milliseconds, so that it can check whether the job still stands.
 
-Only for process groups of gloo: NCCL asks its store from threads of its own, also while Python
-ends. Guarded by tests/comm/test_signed_store.py.
+It is only for process groups of gloo. NCCL asks its store from threads of its own, even while
+Python ends. Guarded by tests/comm/test_signed_store.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 @final
 class SignedStore(Store):
-    """Signed values as a store of PyTorch's.
+    """Signed values as a store for PyTorch.
 
     Args:
-        values: where they are.
-        timeout_s: how long to wait for a key, where the one who waits does not say.
-        check: looks whether to go on waiting; what it raises ends the wait.
+        values: the values.
+        timeout_s: seconds to wait for a key, if the caller does not say.
+        check: called during a wait; its error ends the wait.
     """
 
     def __init__(
@@ -40,28 +40,29 @@ class SignedStore(Store):
         super().__init__()
         self._values, self._check = values, check
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._told: list[bytes] = []  # among it the addresses of the group that is being made
+        # texts of this rank, among them its addresses for the group that is being made
+        self._told: list[bytes] = []
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Put bytes there."""
+        """Write bytes."""
         text = value.encode() if isinstance(value, str) else value
         self._told.append(text)
         self._values.put(key, text)
 
     def get(self, key: str) -> bytes:
-        """The bytes, once they are there."""
+        """Return the bytes of a key, once they are there."""
         return self._awaited([key], self._timeout)[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The bytes of several keys, once all are there."""
+        """Return the bytes of several keys, once all are there."""
         return self._awaited(keys, self._timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all keys are there."""
         return all(self._values.take(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all are there."""
+        """Wait until all keys are there."""
         self._awaited(keys, timeout or self._timeout)
 
     def add(self, key: str, amount: int) -> int:
@@ -69,21 +70,21 @@ class SignedStore(Store):
         return self._values.add(key, amount)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long to wait from now on."""
+        """Set the time to wait from now on."""
         self._timeout = timeout
 
     def is_made(self) -> None:
-        """All ranks of a group have connected, so that its ports close."""
+        """Close the ports of a group, because all its ranks have connected."""
         told, self._told = self._told, []
         if not _connects_later():
             close_ports(told)
 
     def delete_key(self, key: str) -> bool:
-        """Take a key away."""
+        """Remove a key."""
         return self._values.remove(key)
 
     def has_extended_api(self) -> bool:
-        """Whether it can append; it has what is above only."""
+        """Return whether it can append: it has only the methods above."""
         return False
 
     def _awaited(self, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:
@@ -102,5 +103,5 @@ class SignedStore(Store):
 
 
 def _connects_later() -> bool:
-    """Whether gloo connects two ranks only when one sends to the other."""
+    """Return whether gloo connects two ranks only when one sends to the other."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("0", "")

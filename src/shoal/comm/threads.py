@@ -1,11 +1,11 @@
-"""Ranks as threads of one process: for tests, and, with one rank, for a lone process.
+"""Ranks as threads of one process: for tests, and with one rank, for a single process.
 
         rank 0                    the hub                     rank 1
     send(tensor, to=1) ──copy──▶ mailbox (channel, 0, 1) ──copy──▶ receive(tensor, source=0).wait()
 
-One mailbox a channel, source and destination. A message costs two copies and one wake-up, and no
-bytes leave the process. When a rank fails the hub is aborted: every other rank that waits, or
-communicates later, hears at once who.
+There is one mailbox for each channel, source and destination. A message costs two copies and one
+wake-up, and no bytes leave the process. When a rank fails the hub is aborted. Then every other rank
+that waits, or communicates later, hears at once which rank failed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from shoal.core.facts import Topology
 from shoal.core.side_threads import is_side_thread
 
 T = TypeVar("T")
-_LOOK_S = 0.5  # how often who waits looks around
+_LOOK_S = 0.5  # seconds between two looks of a waiting thread
 
 
 @dataclass
 class _Mailbox:
-    """Messages between two ranks on a channel: the n-th receive gets the n-th one sent."""
+    """Messages between two ranks on a channel: the n-th receive gets the n-th message."""
 
     arrived: Condition
     sent: int = 0
@@ -46,10 +46,10 @@ class _Mailbox:
 
 
 class Hub:
-    """What the ranks of one process share: the mailboxes, and who failed first.
+    """Hub that the ranks of one process share: the mailboxes, and the rank that failed first.
 
-    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its
-    own. The last `servers` ranks are servers, or the last `tail` run the end of the model.
+    `hosts[rank]` is the host that each rank counts as its own. By default each rank has a host of
+    its own. The last `servers` ranks are servers, or the last `tail` run the end of the model.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Hub:
         self.journals = [Journal() for _ in range(size)]
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
-        self._apart: Apart | None = None  # what the last look has found
-        self._in_vain: Apart | None = None  # the same twice: it is certain
+        self._apart: Apart | None = None  # finding of the last look
+        self._in_vain: Apart | None = None  # the same finding twice: it is certain
         self._lock = Lock()
         self._boxes: dict[tuple[str, int, int], _Mailbox] = {}
 
     def put(self, channel: str, source: int, to: int, message: Any) -> None:
-        """Send: leave a message that belongs to the receiver from now on."""
+        """Leave a message for the receiver, to which it belongs from now on."""
         with self._lock:
             if to == self.lost:
                 self.check(f"channel {channel}")
@@ -84,7 +84,7 @@ class Hub:
             box.arrived.notify_all()
 
     def post(self, channel: str, source: int, to: int) -> int:
-        """Ask for the next message; `take` of the number returned waits for it."""
+        """Ask for the next message. Return its number; `take` of this number waits for it."""
         with self._lock:
             box = self._box(channel, source, to)
             box.posted += 1
@@ -99,7 +99,7 @@ class Hub:
         timeout_s: float | None,
         look: Callable[[], object] = lambda: None,
     ) -> Any:
-        """The message of that number, once it is there, or PeerLost or DeadlinePassed.
+        """Return the message of that number, once it is there, or raise PeerLost or DeadlinePassed.
 
         `look` is called every half second until then.
         """
@@ -118,7 +118,7 @@ class Hub:
                     look()
                 finally:
                     self._lock.acquire()
-            if number in box.messages:  # also of a rank that has left since
+            if number in box.messages:  # even if its rank has left since
                 return box.messages.pop(number)
             self.check(f"channel {channel}")
             raise DeadlinePassed(
@@ -129,7 +129,10 @@ class Hub:
             )
 
     def abort(self, rank: int, failure: BaseException) -> None:
-        """Tell all who wait or come later that `rank` has failed; the first failure stands."""
+        """Tell all ranks that wait or come later that `rank` has failed.
+
+        The first failure stands.
+        """
         with self._lock:
             if self.lost is None:
                 self.failure, self.lost = failure, rank
@@ -137,7 +140,7 @@ class Hub:
                 box.arrived.notify_all()
 
     def look(self, where: str) -> None:
-        """Raise RanksDiffer if ranks wait for one another in vain, as at the look before."""
+        """Raise RanksDiffer if ranks wait for one another in vain, and did at the look before."""
         places = self._places()
         for rank in places:
             self.journals[rank].asked |= missed(rank, places)
@@ -150,14 +153,14 @@ class Hub:
             raise self._apart.error(where)
 
     def found(self) -> Apart | None:
-        """Who is apart from the others, for who has noticed that some are."""
+        """Find ranks that do different things, for a rank that has noticed some."""
         return unlike(self._places())
 
     def _places(self) -> dict[int, RankPlace]:
         return {rank: self.journals[rank].place() for rank in range(self.topology.workers)}
 
     def check(self, where: str) -> None:
-        """Raise PeerLost if a rank has failed, or RanksDiffer if it failed by that."""
+        """Raise PeerLost if a rank has failed, or RanksDiffer if it failed with that error."""
         if self._in_vain is not None:
             raise self._in_vain.error(where)
         if isinstance(self.failure, RanksDiffer):
@@ -187,7 +190,7 @@ class Hub:
 class ThreadComm(Comm):
     """One rank of a hub. `ThreadComm()` is alone in its world.
 
-    `send` copies, so its wait returns at once; the wait of `receive` blocks until the message is
+    `send` copies, so its wait returns at once. The wait of `receive` blocks until the message is
     there.
     """
 
@@ -206,7 +209,7 @@ class ThreadComm(Comm):
         self.size = self.topology.size
         self.name = name
         self.timeout_s = None if idle else self.hub.timeout_s
-        # which of the hub's ranks those are that it is among
+        # the hub's ranks that this channel has
         self._seats = tuple(range(self.size) if seats is None else seats)
         self._channels = 0
         self._journal = self.hub.journals[self._seat]
@@ -219,7 +222,8 @@ class ThreadComm(Comm):
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Copy `tensor` into the mailbox; it must be contiguous, as for gloo."""
         assert tensor.is_contiguous()
-        # a GPU's by way of the host, as between processes: the receiver computes on another stream
+        # a GPU's tensor goes through the host, as between processes: the receiver computes on
+        # another stream
         at_host = tensor.detach().clone() if tensor.device.type == "cpu" else staged(tensor)
         self.hub.put(self.name, self._seat, self._seats[to], at_host)
         return DONE
@@ -230,19 +234,19 @@ class ThreadComm(Comm):
         return _Receive(self, tensor, source, number)
 
     def channel(self, name: str, *, idle: bool = False) -> ThreadComm:
-        """A new channel, also where the name was given before."""
+        """Open a new channel, even if the name was used before."""
         self._channels += 1
         name = f"{self.name}/{name}#{self._channels}"
         return ThreadComm(self.rank, self.hub, name, self.topology, idle, self._seats)
 
     def group(self, ranks: Sequence[int]) -> ThreadComm:
-        """A channel of those ranks only."""
+        """Open a channel of these ranks only."""
         name = f"{self.name}/{len(ranks)} from {ranks[0]} to {ranks[-1]}"
         seats, topology = [self._seats[rank] for rank in ranks], self.topology.among(ranks)
         return ThreadComm(ranks.index(self.rank), self.hub, name, topology, seats=seats)
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
-        """Every rank's value, packed as between processes: no two ranks share an object."""
+        """Return every rank's value, packed as between processes: no two ranks share an object."""
         self.begins(purpose)
         (parcel, records), ranks = packed(value, kinds), range(self.size)
         for seat in self._seats:
@@ -256,7 +260,7 @@ class ThreadComm(Comm):
         return [unpacked(parcel, records) for _, parcel in told]
 
     def take(self, source: int, number: int) -> Any:
-        """Wait for a message; the main thread looks meanwhile whether ranks do so in vain."""
+        """Wait for a message. The main thread checks meanwhile whether ranks wait in vain."""
         is_lane = current_thread().name.startswith("shoal-")
         looked = False
 
@@ -282,19 +286,19 @@ class ThreadComm(Comm):
         self._record.begin(purpose)
 
     def queued(self, purpose: str, number: int | None = None) -> int:
-        """Note that the channel's lane is to do something."""
+        """Note that a job is queued on the channel's lane."""
         return self._record.begin(purpose, number)
 
     def runs(self, number: int, purpose: str) -> None:
-        """Note what the channel's lane is at."""
+        """Note the job that the channel's lane does."""
         self._record.running = number, purpose
 
     def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
-        """Have it called on the main thread where others wait for this rank."""
+        """Set the function to call on the main thread if others wait for this rank."""
         self._record.answer, self._record.answers_to = answer, up_to
 
     def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
-        """Have it called where others wait for this rank, on their threads."""
+        """Set the function to call on other ranks' threads if they wait for this rank."""
         self._record.attend = attend
 
     def is_waiting(self) -> bool:
@@ -302,7 +306,7 @@ class ThreadComm(Comm):
         return self._journal.wait is not None
 
     def reached(self, where: str) -> None:
-        """The main thread waits no longer."""
+        """Note that the main thread no longer waits."""
         if not is_side_thread():
             self._journal.wait = None
 
@@ -321,23 +325,26 @@ class ThreadComm(Comm):
         self.hub.check(f"rank {self._seat}")
 
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
-        """The error where a rank says that it does something else than this one."""
+        """Return the error for a rank that reports a different purpose from this one's."""
         error = self.explained(super().unlike(rank, theirs, own))
         self._record.told()
         return error
 
     def explained(self, error: ShoalError) -> ShoalError:
-        """What is known of where all ranks are, in place of an error that knows of some only."""
+        """Replace an error that knows of some ranks by one that knows the places of all."""
         found = self.hub.found()
         return error if found is None else found.error(error.where)
 
     def leave(self, error: BaseException | None) -> None:
-        """An error is as if this rank's work had raised it; alone there is nobody to tell."""
+        """Leave the hub.
+
+        With an error, all other ranks hear of it as if this rank's work had raised it.
+        """
         if error is not None and self.hub.size > 1:
             self.hub.abort(self._seat, error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """The same error, told where it struck, unless it is this rank's own."""
+        """Return the same error with the place where it occurred, unless it is this rank's own."""
         if isinstance(error, RanksDiffer):
             return self.explained(error)
         if not isinstance(error, WorldError):
@@ -348,7 +355,7 @@ class ThreadComm(Comm):
 
 
 class Done:
-    """A send that needs no waiting for."""
+    """Send that needs no waiting."""
 
     def wait(self) -> None:
         """Return."""
@@ -394,22 +401,23 @@ def run(
     servers: int = 0,
     tail: int = 0,
 ) -> list[T]:
-    """Run `work(comm)` once a rank, each on a thread with a context of its own.
+    """Run `work(comm)` once for each rank, on a thread with a context of its own.
 
     Args:
         ranks: number of ranks.
-        work: what each of them does.
-        timeout_s: how long a receive may wait, and how long the other ranks may take to end after
-            one failed.
-        hosts: which host each rank takes itself to be on; by default each on one of its own.
-        servers: how many of the ranks, the last, are servers.
-        tail: or how many of them, the last, run the end of the model.
+        work: the function that each rank runs.
+        timeout_s: seconds that a receive may wait, and that other ranks may take to end after one
+            failed.
+        hosts: the host that each rank counts as its own; by default each has one of its own.
+        servers: number of servers, the last ranks.
+        tail: number of ranks, the last ones, that run the end of the model.
 
     Returns:
-        What each rank returned, in rank order.
+        The results of all ranks, in rank order.
 
     Raises:
-        BaseException: the error of the rank that failed first, not those that followed from it.
+        BaseException: the error of the rank that failed first, not the errors that followed from
+            it.
 
     Examples:
         >>> run(3, lambda comm: comm.gather_objects(comm.rank, "ranks"))
@@ -422,7 +430,7 @@ def run(
 
     def serve(rank: int) -> None:
         try:
-            # a GPU has one thread for the backwards of all ranks, who would wait for one another
+            # a GPU has one thread for the backwards of all ranks, which would wait for one another
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = Context().run(work, ThreadComm(rank, hub))
         except BaseException as error:

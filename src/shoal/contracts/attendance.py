@@ -1,7 +1,7 @@
 """Attendance: whether all ranks come to a call, and the values for a rank that is alone.
 
-Why here: parameters, layers and outputs of which each rank has a part ask for it, and the engine
-serves it (engine/attendance.py).
+Why here: parameters, layers and outputs that are divided among ranks ask for it, and the engine
+answers (engine/attendance.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Wanted(IntEnum):
 
 
 class MainWait(IntEnum):
-    """A wait of a rank's main thread, somewhere else than at a meeting."""
+    """Wait of a rank's main thread, other than at a meeting."""
 
     NONE = 0
     ELSEWHERE = 1

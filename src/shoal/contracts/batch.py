@@ -1,4 +1,4 @@
-"""What a batch is made of: tensors in containers, in dataclasses and in other objects."""
+"""Batches and their tensors: in containers, in dataclasses and in other objects."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import RanksDiffer
 
-OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
-DEPTH = 3  # objects within objects
+# types that inputs and outputs may refer to, but are not made of
+OPAQUE = (nn.Module, type, ModuleType)
+DEPTH = 3  # levels of objects within objects
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in containers; where there are none, those in the attributes of objects."""
+    """Return the tensors in containers.
+
+    If there are none, return the ones in attributes of objects.
+    """
     found: set[int] = set()
     level = [batch]
     for _ in range(1 + DEPTH):
@@ -36,9 +40,9 @@ def mapped(
     kinds: type | tuple[type, ...] = Tensor,
     depth: int = DEPTH,
 ) -> Any:
-    """The same batch with all of some kinds in it changed, tensors by default.
+    """Return the batch with all objects of some kinds changed, by default tensors.
 
-    What has none stays the same object. Of other objects there is a copy.
+    A part without such objects stays the same object. Other parts are copied.
     """
     leaves, form = pytree.tree_flatten(batch, is_leaf=lambda value: isinstance(value, kinds))
     changed = [
@@ -53,7 +57,7 @@ def mapped(
 def _inside(
     holder: Any, change: Callable[[Any], Any], kinds: type | tuple[type, ...], depth: int
 ) -> Any:
-    """An object with the items and attributes changed that it has."""
+    """Return the object, or a copy in which its items or attributes are changed."""
     if not depth or not _is_made_of(holder):
         return holder
     items = dict(holder) if isinstance(holder, MutableMapping) else _attributes(holder)
@@ -70,7 +74,7 @@ def _inside(
 
 
 def _is_made_of(value: Any) -> bool:
-    """Whether an object may hold tensors that a batch is made of."""
+    """Return whether an object may hold tensors of a batch."""
     has_any = hasattr(value, "__dict__") or hasattr(value, "__dataclass_fields__")
     return has_any and not isinstance(value, OPAQUE) and not isinstance(value, Tensor)
 
@@ -81,7 +85,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def same_batch(ranks: int) -> RanksDiffer:
-    """The error of ranks that all have been fed the same rows."""
+    """Make the error for ranks that were all fed the same rows."""
     return RanksDiffer(
         f"all {ranks} ranks were fed the same batch, so every rank would compute the same "
         "gradients",

@@ -1,7 +1,7 @@
 """A `compute_loss` with further arguments, as one function of a model and a batch.
 
-    packed        all arguments behind the model are the batch, a tuple: compute_loss(model, x, y)
-    beside        the first one is the batch. The rest has no rows, such as a number of tokens
+    packed        all arguments after the model are the batch, a tuple: compute_loss(model, x, y)
+    beside        the first one is the batch. The others have no rows, e.g. a number of tokens
 
 Guarded by tests/equivalence/test_first_batch.py.
 """
@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 @final
 @dataclass(frozen=True)
 class BatchLoss:
-    """A function of (model, batch) that computes the loss by a function of more arguments.
+    """Function of (model, batch) that computes the loss by calling a function of more arguments.
 
     Args:
         function: the function as it was given.
-        packed: whether the batch is the tuple of all arguments behind the model.
+        packed: whether the batch is the tuple of all arguments after the model.
         beside: further arguments for a measured step.
         named: further keyword arguments for it.
     """
@@ -53,7 +53,9 @@ class BatchLoss:
     def in_order(
         self, batch: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return all arguments behind the model in their order, and those that have names only."""
+        """Return all positional arguments after the model in their order, and the keyword-only
+        arguments.
+        """
         if not named:
             return batch, {}
         bound = inspect.signature(self.function).bind(None, *batch, **named)
@@ -69,7 +71,9 @@ class BatchLoss:
 def given_loss(
     compute_loss: Callable[..., Any] | None, loss_fn: Callable[..., Any] | None = None
 ) -> Callable[..., Any] | None:
-    """Return a compute_loss as it was given, else the loss_fn. No loss need have a truth."""
+    """Return the compute_loss that the user gave, or the loss_fn if there is none. Losses are
+    compared with None, because a module's truth value may be undefined.
+    """
     given = compute_loss.function if isinstance(compute_loss, BatchLoss) else compute_loss
     return loss_fn if given is None else given
 

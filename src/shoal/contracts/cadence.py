@@ -1,17 +1,17 @@
-"""Cadence: on which of the engine's events a transfer goes, and every how many of them.
+"""Cadence: the event of the engine on which a transfer goes, and how often it goes.
 
     FORWARD_ENTERED     the model is called, with gradients on
     BACKWARD_ENTERED    a backward comes to the model's output: once for each output
     ROUND_OPENED        the first gradient of a backward that sends is there
-    GRADIENTS_LANDED    all gradients of one transfer are there: it goes, behind those before it
+    GRADIENTS_LANDED    all gradients of one transfer are there: it goes, after earlier transfers
     BACKWARD_ENDED      the gradients of a backward that sends are global, in `.grad`
     STEP_BEGUN          an optimizer's step begins: nothing is updated yet
     STEP_ENDED          it has ended
 
 An event counts by itself: "every third" is every third of that event since the model was
-parallelised. A step is one optimizer's: if two optimizers train the model, STEP_BEGUN and
-STEP_ENDED happen twice in an iteration. Every rank has the same events in the same order, as it
-makes the same calls. Two are not for cadences: see `Cadence`.
+parallelised. A step belongs to one optimizer. If two optimizers train the model, STEP_BEGUN and
+STEP_ENDED happen twice in an iteration. Every rank has the same events in the same order, because
+it makes the same calls. Two events are not for cadences: see `Cadence`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.core.errors import UsageError
 
 
 class Event(Enum):
-    """Something that the engine tells its transfers, and whoever else listens."""
+    """Event that the engine reports to its transfers, and to all other listeners."""
 
     FORWARD_ENTERED = auto()
     BACKWARD_ENTERED = auto()
@@ -36,18 +36,19 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a transfer goes, and when its result is published.
+    """Times at which a transfer goes, and at which its result is published.
 
     Args:
-        on: the event that it goes on. `GRADIENTS_LANDED` is the way of a gradient: the transfer
-            goes in each backward that sends, and is published when that ends.
-        every: it goes on every so many of these events.
-        phase: how many of these events pass before the first that counts. Transfers with the same
-            `every` and other phases take turns.
-        lag: how many of these events later it is published. With 0 the event waits for it.
+        on: the event that it goes on. With `GRADIENTS_LANDED`, as for gradients, the transfer goes
+            in each backward that sends. It is published when that backward ends.
+        every: it goes on every n-th of these events.
+        phase: number of these events to skip before counting begins. Transfers with the same
+            `every` and different phases take turns.
+        lag: number of these events from when it goes until it is published. With 0 the event waits
+            for it.
 
     Raises:
-        UsageError: the numbers do not go together, or the event is none to go on.
+        UsageError: the numbers do not go together, or no transfer can go on this event.
 
     Examples:
         >>> third = Cadence(Event.STEP_ENDED, every=3)
@@ -83,5 +84,5 @@ class Cadence:
             )
 
     def goes(self, number: int) -> bool:
-        """Whether a transfer goes on the event of that number, counted from 0."""
+        """Return whether a transfer goes on the event of that number, counted from 0."""
         return number >= self.phase and (number - self.phase + 1) % self.every == 0

@@ -114,7 +114,7 @@ class Feature(Contract, ABC, Generic[Opening]):
 
     @classmethod
     def unasked(cls) -> Feature[Any] | None:
-        """Return the feature as it is if nobody asks for it; None if it is not there then."""
+        """Return the feature as it is by default; None if it is only there on request."""
         return None
 
     @classmethod

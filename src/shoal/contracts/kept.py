@@ -10,7 +10,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def kept_by(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes that may hold values which it has computed."""
+    """Return the attributes of a module that may hold values which it has computed."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -19,7 +19,10 @@ def kept_by(module: nn.Module) -> dict[str, Any]:
 
 
 def keep(module: nn.Module, name: str, value: Any) -> None:
-    """Put another value into an attribute; a list or dict, which others may have, changes."""
+    """Replace the value of an attribute.
+
+    A list or dict is changed in place, since others may hold it.
+    """
     before = vars(module)[name]
     if value is before:
         return

@@ -1,13 +1,13 @@
-"""Period: the gradients of layers that are exchanged and applied once in so many steps.
+"""Period: the gradients of layers that are exchanged and applied only once in every k steps.
 
-    step 1, 2 … k−1   as backward ends each gradient is added to its sum here, times this rank's
-                      share of rows, and taken away: an optimizer sees none, and leaves the
-                      parameter alone
-    step k            as a gradient lands its sum is added to it; it goes as always, with the shares
-                      of all k steps, by whose mean over ranks the sum is divided
+    step 1, 2 … k−1   when backward ends, each gradient is multiplied by this rank's share of rows,
+                      added to its sum here, and removed: an optimizer finds no gradient, and so
+                      leaves the parameter alone
+    step k            when a gradient lands, its sum is added to it. It is sent as usual, with the
+                      shares of all k steps. The total is divided by their mean over ranks
 
-So what is applied is the mean over the rows of k steps. Costs a copy of the gradients of these
-layers, and saves k−1 of k of their exchanges.
+So the applied gradient is the mean over the rows of k steps. This costs a copy of the gradients of
+these layers, and saves k−1 of k of their exchanges.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
 
-# of a share. Multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it
-# is nothing
+# least share. A number keeps its bits when it is multiplied and divided by this (in float16 it
+# becomes 0). Added to 1, it changes nothing
 LEAST = 2.0**-60
 
 
 @final
 class Period:
-    """What is kept of one model's layers with the same period.
+    """Gradients kept for one model's layers with the same period.
 
     Args:
         every: steps, more than 1.
@@ -35,16 +35,16 @@ class Period:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.steps = 0  # whose gradients are kept
-        self.share = 0.0  # this rank's, of all these
-        self.parameters: dict[str, nn.Parameter] = {}  # by dotted name
+        self.steps = 0  # number of backwards with gradients in the sums
+        self.share = 0.0  # this rank's share, summed over these steps
+        self.parameters: dict[str, nn.Parameter] = {}  # parameters by dotted name
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._whole: set[nn.Parameter] = set()  # whose gradient is that of all k steps by now
-        # what the last period gave, until the next backward; None where owners hold it
+        self._whole: set[nn.Parameter] = set()  # parameters with `.grad` over all k steps by now
+        # gradients of the last period, until the next backward; None if owners hold them
         self._given: dict[nn.Parameter, Tensor | None] = {}
 
     def join(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Keep the gradients of these, too."""
+        """Keep the gradients of these parameters, too."""
         self.parameters.update(parameters)
 
     @property
@@ -54,7 +54,7 @@ class Period:
 
     @torch.no_grad()
     def keep(self, share: float) -> None:
-        """A backward has ended within the period: keep what it has left in `.grad`."""
+        """Keep the gradients that a backward within the period has left in `.grad`."""
         self.steps += 1
         self.share += share
         for parameter in self.parameters.values():
@@ -69,7 +69,7 @@ class Period:
 
     @torch.no_grad()
     def complete(self, parameter: nn.Parameter, share: float) -> None:
-        """In the backward that ends the period: have `.grad` be that of all steps, once."""
+        """Set `.grad` to the sum over all steps, once, in the backward that ends the period."""
         if parameter in self._whole:  # another transfer has another part of it
             return
         self._whole.add(parameter)
@@ -81,22 +81,23 @@ class Period:
             set_local_gradient(parameter, total)
 
     def begin(self) -> None:
-        """Begin anew, with nothing."""
+        """Drop all gradients and begin a new period."""
         self.steps, self.share = 0, 0.0
         self._sums.clear()
         self._whole.clear()
         self._given.clear()
 
     def end(self) -> None:
-        """A period has ended, all of it is in `.grad` or at owners, and the next begins."""
+        """Begin the next period. The gradients of the last one are in `.grad` or at owners."""
         self.begin()
         self._given = {p: local_gradient(p) for p in self.parameters.values()}
 
     @torch.no_grad()
     def uncleared(self) -> list[str]:
-        """Whose `.grad` still has what the last period gave; asked once, before the next backward.
+        """Return the parameters that still have the last period's gradient in `.grad`. Ask once,
+        before the next backward.
 
-        What was set to None, replaced or filled with zeros is cleared.
+        A gradient is cleared if it was set to None, replaced or filled with zeros.
         """
         if not self._given:
             return []
@@ -110,17 +111,17 @@ class Period:
         ]
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """What is kept of a parameter, flat, in the order of its memory; a copy."""
+        """Return a copy of a parameter's sum, flat, in the order of the parameter's memory."""
         if parameter in self._sums:
             return line(self._sums[parameter], parameter).clone()
         return torch.zeros_like(line(parameter, parameter))
 
     def put(self, parameter: nn.Parameter, flat: Tensor) -> None:
-        """Keep this of a parameter, as `sum_of` has it."""
+        """Keep this as a parameter's sum, in the form that `sum_of` returns."""
         if flat.any():
             flat = flat.to(parameter.device, parameter.dtype)
             self._sums[parameter] = unlined(flat, parameter)
 
     def tensors(self) -> Sequence[Tensor]:
-        """All that is kept."""
+        """Return all sums."""
         return list(self._sums.values())

@@ -1,12 +1,12 @@
-"""Probe: what a strategy wants to know of every layer, and how that is measured.
+"""Probe: measures facts about every layer for strategies.
 
-A strategy lists its probes. A profile is made of what all of them find, the same on every rank.
+A strategy lists its probes. A profile is made of all their facts, the same on every rank.
 
-    1  called     every call of a layer, in one forward that all probes share
-    2  measure    a layer, once its usual step is known; all ranks are at the same probe
-    3  of_ranks   the ranks' facts become one (core/facts.py)
+    1  called     sees every call of a layer, in one forward that all probes share
+    2  measure    measures a layer, once its usual step is known; all ranks are at the same probe
+    3  of_ranks   makes the ranks' facts one (core/facts.py)
 
-Costs what the probes do: a forward, where several need one, is shared by `Trial.once`.
+The cost is the work of the probes. A forward that several of them need runs once (`Trial.once`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layer:
-    """A module and the trainable parameters it owns, by their dotted names in the model."""
+    """Module and the trainable parameters that it owns, by their dotted names in the model."""
 
     name: str
     module: nn.Module
@@ -40,25 +40,25 @@ class MeasuredLayer:
     """Calls and seconds of one layer in a measured step."""
 
     calls: int
-    calls_vary: bool  # from step to step
-    input_elements: int  # of all calls
+    calls_vary: bool  # the number of calls differs between steps
+    input_elements: int  # elements of the inputs of all calls
     output_elements: int
-    input_grad: bool  # something it was called with takes a gradient
-    needed_s: float  # from the start of forward until it is first called
+    input_grad: bool  # one of its inputs takes a gradient
+    needed_s: float  # seconds from the start of forward to its first call
     forward_s: float
     backward_s: float
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step: layers by name, and the seconds into backward until each gradient came."""
+    """Measured step: layers by name, and the seconds of backward until each gradient came."""
 
     layers: dict[str, MeasuredLayer]
     ready_s: dict[str, float]
     forward_s: float
     backward_s: float
-    page_faults: float = 0.0  # in backward
-    sparse: frozenset[str] = frozenset()  # parameters whose gradients are sparse tensors
+    page_faults: float = 0.0  # page faults in backward
+    sparse: frozenset[str] = frozenset()  # parameters with sparse tensors as gradients
     again: frozenset[str] = frozenset()  # parameters that got several gradients in one backward
 
     @property
@@ -67,7 +67,7 @@ class MeasuredStep:
         return self.forward_s + self.backward_s
 
     def times(self, factor: float) -> MeasuredStep:
-        """The same step, that many times as long."""
+        """Return the step with all its times multiplied by a factor."""
         return MeasuredStep(
             layers={
                 name: replace(
@@ -89,28 +89,33 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model on one sample, as a rank finds it: what it did, and what a probe may have it do.
+    """Model on one sample, as a rank measures it: its usual step, and the means for probes to run
+    it.
 
-    The model is in training, without gradients. Whatever a probe changes of it is put back.
+    The model is in training mode, without gradients. A probe's changes to it are undone.
     """
 
     sample: Sample
     layers: tuple[Layer, ...]
     optimizers: tuple[Optimizer, ...]
     ranks: int
-    micro_batches: int | None  # that a batch is cut into, if tail hosts may run the model's end
+    micro_batches: int | None  # micro-batches of a batch, if tail hosts may run the model's end
     row_parts: int | None  # parts of a rank's batch in a pipeline; None: the planner may choose
-    step: MeasuredStep  # the median of some
-    read: frozenset[str]  # parameters that PyTorch's functions were seen to read in forward
+    step: MeasuredStep  # the median of some measured steps
+    read: frozenset[str]  # parameters that functions of PyTorch were seen to read in forward
     known: KnownFigures = field(default_factory=KnownFigures)  # figures of an earlier start
-    # modules that hold parameters of layers and have none of their own; the step measures them, too
+    # modules without parameters of their own that hold parameters of layers; the step measures
+    # them, too
     tied: tuple[Layer, ...] = ()
-    # uses of weights, by layer, in modules that do not hold them
+    # modules that use a layer's weight without holding it, with the layer
     borrowed: Mapping[str, str] = field(default_factory=dict)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, find: Callable[[Trial], T]) -> T:
-        """What `find` finds in this trial; it is called once, however many probes ask."""
+        """Return the result of `find` for this trial.
+
+        It is called once, even if many probes ask.
+        """
         if find not in self._found:
             self._found[find] = find(self)
         found: T = self._found[find]
@@ -118,22 +123,22 @@ class Trial:
 
 
 class Probe(ABC):
-    """Measures each layer for strategies. Every rank has an object of its own for each profile.
+    """Measurement of each layer for strategies. Every rank has its own object for each profile.
 
-    It sends nothing: ranks hear of one another's facts by `Facts.of_ranks`. What it raises on one
-    rank, a `UsageError`, stops all of them.
+    It sends nothing: `Facts.of_ranks` joins the facts of all ranks. A `UsageError` that it raises
+    on one rank stops all of them.
     """
 
     def called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
         """Look at one call of a layer, in the forward that all probes share.
 
         Args:
-            layer: that was called.
-            args, kwargs: what it was called with, which it may have changed in place.
-            output: what it returned.
+            layer: the layer that was called.
+            args, kwargs: its arguments, which it may have changed in place.
+            output: the value that it returned.
         """
         return
 
     @abstractmethod
     def measure(self, layer: Layer, trial: Trial) -> Facts:
-        """The facts of one layer, as this rank finds them."""
+        """Return the facts of one layer, as this rank measures them."""

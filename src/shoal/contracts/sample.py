@@ -1,4 +1,4 @@
-"""One training step's forward on the user's sample, in all the forms that a sample may take.
+"""One training step's forward on the user's sample, for all forms of a sample.
 
     loss_fn        the sample is (x, y), the loss `loss_fn(model(x), y)`
     compute_loss   the sample is a batch of any kind, the loss `compute_loss(model, batch)`
@@ -27,9 +27,9 @@ from shoal.contracts.batch_loss import BatchLoss, fewest_arguments, given_loss
 from shoal.core.errors import SampleError, ShoalError, UsageError, WorldError
 from shoal.core.nothing import nothing
 
-_NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
+_NO_MEMORY = "can't allocate memory"  # torch raises it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
-ComputeLoss = Callable[..., Any]  # takes the model, a batch, and arguments of trainers
+ComputeLoss = Callable[..., Any]  # it takes the model, a batch, and arguments of trainers
 _BY_METHODS = (
     "where methods other than forward make the loss, give compute_loss=f, a function of "
     "(model, batch), and None for loss_fn"
@@ -38,13 +38,13 @@ _BY_METHODS = (
 
 @dataclass(frozen=True)
 class Objective:
-    """What computes the loss of a sample; by neither, the model returns it."""
+    """Function that computes the loss of a sample. Without one, the model returns the loss."""
 
     loss_fn: LossFn | None = None
     compute_loss: ComputeLoss | None = None
 
     def loss(self, model: nn.Module, sample: Any) -> Any:
-        """The loss, unchecked; None where a model returns none."""
+        """Return the loss, unchecked; None if a model returns none."""
         if self.compute_loss is not None:
             return computed_loss(self.compute_loss(model, sample))
         x, y = sample
@@ -52,13 +52,13 @@ class Objective:
         return own_loss(output) if self.loss_fn is None else self.loss_fn(output, y)
 
     def by(self, loss: Any) -> Objective:
-        """The same by the loss that `parallelize` returned."""
+        """Return the objective with the loss that `parallelize` returned."""
         return Objective(loss) if self.compute_loss is None else Objective(None, loss)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model, its loss and one batch, checked; `loss()` runs them.
+    """Model, its loss and one batch, checked. `loss()` runs them.
 
     Without a `loss_fn` x is the whole batch, and y None.
     """
@@ -68,7 +68,8 @@ class Sample:
     x: Any
     y: Any
     compute_loss: ComputeLoss | None = None
-    renew: Callable[[], None] = field(default=nothing, repr=False, compare=False)  # x and y
+    # called before each run to restore x and y
+    renew: Callable[[], None] = field(default=nothing, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -78,7 +79,7 @@ class Sample:
         sample: Any,
         compute_loss: ComputeLoss | None = None,
     ) -> Sample:
-        """Check the sample's form (SampleError that says what is wrong); nothing runs yet."""
+        """Check the sample's form without running it (SampleError with the problem)."""
         lazy = [
             name
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -127,7 +128,7 @@ class Sample:
         """Run the model and the loss.
 
         Raises:
-            SampleError: either of them raised, or what came out cannot be trained on.
+            SampleError: either of them raised, or the loss cannot be trained on.
         """
         try:
             output = self.output()
@@ -152,11 +153,11 @@ class Sample:
 
     @property
     def function(self) -> LossFn | ComputeLoss | None:
-        """What computes the loss beside the model, if anything does."""
+        """The user's function that computes the loss; None if the model returns it."""
         return given_loss(self.compute_loss, self.loss_fn)
 
     def loss_of(self, batch: Any) -> Any:
-        """Without a loss_fn: the loss of another batch, or None."""
+        """Return the loss of another batch, or None. For samples without a loss_fn."""
         if self.compute_loss is not None:
             return computed_loss(self.compute_loss(self.model, batch))
         return own_loss(called(self.model, batch))
@@ -171,11 +172,11 @@ class Sample:
             raise self._refused("backward fails on the sample", error) from error
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the sample."""
+        """Iterate over every tensor of the sample."""
         return tensors_in((self.x, self.y))
 
     def output(self) -> Any:
-        """Run the model, or compute_loss, on the batch as it was."""
+        """Run the model, or compute_loss, on the batch in its first state."""
         self.renew()
         if self.compute_loss is not None:
             return self.compute_loss(self.model, self.x)
@@ -213,7 +214,8 @@ class Sample:
     def _checked(self, loss: Any, output: Any) -> Tensor:
         if self.compute_loss is not None:
             return check_computed(output)
-        by_function = self.loss_fn is not None  # a module may have no truth
+        # compared with None, because a module may have no truth value
+        by_function = self.loss_fn is not None
         source = "loss_fn" if by_function else "the model (there is no loss_fn)"
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss
@@ -276,9 +278,9 @@ def check_computed(computed: Any) -> Tensor:
 
 
 def check_compute_loss(compute_loss: Any, loss_fn: Any) -> None:
-    """Refuse what cannot be called as compute_loss(model, batch) (UsageError)."""
+    """Refuse a value that cannot be called as compute_loss(model, batch) (UsageError)."""
     do = "give a function of (model, batch) that returns the loss"
-    is_known = isinstance(compute_loss, BatchLoss)  # it is called with whatever a batch is
+    is_known = isinstance(compute_loss, BatchLoss)  # it is called with any batch
     given = given_loss(compute_loss)
     if not callable(given):
         raise UsageError("compute_loss is not callable", got=type(given).__name__, do=do)
@@ -313,7 +315,7 @@ def _check_rows(batch: Any, name: str) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -325,7 +327,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def describe(value: Any) -> str:
-    """A value as messages show it: a tensor's shape and type, what containers hold, other types."""
+    """Describe a value for messages: a tensor's shape and type, a container's values, other
+    types.
+    """
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
     if isinstance(value, Mapping):
@@ -341,20 +345,22 @@ def describe(value: Any) -> str:
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """The output for a batch: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    """Return the output for a batch: a tensor, a tuple of positional or a mapping of keyword
+    arguments.
+    """
     args, kwargs = arguments(model, x)
     return model(*args, **kwargs)
 
 
 def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """What a model is called with for a batch: positional and keyword arguments."""
+    """Return the positional and keyword arguments for the call of a model with a batch."""
     if isinstance(x, tuple) and not _is_one_argument(model, x):
         return x, {}
     return ((), x) if isinstance(x, Mapping) else ((x,), {})
 
 
 def _is_one_argument(model: nn.Module, x: tuple[Any, ...]) -> bool:
-    """Whether a tuple is one argument: a namedtuple, unless forward needs several."""
+    """Return whether a tuple is one argument: a namedtuple, unless forward needs several."""
     if not hasattr(x, "_fields"):
         return False
     if isinstance(x, PackedSequence):
@@ -367,10 +373,10 @@ def _is_one_argument(model: nn.Module, x: tuple[Any, ...]) -> bool:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model returns: its output, that output's "loss", or the scalar in a tuple.
+    """Find the loss in a model's output: the output itself, its "loss", or the scalar in a tuple.
 
-    None where there is none, or where a tuple has several scalars. Without gradients any scalar of
-    a tuple counts.
+    The result is None if there is none, or if a tuple has several scalars that require grad.
+    Without gradients any scalar of a tuple counts.
     """
     graded = torch.is_grad_enabled()
     if isinstance(output, Tensor):

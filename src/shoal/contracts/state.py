@@ -1,7 +1,7 @@
 """State that a forward may change and that is not trained: buffers, and frozen parameters.
 
-A state has the dotted name of its tensor in the model; one of a module that is the loss, or in it,
-has "(loss)." before its name.
+A state has the dotted name of its tensor in the model. If it belongs to the loss, a module, its
+name begins with "(loss).".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OF_LOSS = "(loss)."
 
 @dataclass(frozen=True, eq=False)
 class TensorSlot:
-    """The place of one tensor in a module, which may put another one there. Keeps neither alive."""
+    """Place of one tensor in a module, where it can be replaced. It keeps neither alive."""
 
     name: str
     module: ref[nn.Module]
@@ -26,12 +26,12 @@ class TensorSlot:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor that is there now; None where there is none, or no module any more."""
+        """The tensor that is there now; None if there is none, or if the module is gone."""
         module = self.module()
         return None if module is None else self._table(module).get(self.leaf)
 
     def put(self, tensor: Tensor) -> None:
-        """Put another tensor there."""
+        """Replace the tensor."""
         module = self.module()
         if module is not None:
             self._table(module)[self.leaf] = (
@@ -43,7 +43,9 @@ class TensorSlot:
 
 
 def states(model: nn.Module, loss_fn: object) -> dict[str, TensorSlot]:
-    """All of a model and its loss by name, each once, in the same order on every rank."""
+    """Return all states of a model and its loss by name, each once, in the same order on every
+    rank.
+    """
     found: dict[str, TensorSlot] = {}
     seen: set[int] = set()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()

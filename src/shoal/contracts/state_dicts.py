@@ -1,7 +1,8 @@
-"""The form of a feature's state as a checkpoint gives it back: tensors by parameter and by kind.
+"""Form of a feature's state in a checkpoint: tensors by parameter and by kind.
 
-Whoever wrote the checkpoint may have written anything. So a feature checks its state before it
-takes any of it (`Attachment.problem`). Guarded by tests/checkpoint/test_state_form.py.
+A checkpoint may hold anything, because any program may have written it. So a feature checks its
+state before it takes any of it (`Attachment.problem`). Guarded by
+tests/checkpoint/test_state_form.py.
 """
 
 from __future__ import annotations
@@ -39,5 +40,5 @@ def unlike_tensors(states: Any, flat: Iterable[str] = (), numbers: Iterable[str]
 
 
 def is_amount(tensor: Tensor) -> bool:
-    """Whether a tensor is one finite number of at least 0."""
+    """Return whether a tensor is one finite number of at least 0."""
     return tensor.numel() == 1 and not tensor.is_complex() and 0 <= float(tensor) < math.inf

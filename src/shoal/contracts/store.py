@@ -1,6 +1,6 @@
-"""The store where ranks meet: a TCP server that listens no wider than its address says.
+"""Store where ranks meet: a TCP server that listens no wider than its address says.
 
-Why here: launchers and ranks both make one, and PyTorch's listens on every interface of the host.
+Why here: both launchers and ranks make one, and PyTorch's own listens on every interface.
 
     an address as numbers, or localhost    there only
     a name                                 on every interface, as it may mean another one elsewhere
@@ -22,16 +22,16 @@ _LOCAL = "localhost"
 
 
 def open_store(address: str, port: int = 0, timeout_s: float = 300.0) -> TCPStore:
-    """A store of this process, which lives as long as it is referenced.
+    """Open a store in this process. It lives as long as it is referenced.
 
     Args:
-        address: where other processes reach it.
-        port: 0 for one that is free.
-        timeout_s: how long a read that waits may take.
+        address: the address at which other processes reach it.
+        port: 0 for any free port.
+        timeout_s: the longest time that a read may wait.
 
     Raises:
         OSError: it cannot listen there.
-        DistError: the same, or nobody can connect.
+        DistError: it cannot listen there, or no process can connect.
     """
     listening = _listening(address, port)
     return TCPStore(
@@ -45,7 +45,9 @@ def open_store(address: str, port: int = 0, timeout_s: float = 300.0) -> TCPStor
 
 
 def _listening(address: str, port: int) -> socket.socket | None:
-    """A socket at that address only; None where it is to be on every interface."""
+    """Return a socket that listens at that address only; None if it should be on every
+    interface.
+    """
     if not (_is_numbers(address) or address == _LOCAL):
         return None
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""Strategy: how one site is served, what that costs, and whom it refuses."""
+"""Strategy: how one site is served, the cost of that, and the layers that it refuses."""
 
 from __future__ import annotations
 
@@ -29,62 +29,68 @@ from shoal.core.role import Role
 class RowTraffic:
     """The form in which the rows of a cut layer cross the network."""
 
-    chunks: int = 1  # messages that the rows of one rank come in
-    codec: Codec | None = None  # writes rows in fewer bytes; None: they cross as they are
+    chunks: int = 1  # messages that carry one rank's rows
+    codec: Codec | None = None  # codec that writes rows in fewer bytes; None: rows cross unchanged
 
 
 @dataclass(frozen=True)
 class Place:
-    """One site in the model: its modules and parameters, this rank, and the ways to others."""
+    """Site in the model: its modules and parameters, this rank, and the ways to other ranks."""
 
     layers: Mapping[str, nn.Module]
-    # the site's own trainable ones, by dotted name, in the plan's order
+    # the site's own trainable parameters, by dotted name, in the plan's order
     parameters: Mapping[str, nn.Parameter]
     rank: int
-    ranks: int  # that train; servers stand behind them
+    ranks: int  # number of ranks that train; the ranks after them are servers
     servers: int = 0
-    stale: bool = False  # workers run ahead of one another: a server answers each by itself
+    # workers run ahead of one another, so a server answers each worker separately
+    stale: bool = False
     buckets: Buckets = field(default_factory=Buckets)
-    # of parameters that are owned whole, by dotted name
+    # owners of parameters that one rank owns whole, by dotted name
     owners: Mapping[str, Owner] = field(default_factory=dict)
-    # the site's part of a parameter, where not all
+    # range of each parameter that belongs to the site, if not all of it
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # among the ranks that train, for the main thread: where any layer is cut over them,
+    # channel among workers, used by the main thread; set if any layer is cut over them
     comm: Comm | None = None
-    period: Period | None = None  # of steps, where gradients are not applied in each
-    rows: RowTraffic = field(default_factory=RowTraffic)  # of a layer that is cut
-    ways: Ways = field(default_factory=Ways)  # to layers that others run or hold
-    # this rank's rows, for what leaves it in backward
+    # steps between two updates, if gradients are not applied in each step
+    period: Period | None = None
+    # form in which rows cross, for a layer that is cut
+    rows: RowTraffic = field(default_factory=RowTraffic)
+    ways: Ways = field(default_factory=Ways)  # ways to layers that other ranks run or hold
+    # weight of this rank's rows, for gradients that leave it in backward
     weighs: Weighing = field(default_factory=Weighing)
-    # profiles of the layers by name, where they were measured
+    # profiles of the layers by name, if they were measured
     profiles: Mapping[str, LayerProfile] = field(default_factory=dict)
 
 
 class Strategy(Contract, ABC):
-    """How a site is served. Stateless; found by name in the registry."""
+    """Way to serve a site. A strategy has no state. It is found by name in the registry."""
 
     package: ClassVar[str] = "shoal.strategies"
     group: ClassVar[str] = "shoal.strategies"
-    role: ClassVar[Role]  # who holds the parameters, and who carries the gradients
-    probes: ClassVar[tuple[type[Probe], ...]] = ()  # what it wants to know of every layer
-    stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
-    takes_sparse: ClassVar[bool] = False  # gradients that are sparse tensors, as these
-    codes_rows: ClassVar[bool] = False  # the rows that it sends, where a plan gives it a codec
-    # names of the classes in torch.nn that it serves; empty if it may serve any
+    role: ClassVar[Role]  # ranks that hold the parameters, and the way in which gradients travel
+    # probes that measure each layer for this strategy
+    probes: ClassVar[tuple[type[Probe], ...]] = ()
+    stays: ClassVar[str] = ""  # reason why it cannot be undone; "" if it can
+    # it can send gradients that are sparse tensors, without making them dense
+    takes_sparse: ClassVar[bool] = False
+    codes_rows: ClassVar[bool] = False  # it sends rows by a codec, if a plan gives it one
+    # names of the classes in torch.nn that it serves; empty if it may serve any class
     kinds: ClassVar[tuple[str, ...]] = ()
-    takes_alike: ClassVar[bool] = False  # layers of other classes, if they work like one of these
+    # it serves layers of other classes too, if they work like one of `kinds`
+    takes_alike: ClassVar[bool] = False
 
     def takes(self, exchange: Exchange) -> bool:
-        """Whether that exchange can carry it."""
+        """Return whether that exchange can carry its gradients."""
         return self.role.takes_exchange
 
     @abstractmethod
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        """Why it cannot serve this layer, or None."""
+        """Return why it cannot serve this layer, or None."""
 
     def refusal(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        """Return why it cannot serve this layer, or None. Asks `unable` and `refuses`, and looks at
-        sparse gradients and at owners.
+        """Return why it cannot serve this layer, or None. This asks `unable` and `refuses`, and
+        looks at sparse gradients and at owners.
         """
         servers, tail_hosts = len(cluster.servers), len(cluster.tail)
         like = first(facts.works_like() for facts in layer.facts)
@@ -105,7 +111,7 @@ class Strategy(Contract, ABC):
 
     @classmethod
     def unable(cls, kind: str, servers: int, tail_hosts: int, like: str = "") -> str:
-        """Return why it cannot serve a layer, as far as that is known before a measurement.
+        """Return why it cannot serve a layer, as far as this is known before a measurement.
 
         Args:
             kind: the class of the layer's module.
@@ -136,33 +142,41 @@ class Strategy(Contract, ABC):
         return ""
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
-        """Other layers, each with the strategy that it must have where this one serves `layer`."""
+        """Return other layers, each with the strategy that it must have if this one serves
+        `layer`.
+        """
         return {}
 
     @abstractmethod
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
-        """What serving these layers as one site costs one rank in one step."""
+        """Return the cost of these layers, served as one site, for one rank in one step."""
 
     @abstractmethod
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        """Rewrite the site's modules in place; return what the engine sends, on all alike."""
+        """Rewrite the site's modules in place.
+
+        Return the transfers, which are alike on all ranks.
+        """
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
-        """Undo `apply`, which returned these transfers; not called where the strategy `stays`.
+        """Undo `apply`, which returned these transfers. It is not called if the strategy `stays`.
 
-        Modules and parameters are what they were: the same objects, of the same classes, whole,
-        with no hook. A collective: the same calls on every rank, when nothing is under way.
+        Afterwards modules and parameters are as before: the same objects, of the same classes,
+        whole, with no hook. This is a collective: every rank makes the same calls, when nothing is
+        under way.
         """
         for transfer in transfers:
             transfer.release()
 
     def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
-        """Rows K a rank above which all-reduce sends fewer bytes; None if K does not matter."""
+        """Return the rows K of a rank above which all-reduce sends fewer bytes; None if K does not
+        matter.
+        """
         return None
 
 
 def probes_of(strategies: Iterable[type[Strategy]]) -> tuple[type[Probe], ...]:
-    """Every probe that these strategies ask for, once."""
+    """Return every probe that these strategies ask for, once."""
     return tuple(dict.fromkeys(probe for strategy in strategies for probe in strategy.probes))

@@ -1,4 +1,4 @@
-"""Transfer: what a strategy hands to the engine, something that crosses the network."""
+"""Transfer: something that crosses the network. A strategy makes it, the engine sends it."""
 
 from __future__ import annotations
 
@@ -17,44 +17,54 @@ from shoal.core.pieces import Piece
 
 
 class Mark(ABC):
-    """What ranks must have in common, as one rank has it in one round, as a word of 16 bits."""
+    """State that ranks must have in common, as one rank has it in one round, as a word of 16
+    bits.
+    """
 
     word: int
 
     @abstractmethod
     def compare(self, comm: Comm) -> None:
-        """Say what it is that differs: the words did, as every worker knows (a collective).
+        """Name the difference, once every worker knows that the words differ (a collective).
 
         Raises:
-            RanksDiffer: it matters. It names a rank, and what differs.
+            RanksDiffer: the difference matters. The error names a rank, and the difference.
         """
 
 
 class Round(ABC):
-    """One backward that sends, as the transfers of its gradients see it.
+    """Backward that sends, as the transfers of its gradients see it.
 
-    The backwards before it that were accumulated belong to it: it sends for them, too.
+    It also sends the gradients that earlier backwards have accumulated.
     """
 
-    accumulating: bool  # keep what comes: a later backward sends it
+    accumulating: bool  # gradients are kept, because a later backward sends them
 
     @property
     @abstractmethod
     def share(self) -> float:
-        """What this rank's gradients are multiplied by. `run` divides the sum by the mean of all
-        ranks' shares.
+        """Factor of this rank's gradients.
+
+        `run` divides their sum by the mean of all ranks' shares.
         """
 
     def mark(self, transfer: Transfer) -> Mark | None:
-        """What goes with this transfer for ranks to compare; None with all but one."""
+        """Return the mark that travels with this transfer for ranks to compare; None with all
+        others.
+        """
         return None
 
     @abstractmethod
     def ready(self, transfer: Transfer) -> None:
-        """All gradients of a transfer are there: send it as soon as those before it are sent."""
+        """Note that all gradients of a transfer are there.
+
+        It is sent when all earlier ones are sent.
+        """
 
     def found_nan(self, parameter: str) -> None:
-        """This rank's own gradient of a parameter has NaN, and every rank's sum will have it."""
+        """Note that this rank's own gradient of a parameter has NaN, so that every rank's sum
+        will.
+        """
         return
 
     @abstractmethod
@@ -63,153 +73,159 @@ class Round(ABC):
 
 
 class Rounds(ABC):
-    """Where a hook of autograd finds the round that it belongs to."""
+    """The way from a hook of autograd to the round that it belongs to."""
 
     @abstractmethod
     def current(self) -> Round:
-        """The round of the backward that is running. To be called with each gradient, before
-        anything is taken: the first opens the round.
-
-        Raises:
-            WorldError: the backward before this one ended half-way, so the ranks no longer agree on
-                what was sent.
+        """Return the round of the backward that is running. Call it with each gradient, before any
+        is taken: the first call opens the round.
         """
 
     def weighs(self) -> float | None:
-        """What a gradient of the running backward is multiplied by, as it comes; None: nothing.
+        """Return the factor for each gradient of the running backward; None: leave it as it is.
 
-        Also None where a share goes with all that is sent (`Round.share`).
+        It is also None if a share is sent with the gradients (`Round.share`).
         """
         return None
 
 
 class Transfer(ABC):
-    """Something that crosses the network, by its `cadence`: mostly a bucket's gradients, or one
-    layer's factors, in every backward.
+    """Something that crosses the network by its `cadence`: usually the gradients of a bucket, or
+    the factors of one layer, in every backward.
 
-    In order `pack` runs on the main thread, `run` on a lane, `publish` on the main thread. Only
-    `pack` is given the round: what `run` needs of it is kept there, so that a lane never looks at
-    what backward is changing.
+    First `pack` runs on the main thread, then `run` on a lane, then `publish` on the main thread.
+    Only `pack` is given the round. It keeps the data that `run` needs, so that a lane never looks
+    at values that backward is changing.
 
-    A transfer that goes as its gradients land asks `rounds.current()` with each of them, and tells
-    that it is `ready` with the last. One that never does is packed at the end of backward with what
-    there is.
+    A transfer that goes as its gradients land calls `rounds.current()` with each of them. With the
+    last one it reports `ready`. If it never does, it is packed at the end of backward with the
+    gradients that are there.
     """
 
-    label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
-    native: bool = False  # its exchange is
-    served: bool = False  # servers take part: it goes over lanes that they are on
-    tells: bool = False  # it may take a round's mark along: every worker then sees all of them
-    carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
-    cadence: Cadence = Cadence()  # when it goes
-    # of what goes as its gradients land: it goes in the backward that ends the period only
+    label: str  # its name in messages, e.g. "bucket 3 (features.8, features.10)"
+    native: bool = False  # whether its exchange is native
+    served: bool = False  # servers take part, so it goes over lanes that they share
+    tells: bool = False  # it may carry a round's mark: every worker then sees all marks
+    carrier: Carrier | None = None  # the exchange of a bucket, with its memory
+    cadence: Cadence = Cadence()  # times at which it goes
+    # its period, if it goes as gradients land: then only the backward that ends the period sends it
     period: Period | None = None
-    # it needs no gradient: it goes as the round opens, if all before it do
+    # it needs no gradient, so it goes when the round opens, if all before it do
     at_once: bool = False
-    rounds: Rounds  # given by `connect`
+    rounds: Rounds  # set by `connect`
 
     def connect(self, rounds: Rounds) -> None:
-        """Take the way to the running round. Called once, by the engine that runs the transfer."""
+        """Take the way to the running round. The engine that runs the transfer calls this once."""
         self.rounds = rounds
 
     @abstractmethod
     def pack(self, backward: Round) -> None:
-        """Take what this rank contributes. Short: backward waits for it.
+        """Take this rank's contribution. It must be short, because backward waits for it.
 
         Args:
-            backward: the round that it goes with; as backward ends, the one that has ended. On an
-                event between two rounds it is the next one, whose share is 1 until it opens.
+            backward: the round that it goes with; when backward ends, the one that has ended. On an
+                event between two rounds it is the next round, with a share of 1 until it opens.
         """
 
     @abstractmethod
     def run(self, comm: Comm) -> None:
-        """Exchange, blocking, on a lane's own channel and thread."""
+        """Exchange the values on a lane's own channel and thread. This blocks."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Put the result into `parameter.grad`, and be ready to go again."""
+        """Put the result into `parameter.grad`, and prepare for the next time."""
 
     def gather_parts(self, names: Set[str]) -> None:
-        """Wait with gradients of these parameters until backward ends: they come in parts."""
+        """Keep the gradients of these parameters until backward ends, because they come in
+        parts.
+        """
         return
 
     @abstractmethod
     def kept(self) -> Sequence[Tensor]:
-        """The tensors that it keeps from one time to the next."""
+        """Return the tensors that it keeps from one time to the next."""
 
     @abstractmethod
     def release(self) -> None:
-        """Take its hooks off the parameters; it is not used any more."""
+        """Remove its hooks from the parameters. It is not used afterwards."""
 
 
 class Turn(IntEnum):
-    """What ranks send pieces for."""
+    """Purpose for which ranks send pieces."""
 
-    # gradients, to be summed: of however many ranks, in whatever type, the sum says exactly if all
-    # do this
+    # gradients to be summed: the value is 0, so its sum is exact for any number of ranks and any
+    # dtype if all ranks send it
     SUM = 0
     VALUES = 1  # new parameters, after an update
-    GRADIENTS = 2  # gradients that somebody reads
-    END = 3  # nothing more: this worker has ended
+    GRADIENTS = 2  # gradients that a caller reads
+    END = 3  # the end: this worker has finished
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What crosses the network of one rank's pieces, and views of its parts."""
+    """Message with one rank's pieces, and views of its parts."""
 
-    whole: Tensor  # flat
-    values: tuple[Tensor, ...]  # of each piece
-    flags: Tensor  # of each piece, whether its parameter was used
-    # what the values are multiplied by (`shares_of`); no elements where nothing is owned
+    whole: Tensor  # the message as a whole, flat
+    values: tuple[Tensor, ...]  # values of each piece
+    flags: Tensor  # one for each piece: whether its parameter was used
+    # factors of the values (`shares_of`); no elements if nothing is owned
     shares: Tensor
-    marks: Tensor  # of the round; no elements where nothing is owned
-    turn: Tensor  # what the sender takes it for; no element where nothing is owned
+    marks: Tensor  # marks of the round; no elements if nothing is owned
+    turn: Tensor  # turn that the sender is at; no element if nothing is owned
 
     @property
     def sums(self) -> Tensor:
-        """The values of all pieces, one behind the other; a view."""
+        """The values of all pieces, one after the other; a view."""
         behind = (self.flags, self.shares, self.marks, self.turn)
         return self.whole[: len(self.whole) - sum(map(len, behind))]
 
 
 class OwnedTransfer(Transfer):
-    """A transfer whose sums stay with their owners, who update their pieces and send them back.
+    """Transfer that leaves sums with their owners: they update their pieces and send them back.
 
-    After `run` each rank holds the global gradients of its own pieces, until they are dropped. What
-    the owners do with them (optim/owners.py) goes over the same lane, where servers are owners
-    over one for the way back: `gather` brings any values of the pieces to every rank.
+    After `run` each rank holds the global gradients of its own pieces, until they are dropped. The
+    owners' next messages (optim/owners.py) go over the same lane. If servers are owners, they go
+    over a lane for the way back. `gather` brings any values of the pieces to every rank.
     """
 
-    parameters: tuple[nn.Parameter, ...]  # of which it has all, or a part: see `owned`
+    parameters: tuple[nn.Parameter, ...]  # parameters of which it has all, or a part: see `owned`
     owned: tuple[tuple[Piece, ...], ...]  # each rank's pieces
     pieces: tuple[Piece, ...]  # this rank's own
-    # whose gradients are at their owners; of the others `.grad` is the truth
+    # parameters with gradients at their owners; of all others `.grad` is the truth
     held: set[nn.Parameter]
 
     @property
     def exact(self) -> bool:
-        """False: of new values `gather` gives what a codec made of them; their owners take that,
-        too. A codec that is off by too much ends it.
+        """Whether owners keep new values as they computed them.
+
+        If it is False, `gather` returns new values as a codec writes them, and their owners take
+        these, too. A codec with too large an error ends that.
         """
         return True
 
     @abstractmethod
     def follow(self, held: set[nn.Parameter]) -> None:
-        """On a server, in place of a backward: be as workers whose backward found these held."""
+        """Follow the workers, on a server, which has no backward: their backward left these
+        parameters at owners.
+        """
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
-        """Each own piece's global gradient, None if no rank used it. For a lane, after `run`."""
+        """Return each own piece's global gradient, None if no rank used it.
+
+        For a lane, after `run`.
+        """
 
     def open_update(self, parameters: Collection[Tensor]) -> None:
-        """Before own pieces of these are updated: make them what their owner has made of them."""
+        """Bring own pieces to their owner's values, before these parameters are updated."""
         return
 
     @abstractmethod
     def gather(
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
-        """Give a flat tensor for each own piece, and get all ranks', valid until `close_bucket`.
+        """Send a flat tensor for each own piece. Return all ranks' tensors, valid until
+        `close_bucket`.
 
         Raises:
             RanksDiffer: another rank is at another `turn`.
@@ -217,12 +233,12 @@ class OwnedTransfer(Transfer):
 
     @abstractmethod
     def slice_of(self, rank: int) -> Slice:
-        """A new slice of a rank's pieces, of zeros."""
+        """Make a message for a rank's pieces, filled with zeros."""
 
     @abstractmethod
     def used(self) -> set[nn.Parameter]:
-        """The parameters that any rank used, known from `gather` to `close_bucket`."""
+        """Return the parameters that any rank used, known from `gather` to `close_bucket`."""
 
     @abstractmethod
     def close_bucket(self) -> None:
-        """What `gather` gave is no longer needed."""
+        """Free the bucket: the tensors of `gather` are no longer needed."""

@@ -1,7 +1,8 @@
-"""What a rank runs: versions, and the processor's instructions, which decide how sums round.
+"""Versions of the software that a rank runs, and the processor's instructions, which decide
+rounding.
 
-Why here: ranks on unlike hosts get on badly, or drift apart by rounding, and both are found best
-before the first step. The roll call compares them (comm/roll_call.py).
+Why here: ranks on unlike hosts may fail to work together, or drift apart by rounding. Both are best
+found before the first step. The roll call compares them (comm/roll_call.py).
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from pathlib import Path
 import torch
 
 _PROCESSORS = Path("/proc/cpuinfo")
-# instructions that torch's kernels choose between, as Linux names them on x86 and ARM
+# instructions that torch's kernels choose from, under their Linux names on x86 and ARM
 _ROUNDING = re.compile(r"fma4?|f16c|avx\w*|amx\w*|asimd\w*|bf16|i8mm|sve\w*|sme\w*")
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What a process runs, and runs on."""
+    """Versions of a process's software, and its processor."""
 
     python: str
     torch: str
     shoal: str
-    processor: str  # its name
-    flags: tuple[str, ...]  # its instructions that decide how sums round
-    vendor: str = ""  # by which libraries choose their kernels, beside the instructions
-    kernels: str = ""  # those that torch uses: AVX2, AVX512 …
+    processor: str  # the processor's name
+    flags: tuple[str, ...]  # the processor's instructions that decide how sums round
+    # the processor's vendor: libraries choose their kernels by it, and by the instructions
+    vendor: str = ""
+    kernels: str = ""  # the kernels that torch uses: AVX2, AVX512 …
 
     @property
     def rounding(self) -> str:
-        """Ranks for which this is equal round alike."""
+        """Text that is equal on two ranks if their sums round alike."""
         return " ".join((self.vendor, self.kernels, *self.flags))
 
 
 @cache
 def versions() -> Versions:
-    """Those of this process."""
+    """Return the versions of this process."""
     found = _processor()
     words = (found.get("flags") or found.get("Features", "")).split()
     return Versions(
@@ -58,7 +60,7 @@ def versions() -> Versions:
 def install_shoal(extra: str = "", version: str = "") -> str:
     """Write how to install Shoal: from a clone, because no package index has it.
 
-    A package of that name in an index is somebody else's.
+    A package of that name in an index is not this project.
 
     Examples:
         >>> from shoal.contracts.versions import install_shoal
@@ -72,12 +74,12 @@ def install_shoal(extra: str = "", version: str = "") -> str:
 def _own_version() -> str:
     try:
         return metadata.version("shoal")
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # runs from its sources
         return "unknown"
 
 
 def _processor() -> dict[str, str]:
-    """What Linux says of the first processor; there may be hundreds."""
+    """Read Linux's report about the first processor. There may be hundreds more."""
     found: dict[str, str] = {}
     with suppress(OSError), _PROCESSORS.open() as lines:
         for line in lines:

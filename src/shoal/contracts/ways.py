@@ -1,4 +1,4 @@
-"""Ways to layers that others run or hold, as strategies are given them."""
+"""Ways to layers that other ranks run or hold. Strategies get them when they are applied."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torch import Tensor, nn
 
 
 class TableRows(Protocol):
-    """A table whose rows servers have."""
+    """Table of which servers hold the rows."""
 
     def pull(self, ids: Tensor) -> Tensor:
-        """The rows of these ids, which are different and ascending."""
+        """Return the rows of these ids, which are different and ascending."""
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        """Add these rows' gradients; ids are different and ascending."""
+        """Add the gradients of these rows. The ids are different and ascending."""
 
 
 class TableWay(Protocol):
-    """The way to servers that have a model's tables."""
+    """Way to the servers that hold a model's tables."""
 
     def give(self, name: str, weight: nn.Parameter) -> TableRows:
-        """Give servers a table and its gradient, and leave this rank none of it, in place.
+        """Move a table and its gradient to servers, in place, so that this rank keeps none of it.
 
-        A collective: those of rank 0 are taken.
+        A collective: rank 0's table and gradient are the ones that move.
         """
 
 
 class TailWay(Protocol):
-    """The way to hosts that run the end of a model."""
+    """Way to the hosts that run the end of a model."""
 
     @property
     def model(self) -> nn.Module:
-        """All of it."""
+        """The whole model."""
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """What they run, by dotted name."""
+        """Modules that the hosts run, by dotted name."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Those of these modules, by dotted name."""
+        """Parameters of these modules, by dotted name."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Ways:
     """The ways to layers that other hosts or ranks run or hold.
 
     Args:
-        tables: the way to servers that have tables.
+        tables: the way to servers that hold tables.
         tail: the way to hosts that run the end of the model.
         model: the model, if a strategy runs its forward by itself.
         holders: the rank of each layer of a pipeline, by name.
-        sharing: other modules that hold the site's parameters, too, by name.
-        backward_hooks: the backward hooks of all modules, of each its own, as they are now.
+        sharing: other modules that also hold the site's parameters, by name.
+        backward_hooks: the backward hooks that each module has now.
     """
 
     tables: TableWay | None = None

@@ -1,10 +1,12 @@
-"""Weighing: what this rank's rows weigh in the running backward, where gradients leave the rank.
+"""Weighing: the weight of this rank's rows in the running backward, where gradients leave the rank.
 
 A layer that is cut over the ranks, or served by other hosts, has gradients of the rows of all
-ranks. So a rank multiplies what its own rows bring before it is sent. What comes back to them is
-divided by that again: to the layers before, it is this rank's own gradient.
+ranks. So a rank multiplies the gradients of its own rows by their weight before it sends them. A
+gradient that comes back to these rows is divided by it again. So the layers before see this rank's
+own gradient.
 
-Known only while a backward runs; a strategy is given it when the model is rewritten.
+The weight is known only while a backward runs. A strategy gets this object when the model is
+rewritten.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ import torch
 
 @final
 class Weighing:
-    """What a rank's rows weigh: nothing, until an engine says it."""
+    """Weight of a rank's rows: None, until an engine sets the functions."""
 
     def __init__(self) -> None:
-        # what to multiply by in the running backward; given the call that it is of, if known
+        # returns the factor in the running backward; takes its call of the model, if known
         self.of_backward: Callable[[Any], float | None] = lambda call: None
-        # the model's last call
+        # returns the model's last call
         self.call: Callable[[], Any] = lambda: None
 
     def __call__(self, call: Any = None) -> float | None:
-        """What to multiply by in the backward that is running, or None."""
+        """Return the factor in the backward that is running, or None."""
         return self.of_backward(call)
 
 
@@ -34,13 +36,13 @@ UNWEIGHED = Weighing()
 
 
 class OwnHook:
-    """A hook on a parameter that is none of the user's."""
+    """Hook on a parameter that Shoal sets, not the user."""
 
 
 def accumulates(nodes: Iterable[Any]) -> bool:
-    """Whether the running backward brings gradients into `.grad`, at any of autograd's nodes.
+    """Return whether the running backward puts gradients into `.grad`, at any of autograd's nodes.
 
-    Not one that torch.autograd.grad captures.
+    A backward of torch.autograd.grad does not: it captures them.
     """
     try:
         return any(map(torch._C._will_engine_execute_node, nodes))

@@ -4,9 +4,10 @@
     low    `open` lets it take memory, page by page as it is written, and `close` gives its pages
            back
 
-The tensor and its views stay the same objects: on a CPU, on Linux, over a private mapping whose
-pages the system takes back (MADV_DONTNEED; what is read of a closed one is zeros), elsewhere over a
-storage that is resized to nothing (then a closed one must not be read: torch does not check).
+The tensor and its views stay the same objects. On a CPU under Linux, their memory is a private
+mapping, and closing returns its pages to the system (MADV_DONTNEED). A closed bucket then reads as
+zeros. Elsewhere, closing resizes the storage to nothing. Then a closed bucket must not be read, and
+torch does not check that.
 
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB
 2023, section 4.3.
@@ -23,24 +24,27 @@ import torch
 from torch import Tensor
 
 MEMORY = ("fast", "low")
-# that backward fills before it waits, where their memory is freed: one under way, one behind it
+# buckets that backward fills before it waits, if their memory is freed: one under way, one waiting
 BUCKETS_A_LANE = 2
 
 
 @final
 class Buckets:
-    """The flat tensors of one model's buckets, and their bytes; lanes and backward share it."""
+    """Flat tensors of one model's buckets, and their bytes.
+
+    Lanes and backward share this object.
+    """
 
     def __init__(self, memory: str = MEMORY[0]) -> None:
         self.freed = memory == "low"
-        self.live = 0  # buckets that have memory
+        self.live = 0  # number of buckets that have memory
         self.live_bytes = self.peak_bytes = 0
         self._mappings: dict[Tensor, mmap.mmap] = {}
         self._open: set[Tensor] = set()
         self._lock = Lock()
 
     def flat(self, numel: int, like: Tensor) -> Tensor:
-        """A new flat tensor of zeros, open. Make its views, then close it."""
+        """Make a flat tensor of zeros, open. Make its views, then close it."""
         if self.freed and numel and like.device.type == "cpu" and sys.platform == "linux":
             mapping = mmap.mmap(
                 -1, numel * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -53,7 +57,7 @@ class Buckets:
         return flat
 
     def open(self, flat: Tensor) -> None:
-        """See that it may be written, whatever is in it."""
+        """Make a bucket writable. Its values are undefined."""
         if flat in self._open:
             return
         if flat not in self._mappings:
@@ -61,14 +65,14 @@ class Buckets:
         self._count(flat, now_open=True)
 
     def close(self, flat: Tensor) -> None:
-        """It is not in use: neither here, nor by a message under way."""
+        """Free a bucket's memory. Neither this rank nor a message under way may be using it."""
         if not self.freed:
             return
         if flat in self._mappings:
             self._mappings[flat].madvise(mmap.MADV_DONTNEED)
         else:
             if flat.is_cuda:
-                # a lane's, that may be at it yet
+                # another stream, a lane's, may still be using it
                 flat.record_stream(torch.cuda.current_stream(flat.device))
             flat.untyped_storage().resize_(0)
         self._count(flat, now_open=False)

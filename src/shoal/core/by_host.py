@@ -1,10 +1,10 @@
-"""Tensors of a GPU on their way through the host, where gloo carries them.
+"""Tensors of a GPU on their way through the host's memory, because gloo sends from there.
 
     send      GPU ──copy──▶ pinned memory ──gloo──▶       waits for this copy alone
     receive   ──gloo──▶ pinned memory ──copy──▶ GPU       waits for nothing: queued on the stream
 
-Pinned memory comes from PyTorch's own pool, which takes a block back when the copies queued from it
-are done. So after the first steps no memory is pinned any more.
+Pinned memory comes from PyTorch's own pool. A block returns to it when the copies queued from it
+are done. So after the first steps no more memory has to be pinned.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def staged(tensor: Tensor) -> Tensor:
-    """The tensor's values at the host; the tensor itself where it lies there.
+    """Return the tensor's values in the host's memory; the tensor itself if it lies there.
 
-    Waits until the device has computed them. Nothing else that the device does is waited for: of
-    its streams, only the calling thread's.
+    This waits until the calling thread's stream has computed them. It does not wait for the
+    device's other streams.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -31,7 +31,7 @@ def staged(tensor: Tensor) -> Tensor:
 
 @final
 class Later:
-    """Some numbers of a device, on their way to the host, which nobody waits for."""
+    """Numbers of a device on their way to the host, without a thread that waits for them."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._at_host = beside(numbers)
@@ -39,15 +39,15 @@ class Later:
         self._come = torch.accelerator.current_stream(numbers.device).record_event()
 
     def has_come(self) -> bool:
-        """Whether they are there."""
+        """Return whether the numbers are there."""
         return self._come.query()
 
     def read(self) -> list[float]:
-        """The numbers, once they are there."""
+        """Return the numbers, once they are there."""
         self._come.synchronize()
         return self._at_host.tolist()
 
 
 def beside(tensor: Tensor) -> Tensor:
-    """Memory at the host for values that go to, or come from, a tensor of a device."""
+    """Make memory in the host for values that go to, or come from, a tensor of a device."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

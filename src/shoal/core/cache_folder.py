@@ -1,12 +1,12 @@
-"""The user's cache folder: figures of earlier starts, a JSON file for each job.
+"""Cache folder of the user: figures of earlier starts, in a JSON file for each job.
 
     $SHOAL_CACHE          this folder; or "off", "0", "no" or "false": then nothing is kept
     $XDG_CACHE_HOME/shoal
     ~/.cache/shoal
 
-A file has the text of its key beside the value. So a file of another job, which has the same name
-by chance or by hand, is not taken. Files are replaced as wholes, since two jobs may write at once.
-An error of reading or writing costs a line. Guarded by tests/core/test_cache_folder.py.
+A file holds the text of its key next to the value. So a file of another job with the same name is
+not taken. Files are replaced as wholes, because two jobs may write at once. An error of reading or
+writing costs a line. Guarded by tests/core/test_cache_folder.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.core.regular_files import read_text
 T = TypeVar("T")
 OFF = ("off", "0", "no", "false")
 _FORMAT = 1
-_TOLD: set[Path] = set()  # folders of which it was said that they cannot be written
+_TOLD: set[Path] = set()  # folders that were already reported as not writable
 
 
 class KeptFile(msgspec.Struct):
@@ -37,7 +37,7 @@ class KeptFile(msgspec.Struct):
         format: version of this form.
         key: all that the value depends on.
         written: date and time, in UTC.
-        value: it.
+        value: the value itself.
     """
 
     format: int
@@ -48,10 +48,10 @@ class KeptFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class KeptValue(Generic[T]):
-    """A value that was kept.
+    """Value that an earlier start has kept.
 
     Args:
-        value: it.
+        value: the value itself.
         written: its date and time, in UTC.
     """
 
@@ -100,8 +100,8 @@ def read(kind: str, key: str, of: type[T], say: Callable[[str], None]) -> KeptVa
     Args:
         kind: the first part of the file's name.
         key: all that the value depends on.
-        of: its type.
-        say: told in a line why a file was not taken.
+        of: the value's type.
+        say: called with one line, the reason why a file was not taken.
     """
     path = path_of(kind, key)
     if path is None:
@@ -125,7 +125,7 @@ def write(kind: str, key: str, value: object, say: Callable[[str], None]) -> Non
         kind: the first part of the file's name.
         key: all that the value depends on.
         value: numbers, texts, and dataclasses of them.
-        say: told in a line why it cannot be kept.
+        say: called with one line, the reason why the value cannot be kept.
     """
     path = path_of(kind, key)
     if path is None:

@@ -1,4 +1,4 @@
-"""How many cores a process may use, alone or with others."""
+"""Number of cores that a process may use, alone or with others."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from pathlib import Path
 
 from shoal.core.errors import UsageError
 
-CORES = "SHOAL_CORES"  # cores' worth of time that a launcher gives to each rank by itself
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, as a container sees it
+CORES = "SHOAL_CORES"  # cores' worth of time that a launcher gives to each rank alone
+# microseconds of each period, as a container sees its quota
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CONTAINER = Path("/proc/self/ns/cgroup")
 
 
 def bound_cores() -> int:
-    """Cores of the machine that this process may run on."""
+    """Return the number of the machine's cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quota_cores() -> float:
-    """Cores' worth of time that its container may take; infinity without a quota, or Linux."""
+    """Return the cores' worth of time that its container may take; infinity without a quota, or
+    Linux.
+    """
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) / int(period)
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no quota, or "max"
         return math.inf
 
 
 def given_cores() -> float:
-    """Cores' worth of time that this process has by itself, as its launcher says, else infinity.
+    """Return the cores' worth of time that this process alone has, as its launcher says, or
+    infinity.
 
     Raises:
-        UsageError: it says no such number.
+        UsageError: the variable has no such number.
     """
     text = os.environ.get(CORES, "inf")
     try:
@@ -49,7 +53,7 @@ def given_cores() -> float:
 
 
 def container() -> str:
-    """A name for the container, of those on one machine."""
+    """Return a name for the container that differs from all others on this machine."""
     try:
         return os.readlink(_CONTAINER)
     except OSError:

@@ -1,7 +1,7 @@
-"""Costs as data: what a site sends at each moment of a step, and what that takes.
+"""Costs as data: the bytes that a site sends at each moment of a step, and their time.
 
     forward     ┄┄│ in_forward │ layer │┄┄     the main thread sends it and waits (Wait.AT_ONCE)
-    backward    ┄┄│ layer │ in_backward │┄┄    likewise; or a lane sends it meanwhile
+    backward    ┄┄│ layer │ in_backward │┄┄    the same; or a lane sends it meanwhile
     optimizer   ┄┄│ after_step ┄┄              a lane; the layer's next forward may wait for it
 
 A phase on a lane is one job:  │ before_s │ traffic at its pace │ after_s │
@@ -19,10 +19,10 @@ from itertools import zip_longest
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange moves: bytes `sent[rank]`, `received[rank]`, in `rounds` messages in a row.
+    """Bytes of one exchange: `sent[rank]`, `received[rank]`, in `rounds` messages in a row.
 
-    `leaving[rank]` is how much of what is sent goes to other hosts; None says all of it, as where
-    hosts have one rank. `rounds` is whole, but for the mean of a step.
+    `leaving[rank]` is the part of the sent bytes that goes to other hosts. None says all of it, as
+    if each host has one rank. `rounds` is a whole number, except for the mean of a step.
     """
 
     sent: tuple[float, ...]
@@ -37,11 +37,11 @@ class Traffic:
 
     @property
     def half(self) -> Traffic:
-        """What one of two equal halves moves, in half of the rounds."""
+        """Traffic of one of two equal halves, in half of the rounds."""
         return replace(self.scaled(0.5), rounds=self.rounds // 2)
 
     def scaled(self, part: float) -> Traffic:
-        """A part of the bytes, in as many rounds."""
+        """Return a part of the bytes, in as many rounds."""
         return Traffic(
             tuple(nbytes * part for nbytes in self.sent),
             tuple(nbytes * part for nbytes in self.received),
@@ -50,7 +50,7 @@ class Traffic:
         )
 
     def one_way(self, workers: int) -> tuple[Traffic, Traffic]:
-        """The two halves of an exchange between workers and the servers behind them.
+        """Return the two halves of an exchange between workers and the servers after them.
 
         In the first, bytes leave workers and reach servers; in the second they come back.
         """
@@ -69,7 +69,10 @@ class Traffic:
 
 
 def total(traffics: Iterable[Traffic]) -> Traffic:
-    """What several exchanges move, rank by rank; one among fewer ranks adds nothing elsewhere."""
+    """Add up several exchanges, rank by rank.
+
+    An exchange among fewer ranks adds nothing to the others.
+    """
     traffics = tuple(traffics)
 
     def summed(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
@@ -91,13 +94,13 @@ class Price:
     byte_s: float
 
     def of(self, traffic: Traffic) -> float:
-        """Seconds that this traffic takes."""
+        """Return the seconds that this traffic takes."""
         return traffic.rounds * self.round_s + traffic.worst * self.byte_s
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How an exchange does on one cluster, with as many buckets in flight as training has."""
+    """Speed of an exchange on one cluster, with as many buckets in flight as in training."""
 
     wall: Price  # seconds on link and lane
     cpu: Price  # seconds of one rank's processor
@@ -105,15 +108,16 @@ class Pace:
 
 @dataclass(frozen=True)
 class CodingPace:
-    """What a codec does to values of four bytes on a rank's processor, with all ranks at it.
+    """Speed of a codec on a rank's processor, for values of four bytes, while all ranks use it.
 
-    Seconds a value, and of each piece: a run of a slice, or a matrix that has terms. Unmeasured,
-    they are those of about 2 GB/s.
+    The seconds are for one value, and for each piece: a run of a slice, or a matrix that has terms.
+    The defaults, for a codec that was not measured, stand for about 2 GB/s.
     """
 
-    encode_s: float = 2e-9  # what it loses is kept meanwhile
+    encode_s: float = 2e-9  # includes the time to keep the rounding error
     decode_s: float = 2e-9
-    # of terms that an exchange adds: to make them, keeping what they lose, and to read their sums
+    # seconds for terms that an exchange adds: to make them and keep the error, and to read their
+    # sums
     terms_s: float = 2e-9
     sums_s: float = 2e-9
     encode_piece_s: float = 0.0
@@ -123,7 +127,7 @@ class CodingPace:
 
 
 class Direction(IntEnum):
-    """What a phase takes of a rank's link."""
+    """Directions of a rank's link that a phase uses."""
 
     OUT = 1
     IN = 2
@@ -131,28 +135,28 @@ class Direction(IntEnum):
 
 
 class Wait(Enum):
-    """Who waits until a phase is over."""
+    """Time until which a phase is waited for."""
 
-    AT_ONCE = "at once"  # the main thread, which sends it itself
-    # a lane sends it; gradients are waited for by the optimizer's step, parameters by the layer's
-    # next forward
+    AT_ONCE = "at once"  # the main thread sends it and waits
+    # a lane sends it; the optimizer's step waits for gradients, the layer's next forward for
+    # parameters
     WHEN_NEEDED = "when needed"
-    NEVER = "never"  # a lane sends it
+    NEVER = "never"  # a lane sends it, and nothing waits
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a site sends at one moment of a step, and what is computed around that.
+    """Phase of a step: the bytes that a site sends at one moment, and the computing around them.
 
     Args:
         traffic: bytes of each rank.
-        pace: of what moves them.
-        wait: who waits for it.
-        direction: of the link that it takes.
-        before_s: seconds that its lane computes first, as to encode.
-        after_s: seconds that its lane computes then, as to decode.
-        beside_s: seconds of the layer's own compute beside what the main thread waits for: the
-            first of its forward, the last of its backward.
+        pace: speed of the exchange.
+        wait: the time until which it is waited for.
+        direction: directions of the link that it uses.
+        before_s: seconds that its lane computes before it sends, e.g. to encode.
+        after_s: seconds that its lane computes afterwards, e.g. to decode.
+        beside_s: seconds of the layer's own compute while the main thread would wait: the first of
+            its forward, the last of its backward.
         shown: the part of the bytes that can be waited for. The rest crosses within the seconds
             that `Cost` states for the layer.
         every: steps from one such phase to the next.
@@ -170,7 +174,7 @@ class Phase:
 
     @cached_property
     def alone_s(self) -> float:
-        """Seconds of link and lane, were nothing else there."""
+        """Seconds of link and lane, if nothing else ran."""
         return self.pace.wall.of(self.traffic) + self.lane_s
 
     @property
@@ -180,7 +184,7 @@ class Phase:
 
     @property
     def mean(self) -> Phase:
-        """What a step has of it on average."""
+        """Average share of the phase in one step."""
         if self.every == 1:
             return self
         traffic = self.traffic.scaled(1 / self.every)
@@ -196,28 +200,30 @@ class Phase:
 
 @dataclass(frozen=True)
 class Update:
-    """Who updates a site's parameters: which part of them."""
+    """Parts of a site's parameters, by the place where they are updated."""
 
-    main: float = 1.0  # every rank, in optimizer.step()
-    lane: float = 0.0  # the busiest owner, on its lane, before the phase after the step
-    pieces: int = 0  # of parameters, that such an owner has
-    host: float = 0.0  # one of the hosts that do not train; the layer's next forward waits for it
+    main: float = 1.0  # part updated by every rank, in optimizer.step()
+    # part updated by the busiest owner, on its lane, before the phase after the step
+    lane: float = 0.0
+    pieces: int = 0  # number of pieces of parameters that such an owner has
+    # part updated by one of the hosts that do not train; the layer's next forward waits for it
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What serving a site costs one rank in one step.
+    """Cost of a site for one rank in one step.
 
     Args:
-        in_forward: what is sent when the layer is called.
-        in_backward: what is sent when the site's gradients are there.
-        after_step: what is sent from the optimizer's step on.
-        forward_s: what the strategy changes in the layer's own forward, in seconds. It is negative
-            where it leaves work out.
-        backward_s: the same of its backward.
+        in_forward: the phase when the layer is called.
+        in_backward: the phase when the site's gradients are there.
+        after_step: the phase from the optimizer's step on.
+        forward_s: seconds that the strategy adds to the layer's own forward. The number is negative
+            if it saves work.
+        backward_s: seconds that it adds to the layer's own backward.
         memory_bytes: extra memory of a rank.
         held: the part of the parameters that a rank has.
-        update: who updates them.
+        update: the places where parameters are updated.
     """
 
     in_forward: Phase | None = None
@@ -231,13 +237,13 @@ class Cost:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Those that there are, in the order of a step."""
+        """Phases of the site, in the order of a step."""
         phases = (self.in_forward, self.in_backward, self.after_step)
         return tuple(phase for phase in phases if phase is not None)
 
     @cached_property
     def traffic(self) -> Traffic:
-        """What all phases move together."""
+        """Traffic of all phases together."""
         return total(phase.traffic for phase in self.phases)
 
     @cached_property
@@ -247,7 +253,7 @@ class Cost:
 
     @cached_property
     def alone_s(self) -> float:
-        """Seconds of link and lane, were the site alone and nothing hidden."""
+        """Seconds of link and lane, if the site were alone and nothing hidden."""
         return sum(phase.alone_s for phase in self.phases)
 
     @property
@@ -257,7 +263,7 @@ class Cost:
 
     @property
     def processor_s(self) -> float:
-        """Seconds of a rank's processor for the traffic, whichever way it goes."""
+        """Seconds of a rank's processor for the traffic, whatever its direction."""
         by_pace: dict[Pace, list[Traffic]] = defaultdict(list)
         for phase in self.phases:
             by_pace[phase.pace].append(phase.traffic)
@@ -265,11 +271,11 @@ class Cost:
 
     @property
     def beside_s(self) -> float:
-        """Seconds of the layer's own compute beside what the main thread waits for."""
+        """Seconds of the layer's own compute while the main thread would wait."""
         return sum(phase.beside_s for phase in self.phases)
 
     def each(self, every: int) -> Cost:
-        """The same of a site that sends once in so many steps."""
+        """Return the cost of the site if it sends once in so many steps."""
         if every == 1:
             return self
 
@@ -285,7 +291,7 @@ class Cost:
 
     @property
     def mean(self) -> Cost:
-        """The same of an average step, where some phases do not go in each."""
+        """Cost of an average step, if some phases do not happen in each."""
         if all(phase.every == 1 for phase in self.phases):
             return self
         return replace(

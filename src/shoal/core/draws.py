@@ -1,4 +1,4 @@
-"""The random state of the process, which ranks share if they are threads, and seeds."""
+"""Seeds, and the random state of the process, which ranks share if they are threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from contextlib import contextmanager
 
 import torch
 
-# The process has one random state, and ranks may be its threads. Two threads that read torch's at
-# once can lock each other out for good, since torch takes the generator's lock while it holds
-# Python's. A thread that holds the lock may draw from a stream of its own inside.
+# The process has one random state, and ranks may be its threads. If two threads read torch's state
+# at once, they can block each other for good, because torch takes the generator's lock while it
+# holds Python's. A thread that holds the lock may draw from a stream of its own inside.
 RANDOM_STATE = threading.RLock()
 
 
 def mixed(*numbers: int) -> int:
-    """Make one seed of several numbers. Others make another one, also where their sums are alike.
+    """Make one seed of several numbers. Other numbers give another seed, even if their sum is
+    equal.
 
     >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
     (True, False)
@@ -27,9 +28,10 @@ def mixed(*numbers: int) -> int:
 
 @contextmanager
 def undrawn() -> Iterator[Callable[[], bool]]:
-    """Take back all draws inside from torch's generator. The function tells whether there are any.
+    """Undo all draws from torch's generator inside. The yielded function returns whether there are
+    any.
 
-    Nothing inside waits for another rank, which may be a thread that draws.
+    The code inside must not wait for another rank, which may be a thread that draws.
     """
     with RANDOM_STATE:
         before = torch.get_rng_state()

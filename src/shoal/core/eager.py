@@ -1,8 +1,8 @@
-"""Methods that torch.compile leaves alone, without a price for programs that compile nothing.
+"""Methods that torch.compile leaves alone. Programs that compile nothing pay nothing for them.
 
-`torch.compiler.disable` imports Dynamo, which takes longer than all else of Shoal. So a method is
-marked as its class is made, and disabled when the first model is parallelised: by then torch itself
-has imported Dynamo, for the optimizer.
+`torch.compiler.disable` imports Dynamo, which takes longer than the rest of Shoal. So a method is
+marked when its class is made, and disabled when the first model is parallelised. By then torch
+itself has imported Dynamo, for the optimizer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(method: F) -> F:
-    """Mark a method that `keep_eager` is to disable. To be used in the body of a class."""
+    """Mark a method that `keep_eager` will disable. Use it in the body of a class."""
     return cast(F, _Marked(method))
 
 
 def keep_eager() -> None:
-    """Have torch.compile leave all marked methods alone, from here on."""
+    """Make torch.compile leave all marked methods alone from now on."""
     while _MARKED:
         owner, name = _MARKED.pop()
         setattr(owner, name, torch.compiler.disable(vars(owner)[name]))
@@ -29,7 +29,7 @@ def keep_eager() -> None:
 
 @final
 class _Marked:
-    """In the body of a class; the class itself has the method."""
+    """Placeholder in the body of a class, which replaces itself by the method."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method

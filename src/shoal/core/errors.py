@@ -1,8 +1,8 @@
-"""What can go wrong, in two families, and the one shape of message they share.
+"""Errors in two families, and the form of message that they share.
 
 *You can fix it* (`UsageError`, a ValueError): raised before the first step. *The world broke*
-(`WorldError`, a RuntimeError): a peer was lost or a deadline passed. A message says what happened,
-where, what was got and expected, and what to do, one line each.
+(`WorldError`, a RuntimeError): a peer was lost or a deadline passed. A message has a line each for
+the event, the place, the value found and expected, and the remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ShoalError(Exception):
         self.got = got
         self.expected = expected
         self.do = do
-        self.rank = rank  # the rank that the error is about, where there is one
+        self.rank = rank  # the rank that the error is about, if there is one
         lines = [what]
         details = {"where": where, "got": got, "expected": expected}
         lines += [f"  {key}: {value}" for key, value in details.items() if value]
@@ -39,48 +39,50 @@ class ShoalError(Exception):
         super().__init__(printable("\n".join(lines), keep="\n\t"))
 
     def struck(self, where: str) -> Self:
-        """The same error, told where it struck."""
+        """Return the same error with the place where it occurred."""
         details = {"got": self.got, "expected": self.expected, "do": self.do}
         return type(self)(self.what, where=where, rank=self.rank, **details)
 
     def advised(self, more: str) -> Self:
-        """The same error, with one thing more that can be done."""
+        """Return the same error with one more remedy."""
         details = {"where": self.where, "got": self.got, "expected": self.expected}
         do = f"{self.do}; or {more}" if self.do else more
         return type(self)(self.what, do=do, rank=self.rank, **details)
 
 
 class UsageError(ShoalError, ValueError):
-    """Something the caller can put right; raised before the first step."""
+    """Error that the caller can put right; raised before the first step."""
 
 
 class PlanError(UsageError):
-    """A plan, pin or strategy that does not fit the model or the cluster."""
+    """Error about a plan, pin or strategy that does not fit the model or the cluster."""
 
 
 class SampleError(UsageError):
-    """No sample, or one that the model does not take."""
+    """Error about a missing sample, or one that the model does not take."""
 
 
 class RanksDiffer(UsageError):
-    """Ranks called with different models, plans, or the same batch."""
+    """Error about ranks that were called with different models or plans, or with the same batch."""
 
 
 class LabError(UsageError):
-    """The lab cannot be built here: not root, no `ip` or `tc`, or a queue this kernel lacks."""
+    """Error of a lab that cannot be built here: not root, no `ip` or `tc`, or a queue that this
+    kernel lacks.
+    """
 
 
 class WorldError(ShoalError, RuntimeError):
-    """The world outside the program broke."""
+    """Error of the world outside the program."""
 
 
 class MissingRank(WorldError):
-    """Not every rank came to the start within the stated time."""
+    """Error of a start to which not every rank came in the stated time."""
 
 
 class PeerLost(WorldError):
-    """A rank died or its host went away."""
+    """Error about a rank that died, or lost its host."""
 
 
 class DeadlinePassed(WorldError):
-    """A peer is alive but did not take part in an exchange in time."""
+    """Error about a peer that is alive but did not take part in an exchange in time."""

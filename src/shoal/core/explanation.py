@@ -1,4 +1,4 @@
-"""Why a plan is as it is: plain data that the planner fills and a report prints."""
+"""Reasons for a plan: plain data that the planner fills and a report prints."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shoal.core.plan import Choice
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to serve a layer: what it sends, and what the step would take with it."""
+    """Way to serve a layer: the bytes that it sends, and the time of the step with it."""
 
     choice: Choice
-    sent_bytes: float  # by the busiest rank
-    link_s: float  # that the link, and the lane's own compute, would take alone
-    step_s: float  # predicted, everything else as planned
-    refusal: str = ""  # why it cannot serve the layer; the numbers are then 0
+    sent_bytes: float  # bytes of the busiest rank
+    link_s: float  # seconds of the link, and of the lane's own compute, if nothing else ran
+    step_s: float  # predicted seconds of the step, with all other layers as planned
+    refusal: str = ""  # reason why it cannot serve the layer; the numbers are then 0
 
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """A layer's choice beside its alternatives."""
+    """Choice for a layer, and its alternatives."""
 
     layer: str
     kind: str
@@ -32,17 +32,17 @@ class LayerExplanation:
     chosen: Alternative
     others: tuple[Alternative, ...]
     reason: str
-    flips: str  # the rows K a rank at which another strategy would send less, or ''
+    flips: str  # rows K of a rank at which another strategy would send less, or ''
     forward_s: float = 0.0
-    plain_bytes: float = 0.0  # that an all-reduce of its gradients would send
-    exact_bytes: float = 0.0  # that the choice would send without its codec
+    plain_bytes: float = 0.0  # bytes that an all-reduce of its gradients would send
+    exact_bytes: float = 0.0  # bytes that the choice would send without its codec
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a worker sends to the end of the model on another host, and gets, in a step."""
+    """Bytes between a worker and the end of the model on another host, in one step."""
 
-    worker: str  # rank and host
+    worker: str  # its rank and host
     to: str
     sent_bytes: float
     received_bytes: float
@@ -50,35 +50,35 @@ class Route:
 
 @dataclass(frozen=True)
 class TailExplanation:
-    """The end of the model on hosts of its own."""
+    """End of the model on hosts of its own."""
 
     layers: tuple[str, ...]
     micro_batches: int
-    joined: bool  # these go through it at once
+    joined: bool  # whether all micro-batches go through it at once
     routes: tuple[Route, ...]
 
 
 @dataclass(frozen=True)
 class StationExplanation:
-    """A run of layers of a pipeline that one rank holds. Seconds are for one rank's rows."""
+    """Run of layers of a pipeline that one rank holds. Seconds are for one rank's rows."""
 
-    rank: str  # and its host
+    rank: str  # the rank and its host
     layers: tuple[str, ...]
     parameter_bytes: float
     forward_s: float
     backward_s: float
-    sent_bytes: float  # bytes to the stations beside it, for the rows of all ranks
+    sent_bytes: float  # bytes to the neighbouring stations, for the rows of all ranks
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One step under a plan as it is predicted: its seconds by parts, and its bytes."""
+    """Predicted step of a plan: its seconds by parts, and its bytes."""
 
     forward_s: float
     backward_s: float
-    exposed_s: float  # communication that hides under nothing
+    exposed_s: float  # seconds of communication that nothing hides
     optimizer_s: float
-    sent_bytes: float  # by the busiest rank
+    sent_bytes: float  # bytes of the busiest rank
     stations: tuple[StationExplanation, ...] = ()  # stations of a pipeline, in the order of forward
     rival: tuple[str, float] | None = None  # a plan of another kind, and seconds of its step
 
@@ -90,7 +90,9 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan's layers, in the order their gradients come, and the predicted step by its parts."""
+    """Layers of a plan, in the order in which their gradients come, and the predicted step by
+    parts.
+    """
 
     ranks: int
     rate_bytes_per_s: float
@@ -99,13 +101,13 @@ class Explanation:
     lanes: int
     step: PredictedStep
     layers: tuple[LayerExplanation, ...]
-    placement: Placement = BALANCED  # who owns what
+    placement: Placement = BALANCED  # owners of parameters
     stage: TailExplanation | None = None
-    # ranks that are there to serve layers, or to run the last, and were given none
+    # servers or tail hosts that were given no layer
     idle: tuple[str, ...] = ()
-    moving: tuple[MovingState, ...] = ()  # state that agrees in each backward
+    moving: tuple[MovingState, ...] = ()  # state that is made equal on all ranks in each backward
     norms: tuple[SyncNorm, ...] = ()  # batch norms over the rows of all ranks
-    # the same plan without its codecs, where it has some: seconds of a step, and bytes sent
+    # seconds of a step and bytes sent for the same plan without its codecs, if it has any
     without_codecs: tuple[float, float] | None = None
-    local: str = ""  # the local steps and their rule, where ranks step by themselves
+    local: str = ""  # the local steps and their rule, if ranks step by themselves
     features: tuple[str, ...] = ()  # lines about features of training

@@ -1,7 +1,7 @@
-"""What was measured: a model's layers, and the links between ranks. Plain frozen data, no torch.
+"""Measured facts: a model's layers, and the links between ranks. Plain frozen data, no torch.
 
-A `ModelProfile` is the maximum over ranks of what each rank saw while all of them ran, so that
-cores shared by several ranks are priced as they will be in training.
+A `ModelProfile` is the maximum over the figures of all ranks, measured while all of them ran. So
+cores that several ranks share have the price that they have in training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shoal.core.terms import OF_ROWS, Terms
 
 @dataclass(frozen=True)
 class Topology:
-    """Which host each rank runs on: `hosts[rank]` is a host's name.
+    """Hosts of the ranks: `hosts[rank]` is a host's name.
 
-    The last `servers` ranks are servers; or the last `tail` of them run the end of the model.
+    The last `servers` ranks are servers, or the last `tail` ranks run the end of the model.
 
     Examples:
         >>> import shoal
@@ -33,7 +33,7 @@ class Topology:
     hosts: tuple[str, ...]
     servers: int = 0
     tail: int = 0
-    processors: tuple[str, ...] = ()  # of each rank: alike where they round alike
+    processors: tuple[str, ...] = ()  # processor of each rank; equal names if they round alike
 
     def __post_init__(self) -> None:
         check_topology(self)
@@ -45,7 +45,7 @@ class Topology:
 
     @cached_property
     def ranks_on(self) -> Mapping[str, tuple[int, ...]]:
-        """Each host's ranks, ascending; the hosts in the order of their first ranks."""
+        """Each host's ranks, ascending; the hosts are in the order of their first ranks."""
         ranks: dict[str, tuple[int, ...]] = {}
         for rank, host in enumerate(self.hosts):
             ranks[host] = (*ranks.get(host, ()), rank)
@@ -57,28 +57,28 @@ class Topology:
         return tuple(self.ranks_on[host].index(rank) for rank, host in enumerate(self.hosts))
 
     def apart(self, one: int, other: int) -> bool:
-        """Whether two ranks are on different hosts."""
+        """Return whether two ranks are on different hosts."""
         return self.hosts[one] != self.hosts[other]
 
     @property
     def workers(self) -> int:
-        """How many ranks train."""
+        """Number of ranks that train."""
         return self.size - self.servers - self.tail
 
     def among(self, ranks: Sequence[int]) -> Topology:
-        """Some ranks by themselves."""
+        """Return the topology of some ranks alone."""
         processors = [self.processors[rank] for rank in ranks] if self.processors else []
         return Topology(tuple(self.hosts[rank] for rank in ranks), processors=tuple(processors))
 
     @property
     def ranks_per_host(self) -> int:
-        """Most ranks on one host."""
+        """Largest number of ranks on one host."""
         return max(len(ranks) for ranks in self.ranks_on.values())
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank's link carries each way: seconds = `latency_s` + bytes / `bytes_per_s`.
+    """Link of a rank, each way: seconds = `latency_s` + bytes / `bytes_per_s`.
 
     The ranks of one host share its link: `bytes_per_s` is a rank's share while all of them send to
     other hosts.
@@ -91,10 +91,11 @@ class Link:
 
     latency_s: float
     bytes_per_s: float
-    cpu_s_per_byte: float = 0.0  # processor time that a sent-and-received byte costs on one rank
-    # what passes for free after a pause, as where a token bucket shapes the link
+    cpu_s_per_byte: float = 0.0  # processor time for a byte sent and received, on one rank
+    # bytes that pass at once after a pause, if a token bucket shapes the link
     burst_bytes: float = 0.0
-    # bytes a second of a few messages, as it was measured, by which it is known again; 0: not tried
+    # rate of a few messages, in bytes a second, when the link was measured; it shows later whether
+    # the link is the same. 0: not tried
     tried: float = field(default=0.0, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,10 +109,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks and the links between them, with each exchange's measured pace.
+    """Ranks and the links between them, with each exchange's measured pace.
 
-    `cores_per_rank` says how much compute a rank has for its main thread and what its lanes compute
-    and send. Give it to `plan` to plan for hosts that you only imagine.
+    `cores_per_rank` is the compute that a rank has for its main thread and for its lanes. Give it
+    to `plan` to plan for hosts that you only imagine.
 
     Examples:
         >>> import shoal
@@ -124,30 +125,30 @@ class Cluster:
     link: Link
     cores_per_rank: float = 1.0
     paces: Mapping[str, Pace] = field(default_factory=lambda: MappingProxyType({}))
-    # seconds of the main thread to bring a byte of gradient into its bucket
+    # seconds of the main thread to copy a byte of gradient into its bucket
     pack_byte_s: float = 0.0
-    # and processor seconds for each gradient besides: autograd calls a hook
+    # additional processor seconds for each gradient, because autograd calls a hook
     pack_each_s: float = 0.0
-    # hosts of ranks that only own parameters, behind those of the topology
+    # hosts of ranks that only own parameters, after the hosts of the topology
     servers: tuple[str, ...] = ()
-    tail: tuple[str, ...] = ()  # or of ranks that run the end of the model
-    # of messages between all ranks that main threads wait for, one move at a time
+    tail: tuple[str, ...] = ()  # hosts of ranks that run the end of the model, after them
+    # pace of messages between all ranks that main threads wait for, one move at a time
     moves: Pace | None = None
-    # of its rate what each direction of a link keeps while servers' buckets go and come
+    # part of its rate that each direction of a link keeps while servers' buckets go and come
     duplex: float = 1.0
-    ahead: bool = False  # workers run ahead of one another, so that servers own all
-    apart: bool = False  # each steps by itself, and servers add what it has learned
-    # of codecs, as plans write them
+    ahead: bool = False  # workers run ahead of one another, so that servers own all parameters
+    apart: bool = False  # each worker steps by itself, and servers add its changes
+    # paces of codecs, by their names in plans
     codings: Mapping[str, CodingPace] = field(default_factory=lambda: MappingProxyType({}))
-    # whether each rank has its part of a core all the time, as by a quota. Else ranks that share
-    # cores take turns, and whoever computes has a whole one
+    # whether each rank has its part of a core all the time, e.g. by a quota. Otherwise ranks that
+    # share cores take turns, and a rank that computes has a whole one
     steady: bool = False
 
     def __post_init__(self) -> None:
         check_cluster(self, Topology, Link)
 
     def pack_s(self, nbytes: float, gradients: int) -> float:
-        """Seconds of the main thread to bring so many gradients into a bucket of these bytes."""
+        """Return the main thread's seconds to fill a bucket of these bytes with gradients."""
         return nbytes * self.pack_byte_s + gradients * self.pack_each_s / self.core_part
 
     @property
@@ -162,13 +163,11 @@ class Cluster:
 
     @property
     def turn(self) -> float:
-        """The part of its computing time in which a rank has a core, where ranks take turns."""
+        """Part of its computing time in which a rank has a core, if ranks take turns."""
         return 1.0 if self.steady else self.core_part
 
     def pace(self, exchange: str) -> Pace:
-        """An exchange's pace: as measured, else all that the link gives at the processor time that
-        its bytes cost.
-        """
+        """Return an exchange's measured pace, or one at the link's rate and processor time."""
         unmeasured = Pace(
             Price(self.link.latency_s, 1 / self.link.bytes_per_s),
             Price(0.0, self.link.cpu_s_per_byte),
@@ -176,18 +175,19 @@ class Cluster:
         return self.paces.get(exchange, unmeasured)
 
     def coding(self, codec: str) -> CodingPace:
-        """What a codec takes, as measured."""
+        """Return a codec's measured pace, or the default."""
         return self.codings.get(codec, CodingPace())
 
     @property
     def move_pace(self) -> Pace:
-        """The pace of what main threads wait for: as measured, else that of `direct`."""
+        """Pace of messages that main threads wait for: as measured, or that of `direct`."""
         return self.moves or self.pace("direct")
 
     def link_s(self, traffic: Traffic) -> float:
-        """Seconds of what leaves the busiest host over its whole link: no schedule is faster.
+        """Return the seconds for the bytes that leave the busiest host, over its whole link.
 
-        On one host alone nothing leaves; there it is what the busiest rank moves.
+        No schedule is faster. If there is one host only, nothing leaves it: then the bytes of the
+        busiest rank count.
         """
         hosts = self.topology.ranks_on.values()
         if len(hosts) == 1:
@@ -199,15 +199,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ParameterProfile:
-    """One parameter as its owner layer knows it; `name` is the dotted name in the model."""
+    """Parameter as its own layer knows it. `name` is the dotted name in the model."""
 
     name: str
     shape: tuple[int, ...]
     numel: int
     itemsize: int
-    used: bool  # got a gradient in the sample run
+    used: bool  # it got a gradient in the sample run
     ready_s: float  # seconds from the start of backward until its gradient was there
-    # who owns it whole, as a plan places it; None: owners have shares of it
+    # owner of the whole parameter, as a plan places it; None: owners have shares of it
     owner: Owner | None = None
     sparse: bool = False  # its gradient is a sparse tensor
     is_real: bool = True  # its numbers are not complex; codecs take real ones
@@ -221,17 +221,17 @@ class ParameterProfile:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a probe has found of one layer (contracts/probe.py).
+    """Facts that a probe has found about one layer (contracts/probe.py).
 
-    A subclass is a frozen dataclass. A field's default holds where nothing was measured.
+    A subclass is a frozen dataclass. Its defaults hold if nothing was measured.
     """
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Self]) -> Self:
-        """The ranks' facts in one: the largest number, any flag that is set, the first text.
+        """Join the ranks' facts: the largest number, any flag that is set, the first text.
 
         Raises:
-            TypeError: a field is none of these, so that the subclass has to say how.
+            TypeError: a field is none of these, so the subclass has to define how.
         """
         values = {f.name: [getattr(facts, f.name) for facts in ranks] for f in fields(cls)}
         return cls(**{name: _of_ranks(found, cls, name) for name, found in values.items()})
@@ -241,11 +241,11 @@ class Facts:
         return ""
 
     def in_profile(self, profile: ModelProfile) -> Self:
-        """These facts with what follows from the profile of all ranks."""
+        """Return the facts with the additions that follow from the profile of all ranks."""
         return self
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> Self:
-        """These facts where some layers are a job of their own; `layer` is as it was before."""
+        """Return the facts for a job of some layers only; `layer` is the layer before that."""
         return self
 
 
@@ -262,7 +262,7 @@ def _of_ranks(values: Sequence[Any], kind: type[Facts], name: str) -> Any:
 
 
 def first(texts: Iterable[str]) -> str:
-    """The first text that says something, or ''."""
+    """Return the first text that is not empty, or ''."""
     return next(filter(None, texts), "")
 
 
@@ -271,16 +271,16 @@ class Excerpt:
     """Layers that make a job of their own: the end of the model, on tail hosts."""
 
     layers: tuple[str, ...]
-    rows: float  # how many times those of a worker each rank of that job has
+    rows: float  # rows of each rank of that job, in multiples of a worker's rows
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan says of a layer beside its strategy, most of it of all layers at once."""
+    """Settings of a layer in a plan besides its strategy, most of them the same for all layers."""
 
-    chunks: int = 1  # that rows come in, and go back, to layers that are cut over ranks
+    chunks: int = 1  # chunks of rows, to and from a layer that is cut
     joined: bool = True  # tail hosts run all micro-batches at once
-    codec: str = ""  # of this layer's rows, where it is cut
+    codec: str = ""  # codec of this layer's rows, if it is cut
     every: int = 1  # steps from one update of the layer to the next
     rank: int = 0  # holder of the layer, in a pipeline
     parts: int = 1  # parts of each rank's rows, in a pipeline
@@ -288,10 +288,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One module that owns parameters; as a product K, M, N are `rows`, `inputs`, `outputs`.
+    """Module that owns parameters. In a matrix product, K, M, N are `rows`, `inputs`, `outputs`.
 
     `rows` counts samples times tokens on one rank. For an embedding it is the number of ids looked
-    up, and `inputs` the number of table rows. What strategies ask for beyond that is in `facts`.
+    up, and `inputs` the number of table rows. More figures are in `facts`.
     """
 
     name: str
@@ -301,18 +301,18 @@ class LayerProfile:
     inputs: int = 0
     outputs: int = 0
     calls: int = 1
-    calls_vary: bool = False  # from step to step, or from rank to rank
-    may_vary: str = ""  # why they may, though the sample does not show it
+    calls_vary: bool = False  # the number differs between steps, or between ranks
+    may_vary: str = ""  # reason why the calls may vary, though the sample does not show it
     needed_s: float = 0.0  # seconds from the start of forward until the layer is first called
     forward_s: float = 0.0
     backward_s: float = 0.0
-    # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
+    # reason why the weight cannot be served through its layer alone: tied, borrowed, frozen …
     outside_use: str = ""
     setting: Setting = Setting()
-    facts: tuple[Facts, ...] = ()  # one of each kind that was measured
+    facts: tuple[Facts, ...] = ()  # one object for each kind that was measured
 
     def measured(self, kind: type[F]) -> F:
-        """The facts of one kind; that kind's defaults where they were not measured."""
+        """Return the facts of one kind, or its defaults if they were not measured."""
         return next((facts for facts in self.facts if isinstance(facts, kind)), kind())
 
     @property
@@ -326,14 +326,14 @@ class LayerProfile:
         return max((p.ready_s for p in self.parameters), default=0.0)
 
     def part(self, spans: Iterable[tuple[int, int, int]]) -> LayerProfile:
-        """The layer with these spans of its parameters only."""
+        """Return the layer with these spans of its parameters only."""
         parameters = tuple(
             replace(self.parameters[index], numel=stop - start) for index, start, stop in spans
         )
         return replace(self, parameters=parameters)
 
     def in_excerpt(self, excerpt: Excerpt, starts_s: float) -> LayerProfile:
-        """The layer in an excerpt of its model whose forward starts so late in the whole one."""
+        """Return the layer in an excerpt that starts so late in the whole model's forward."""
         return replace(
             self,
             parameters=tuple(replace(p, ready_s=p.ready_s * excerpt.rows) for p in self.parameters),
@@ -347,80 +347,80 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class MovingState:
-    """State that training changes on each rank otherwise, and that agrees after each backward.
+    """State that drifts apart between ranks in training, and is made equal after each backward.
 
-    `how`: "first" is rank 0's, "mean" the mean over ranks.
+    `how` is "first" to take rank 0's state, or "mean" for the mean over ranks.
     """
 
-    name: str  # dotted, of a buffer or a frozen parameter
+    name: str  # dotted name of a buffer or a frozen parameter
     numel: int
-    itemsize: int  # of an element as it is sent
+    itemsize: int  # bytes of an element as it is sent
     how: str
-    in_backward: bool = False  # it changes there, too, so it goes when backward is over
+    in_backward: bool = False  # it also changes in backward, so it is sent when backward is over
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it, as they are sent."""
+        """Bytes of the state as it is sent."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class SyncNorm:
-    """A batch norm over the rows of all ranks: what a rank sends to every other one in a step."""
+    """Batch norm over the rows of all ranks: the bytes from a rank to every other one in a step."""
 
-    name: str  # dotted, of the module
+    name: str  # dotted name of the module
     channels: int
-    itemsize: int  # of a sum as it is sent
+    itemsize: int  # bytes of a sum as it is sent
     calls: int = 1
     returns: bool = True  # its rows take a gradient
 
     @property
     def forward_bytes(self) -> int:
-        """Of a call: means, squares and the number of rows."""
+        """Bytes of a call's forward: means, squares and the number of rows."""
         return (2 * self.channels + 1) * self.itemsize
 
     @property
     def backward_bytes(self) -> int:
-        """Of a call: two sums a channel."""
+        """Bytes of a call's backward: two sums for each channel."""
         return 2 * self.channels * self.itemsize * self.returns
 
     @property
     def nbytes(self) -> int:
-        """Of a step."""
+        """Bytes of a step."""
         return self.calls * (self.forward_bytes + self.backward_bytes)
 
 
 @dataclass(frozen=True)
 class UpdatePace:
-    """What a step of the optimizers takes whatever sizes parameters have."""
+    """Time of the optimizers' step that does not depend on the sizes of parameters."""
 
-    call_s: float = 0.0  # once
-    parameter_s: float = 0.0  # for each parameter
+    call_s: float = 0.0  # seconds once for each step
+    parameter_s: float = 0.0  # seconds for each parameter
 
     def of(self, parameters: int) -> float:
-        """Seconds of a step for so many parameters of hardly any size."""
+        """Return the seconds of a step for so many parameters of hardly any size."""
         return self.call_s + parameters * self.parameter_s
 
     def times(self, factor: float) -> UpdatePace:
-        """That of ranks that take so many times as long."""
+        """Return the pace of ranks that take so many times as long."""
         return UpdatePace(self.call_s * factor, self.parameter_s * factor)
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model's step on one rank: layers in the order of their gradients, and its times."""
+    """Step of a model on one rank: layers in the order of their gradients, and its times."""
 
     layers: tuple[LayerProfile, ...]
     forward_s: float
     backward_s: float
     optimizer_s: float
-    digest: str  # of names, shapes and types: two models with one digest take the same plan
-    state_bytes: float = 0.0  # what the optimizers keep for all parameters
+    digest: str  # digest of names, shapes and types: two models with one digest take the same plan
+    state_bytes: float = 0.0  # bytes that the optimizers keep for all parameters
     moving: tuple[MovingState, ...] = ()
     local: tuple[str, ...] = ()  # state that training changes, and that each rank keeps for itself
     norms: tuple[SyncNorm, ...] = ()
-    terms: Terms = OF_ROWS  # what the loss is a mean over
-    update: UpdatePace = UpdatePace()  # the part of optimizer_s that does not go with bytes
+    terms: Terms = OF_ROWS  # the terms that the loss is a mean over
+    update: UpdatePace = UpdatePace()  # the part of optimizer_s that does not depend on bytes
     rank_s: tuple[float, ...] = ()  # seconds of each rank's own forward and backward
 
     @property
@@ -430,17 +430,17 @@ class ModelProfile:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step in which nothing is sent."""
+        """Seconds of a step that sends nothing."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
     def update_bytes_s(self) -> float:
-        """The part of optimizer_s that goes with bytes."""
+        """The part of optimizer_s that depends on bytes."""
         parameters = sum(len(layer.parameters) for layer in self.layers)
         return max(0.0, self.optimizer_s - self.update.of(parameters))
 
     def placed(self, owners: Mapping[str, Owner]) -> ModelProfile:
-        """The same profile with these owners of whole parameters, by dotted name, and no others."""
+        """Return the profile with these owners of whole parameters only, by dotted name."""
         return replace(
             self,
             layers=tuple(
@@ -455,11 +455,11 @@ class ModelProfile:
         )
 
     def under(self, setting: Setting) -> ModelProfile:
-        """The same profile under what a plan says of all layers at once."""
+        """Return the profile with one setting for all layers."""
         return replace(self, layers=tuple(replace(layer, setting=setting) for layer in self.layers))
 
     def updated(self, every: Mapping[str, int]) -> ModelProfile:
-        """The same profile whose layers, by name, are updated every so many steps."""
+        """Return the profile with update periods in steps, by the names of layers."""
         if not every:
             return self
         settings = {
@@ -470,7 +470,7 @@ class ModelProfile:
         return replace(self, layers=layers)
 
     def excerpt(self, excerpt: Excerpt) -> ModelProfile:
-        """The last layers of forward as a job of their own: those that it names, with its rows."""
+        """Return the profile of the named last layers of forward, with the excerpt's rows."""
         layers = [layer for layer in self.layers if layer.name in excerpt.layers]
         starts_s = min(layer.needed_s for layer in layers)
         share = sum(layer.nbytes for layer in layers) / max(self.nbytes, 1)
@@ -487,11 +487,11 @@ class ModelProfile:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Names of each layer's parameters, layers in the order their gradients come."""
+        """Names of each layer's parameters; layers are in the order of their gradients."""
         return {layer.name: [p.name for p in layer.parameters] for layer in self.layers}
 
     def layer(self, name: str) -> LayerProfile:
-        """The layer of that dotted name (KeyError if there is none)."""
+        """Return the layer of that dotted name (KeyError if there is none)."""
         for layer in self.layers:
             if layer.name == name:
                 return layer

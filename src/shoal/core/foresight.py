@@ -1,4 +1,4 @@
-"""What is foreseen of a model on hosts that one only imagines: the question, and the answer."""
+"""Foresight about a model on imagined hosts: the question, and the answer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from shoal.core.plan import Plan
 
 COMPUTE, LINK, STRAGGLERS, OWNERS = "compute", "link", "stragglers", "owners"
-BUBBLE = "bubble"  # ranks of a pipeline wait for the stations beside them
-_LIMITS = 0.05  # part of a step that limits it
+BUBBLE = "bubble"  # ranks of a pipeline wait for their neighbours
+_LIMITS = 0.05  # the part of a step above which a term limits it
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins imagined hosts.
+    """Network between imagined hosts.
 
     Args:
-        bytes_per_s: of a host's link, each way; None: as measured.
-        latency_s: of a message; None: as measured.
-        oversubscription: how many times as fast hosts' links are together as what is between
-            their switches. All traffic is taken to cross it.
-        cores_per_rank: None: as measured.
+        bytes_per_s: rate of a host's link, each way; None: as measured.
+        latency_s: latency of a message; None: as measured.
+        oversubscription: ratio of the rates of all hosts' links together to the rate between their
+            switches. All traffic is assumed to cross it.
+        cores_per_rank: cores of each rank; None: as measured.
     """
 
     bytes_per_s: float | None = None
@@ -35,14 +35,15 @@ class Network:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be foreseen.
+    """Question about a model on imagined hosts.
 
     Args:
-        network: that joins the hosts.
+        network: the network that joins the hosts.
         straggler: the standard deviation of a host's step times, as a part of the step.
-        strong: whether all hosts together have the rows that one was measured with, not each.
-        codecs: that plans may use.
-        how: what else `plan_for` takes, as pins.
+        strong: whether all hosts together have the measured rows of one host, instead of each host
+            having as many.
+        codecs: codecs that plans may use.
+        how: further arguments of `plan_for`, such as pins.
     """
 
     network: Network = Network()
@@ -54,36 +55,36 @@ class Question:
 
 @dataclass(frozen=True)
 class Scale:
-    """A number of hosts: what a step takes there, and why."""
+    """Time of a step on a number of hosts, and its causes."""
 
     hosts: int
-    step_s: float  # of the median step
+    step_s: float  # seconds of the median step
     p95_s: float
-    times: float  # as many rows a second as one host
-    limits: Mapping[str, float]  # seconds of the median step, by what takes them
+    times: float  # rows a second, in multiples of one host's
+    limits: Mapping[str, float]  # seconds of the median step, by cause
     plan: Plan
-    ddp_s: float | None = None  # if all layers go by an all-reduce, as DDP does it
+    ddp_s: float | None = None  # seconds of a step if all layers use an all-reduce, as in DDP
 
     @property
     def efficiency(self) -> float:
-        """Of the hosts."""
+        """Speed-up per host."""
         return self.times / self.hosts
 
     @property
     def limit(self) -> str:
-        """The part beside compute that takes most of the step; "compute" if none takes a 20th."""
+        """The part besides compute that takes most of the step; "compute" if none takes a 20th."""
         beside = {name: seconds for name, seconds in self.limits.items() if name != COMPUTE}
         most = max(beside, key=lambda name: beside[name], default=COMPUTE)
         return most if beside.get(most, 0.0) >= _LIMITS * self.step_s else COMPUTE
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the hosts do more, as figures are shown, than as many single hosts."""
+        """Whether the hosts do more, in the rounded figures, than as many single hosts."""
         return round(self.times, 2) > self.hosts
 
     @property
     def ways(self) -> dict[str, int]:
-        """How many layers are served each way, most first."""
+        """Number of layers that are served in each way, most first."""
         return dict(Counter(choice.way_anywhere for choice in self.plan.choices).most_common())
 
     @property
@@ -94,7 +95,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Help:
-    """What a change would bring: so many times the rows a second."""
+    """Gain of a change: a factor of the rows a second."""
 
     change: str
     gain: float
@@ -102,7 +103,7 @@ class Help:
 
 @dataclass(frozen=True)
 class Flip:
-    """A layer that is served otherwise from so many hosts on."""
+    """Layer that is served in another way from this number of hosts on."""
 
     hosts: int
     layer: str
@@ -112,15 +113,15 @@ class Flip:
 
 @dataclass(frozen=True)
 class Foresight:
-    """An answer: a scale for each number of hosts, and what would help most at the last one."""
+    """Answer: a scale for each number of hosts, and the most helpful changes at the last one."""
 
     question: Question
-    alone_s: float  # a step of one host
+    alone_s: float  # seconds of a step on one host
     scales: tuple[Scale, ...]
     helps: tuple[Help, ...]  # the best first
 
     def flips(self) -> list[Flip]:
-        """Where layers come to be served otherwise."""
+        """Return the layers that change their way, with the number of hosts."""
         planned = [scale for scale in self.scales if scale.plan.choices]
         return [
             Flip(after.hosts, one.layer, one.way_anywhere, other.way_anywhere)
@@ -130,7 +131,7 @@ class Foresight:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the answer as plain data."""
         question = self.question
         return {
             "alone_s": self.alone_s,

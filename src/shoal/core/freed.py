@@ -8,7 +8,9 @@ from typing import Any
 
 
 def give_back_freed() -> None:
-    """Have glibc return freed memory to the system, which it keeps for later; elsewhere nothing."""
+    """Make glibc return the freed memory that it keeps to the system; on other systems do
+    nothing.
+    """
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

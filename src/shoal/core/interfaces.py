@@ -1,7 +1,7 @@
-"""This host's network interfaces, and which of them leads to another host.
+"""Network interfaces of this host, and the one that leads to another host.
 
-Why here: several hosts find each other only by an interface that leads there. The name of a host
-often leads elsewhere: to 127.0.1.1 on Debian as installed, or to a network of containers.
+Why here: hosts find each other only through an interface that leads from one to the other. The name
+of a host often leads elsewhere: to 127.0.1.1 on Debian as installed, or to a network of containers.
 
 Cost: some system calls, no process. Linux only; elsewhere no interface is known.
 """
@@ -23,8 +23,9 @@ if sys.platform == "linux":
 _IPV6 = Path("/proc/thread-self/net/if_inet6")  # a thread may be in a network of its own
 _ADDRESS, _FLAGS, _MTU = 0x8915, 0x8913, 0x8921  # SIOCGIFADDR, SIOCGIFFLAGS, SIOCGIFMTU
 _UP = 0x1
-_LINK_LOCAL = "20"  # an IPv6 address that needs its interface beside it
-# of this machine alone: its loopback, and what joins its own containers and virtual machines
+_LINK_LOCAL = "20"  # an IPv6 address that is incomplete without its interface
+# interfaces of this machine alone: its loopback, and links to its own containers and virtual
+# machines
 _OWN = re.compile(
     r"lo\d*|(docker|virbr|veth|cni|podman|lxcbr|lxdbr|flannel|cali|kube).*|br-[0-9a-f]{12}"
 )
@@ -32,7 +33,7 @@ _OWN = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """One address of this host."""
+    """One address of this host, and its interface."""
 
     interface: str
     text: str
@@ -47,7 +48,7 @@ class Address:
 
 
 def own_addresses() -> tuple[Address, ...]:
-    """The first IPv4 address and all IPv6 addresses of each interface that is up."""
+    """Return the first IPv4 address and all IPv6 addresses of each interface that is up."""
     if sys.platform != "linux":
         return ()
     up = [name for name in names() if (_number(name, _FLAGS, "H") or 0) & _UP]
@@ -55,23 +56,23 @@ def own_addresses() -> tuple[Address, ...]:
 
 
 def names() -> list[str]:
-    """The interfaces of this host, also those that are down."""
+    """Return the interfaces of this host, also the ones that are down."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address, or None."""
+    """Return the interface that has this address, or None."""
     return next((each.interface for each in own_addresses() if each.text == address), None)
 
 
 def source_towards(address: str, port: int = 9) -> str | None:
-    """The address of this host from which it sends to another one; None where no route leads there.
+    """Return the address from which this host sends to another; None if no route leads there.
 
     Nothing is sent.
 
     Args:
-        address: of the other host, or its name.
-        port: any.
+        address: the other host's address or name.
+        port: any port.
     """
     for family, kind, protocol, _, place in _resolved(address, port):
         with socket.socket(family, kind, protocol) as probe:
@@ -84,12 +85,12 @@ def source_towards(address: str, port: int = 9) -> str | None:
 
 
 def mtu(interface: str) -> int | None:
-    """The largest packet that an interface takes, in bytes."""
+    """Return the largest packet that an interface takes, in bytes."""
     return _number(interface, _MTU, "i")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the host that uses it."""
+    """Return whether an address leads back to the host that uses it."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -97,7 +98,7 @@ def is_loopback(address: str) -> bool:
 
 
 def stays_here(interface: str) -> bool:
-    """Whether an interface is the loopback, or joins only containers of this machine."""
+    """Return whether an interface is the loopback, or joins only containers of this machine."""
     return _OWN.fullmatch(interface) is not None
 
 
@@ -132,7 +133,7 @@ def _number(interface: str, request: int, kind: str) -> int | None:
 
 
 def _ask(interface: str, request: int) -> bytes | None:
-    """What the kernel says of an interface; None where it has nothing to say."""
+    """Return the kernel's answer about an interface; None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             asked = struct.pack("256s", interface.encode()[:15])

@@ -1,7 +1,7 @@
 """Figures that a rank may have measured at an earlier start of the same job.
 
-Prices are kept, and no permissions: each start sees how a model treats a sample. A measurement
-asks for its figure by name, and measures only if there is none.
+Prices are kept, but no permissions: each start looks again at how a model treats a sample. A
+measurement asks for its figure by name, and measures only if there is none.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class KnownFigures:
 
     def __init__(self, before: Mapping[str, Any] | None = None) -> None:
         self._before = before or {}
-        self.figures: dict[str, Any] = {}  # all that were asked for
-        self.has_measured = False  # some of them
+        self.figures: dict[str, Any] = {}  # all figures that were asked for
+        self.has_measured = False  # whether any figure was measured
 
     def get(self, name: str, kind: type[T]) -> T | None:
         """Return a figure of an earlier start; None if there is none of this type."""
@@ -44,7 +44,7 @@ class KnownFigures:
         return found
 
     def forget(self) -> None:
-        """Have all figures measured, because one is no longer as it was."""
+        """Forget all figures, so that they are measured again, because one has changed."""
         self._before, self.figures = {}, {}
 
     def put(self, name: str, figure: T) -> T:

@@ -1,4 +1,4 @@
-"""Dotted names and globs of pins and placements: which names of the model they mean."""
+"""Dotted names and globs of pins and placements, and the names of the model that they mean."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ T = TypeVar("T")
 
 
 def matched(pattern: str, names: Sequence[str], use: str, kind: str) -> list[str]:
-    """The names that a pattern means: the one that it spells, or else those that its glob matches.
+    """Return the names that a pattern means: an equal name, or if there is none, all that its glob
+    matches.
 
     Args:
         pattern: the name or glob.
-        names: those that there are.
-        use: what messages call the pattern's use, e.g. "pin".
-        kind: what messages call a name, e.g. "layer".
+        names: all names of the model.
+        use: the pattern's use for messages, e.g. "pin".
+        kind: the noun for a name in messages, e.g. "layer".
 
     Raises:
-        PlanError: it matches none; the message lists near ones.
+        PlanError: it matches none. The message lists similar names.
     """
     if pattern in names:  # also "block[0]", which as a glob would mean "block0"
         return [pattern]
@@ -40,7 +41,7 @@ def matched(pattern: str, names: Sequence[str], use: str, kind: str) -> list[str
 def by_known_names(
     values: Mapping[str, T], names: Collection[str], others: Mapping[str, str]
 ) -> dict[str, T]:
-    """Return values by patterns, where a pattern that means other names only has the known ones.
+    """Return values by patterns, with other names of layers replaced by the known ones.
 
     Args:
         values: values by name or glob; later ones win.
@@ -57,7 +58,7 @@ def by_known_names(
         if not any(_means(pattern, name) for name in names):
             found = list({owner: None for name, owner in others.items() if _means(pattern, name)})
         for name in found or [pattern]:
-            known.pop(name, None)  # the later one wins, so it stands behind
+            known.pop(name, None)  # the later pattern wins, so it moves to the end
             known[name] = value
     return known
 
@@ -67,5 +68,5 @@ def _means(pattern: Any, name: str) -> bool:
 
 
 def pins(layers: Iterable[str], way: str = "replicate") -> str:
-    """What to write to have layers served so, for messages: `pins={"fc": "replicate"}`."""
+    """Write the pins that serve layers in this way, for messages: `pins={"fc": "replicate"}`."""
     return "pins={" + ", ".join(f'"{name}": "{way}"' for name in layers) + "}"

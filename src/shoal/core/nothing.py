@@ -1,4 +1,4 @@
-"""A call that does nothing, where there may be something to call."""
+"""A call that does nothing, for places that need something to call."""
 
 
 def nothing() -> None:

@@ -1,7 +1,7 @@
 """Numbers as people write them: in variables, options and files.
 
-`str.isdigit` is true of "²", and `int` refuses that; a float may be "nan" or "inf". What a number
-is for bounds it, so a slip of the finger is no job of ten million ranks.
+`str.isdigit` is true of "²", and `int` refuses that; a float may be "nan" or "inf". Each number has
+bounds that suit its use, so that a typing error does not ask for ten million ranks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 from shoal.core.errors import UsageError
 
 _MOST_DIGITS = 18
-MOST_RANKS = 1 << 16  # of a job
-MOST_RANKS_IMAGINED = 1 << 12  # to plan for: the time that takes grows with their square
-MOST_RANKS_HERE = 1 << 10  # that one machine starts
+MOST_RANKS = 1 << 16  # largest number of ranks of a job
+# largest number of ranks to plan for: planning time grows with their square
+MOST_RANKS_IMAGINED = 1 << 12
+MOST_RANKS_HERE = 1 << 10  # largest number of ranks that one machine starts
 MOST_SECONDS = 1e8
-MOST_COUNTED = 1 << 50  # steps, bytes, or anything else that is counted
+MOST_COUNTED = 1 << 50  # largest number of steps, bytes, or anything else that is counted
 
 
 def whole(text: str) -> int | None:
-    """The whole number that a text is, in ASCII digits; None where it is none."""
+    """Return the whole number that a text shows, in ASCII digits; None for any other text."""
     return int(text) if re.fullmatch(rf"[0-9]{{1,{_MOST_DIGITS}}}", text) else None
 
 
 def decimal(text: str) -> float | None:
-    """The number that a text is, as 12 or 2.5; None where it is none."""
+    """Return the number that a text shows, such as 12 or 2.5; None for any other text."""
     form = rf"[0-9]{{1,{_MOST_DIGITS}}}(\.[0-9]{{1,{_MOST_DIGITS}}})?"
     return float(text) if re.fullmatch(form, text) else None
 
 
 def how_many(number: int, noun: str) -> str:
-    """A number of things.
+    """Write a number of things.
 
     Examples:
         >>> how_many(1, "rank"), how_many(1200, "layer")
@@ -42,12 +43,12 @@ def how_many(number: int, noun: str) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number, and not a truth value, which Python takes for one."""
+    """Return whether a value is a whole number. A truth value is not, although Python says so."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_positive(value: Any, most: float = math.inf) -> bool:
-    """Whether a value is a finite number over 0, and at most `most`."""
+    """Return whether a value is a finite number over 0, and at most `most`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 < value <= most and value != math.inf
 
@@ -77,7 +78,10 @@ def check_whole(rule: str, value: Any, least: int, most: int = MOST_COUNTED, *, 
 
 
 def check_number(rule: str, value: Any, least: float, most: float, *, do: str) -> None:
-    """Raise UsageError unless a value is a finite number in a range; as `check_whole`."""
+    """Raise UsageError unless a value is a finite number in a range.
+
+    `check_whole` explains the arguments.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         expected = f"a number from {least:g} to {most:g}"
@@ -85,14 +89,14 @@ def check_number(rule: str, value: Any, least: float, most: float, *, do: str) -
 
 
 def check_truth(rule: str, value: Any, *, do: str) -> None:
-    """Raise UsageError unless a value is True or False; as `check_whole`."""
+    """Raise UsageError unless a value is True or False. `check_whole` explains the arguments."""
     if not isinstance(value, bool):
         raise UsageError(rule, got=shown(value), expected="True or False", do=do)
 
 
 def shown(value: Any) -> str:
-    """Write a value as messages show it: short, whatever it is."""
+    """Write a value for messages: short, whatever the value is."""
     try:
         return repr(value)[:80]
-    except Exception as error:  # such as an int of more digits than Python writes
+    except Exception as error:  # e.g. an int of more digits than Python writes
         return f"{type(value).__name__}, which cannot be shown: {type(error).__name__}"

@@ -1,7 +1,7 @@
-"""How many files and connections a process may have open.
+"""Number of files and connections that a process may have open.
 
-Why here: the usual soft limit is 1024, and a thousand connections of strangers who say nothing
-would keep ranks out of the store and of each other's ports. The hard limit is the machine's own.
+Why here: the usual soft limit is 1024. A thousand connections of silent strangers would use that
+up, and keep ranks out of the store and of each other's ports. The hard limit is the machine's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from contextlib import suppress
 from shoal.core.errors import UsageError
 
 _ENOUGH = 1 << 16
-_LEAST, _LEAST_A_RANK = 32, 3  # a process with a plain plan has fewer open, and no job goes on less
+# a process with a plain plan has fewer files open, and no job can run with less
+_LEAST, _LEAST_A_RANK = 32, 3
 MORE_FILES = (
     "raise the limit in the shell or service that starts the ranks: `ulimit -n 4096`, LimitNOFILE= "
     "of systemd, --ulimit nofile= of docker, or nofile in /etc/security/limits.conf"
@@ -26,7 +27,7 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # where a sandbox forbids it all stays as it is
+        with suppress(OSError, ValueError):  # if a sandbox forbids it, the limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -1,7 +1,8 @@
-"""An option: a field of a frozen record that says how people type it and how ranks compare it.
+"""Option: a field of a frozen record that says how people type it and how ranks compare it.
 
-`parallelize` and the command line are made of such records: the core's choices (front/options.py)
-and one for each feature (contracts/feature.py). A record checks itself when it is constructed.
+`parallelize` and the command line are built from such records: the core's choices
+(front/options.py) and one for each feature (contracts/feature.py). A record checks itself when it
+is constructed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What came of a prediction: a step as it was predicted, and as it went. Plain data."""
+"""Outcome of a prediction: a step as it was predicted, and as it went. Plain data."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ _SAID = {
     BETWEEN: "data, and the program itself",
 }
 _LABEL = 60  # characters of an exchange's label
-_SLOWER_LINK = 0.7  # times what it carried: what is said of links
-_MUCH_LONGER = 1.1  # times the median rank's: what is said of the slowest
+_SLOWER_LINK = 0.7  # ratio to the first rate, below which a link is reported as slower
+_MUCH_LONGER = 1.1  # ratio to the median rank, above which a rank is reported as slowest
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What a rank's main thread did with the time of a step: the mean of its middle steps.
+    """Time of a rank's main thread in a step, by use: the mean of its middle steps.
 
-    In seconds. They add up to the step, from the end of one backward to the end of the next.
+    All times are in seconds. They add up to the step, from the end of one backward to the end of
+    the next.
     """
 
-    steps: int = 0  # that were measured
+    steps: int = 0  # number of steps that were measured
     compute_s: float = 0.0
     waiting_s: float = 0.0
     optimizer_s: float = 0.0
     between_s: float = 0.0
-    longest: str = ""  # the exchange that it waits for longest
+    longest: str = ""  # label of the exchange that it waits for longest
     longest_s: float = 0.0
 
     @property
@@ -40,7 +41,7 @@ class Spending:
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a step: seconds as predicted, and as measured.
+    """Part of a step: seconds as predicted, and as measured.
 
     Examples:
         >>> round(Term("optimizer", predicted_s=0.010, measured_s=0.012).off_s, 4)
@@ -53,26 +54,26 @@ class Term:
 
     @property
     def off_s(self) -> float:
-        """Seconds that it took beyond the prediction; below 0 where it took less."""
+        """Seconds that it took beyond the prediction; below 0 if it took less."""
         return self.measured_s - self.predicted_s
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step as it was predicted, and as it went.
+    """Step as it was predicted, and as it went.
 
-    Print it. It is that of the slowest rank, or of the only one that was asked.
+    Print it to read it. It describes the slowest rank, or the only one that was asked.
 
     Args:
         predicted_s: seconds of a step; 0 if nothing predicts it.
-        measured_s: the same, without what passes between steps. Nobody predicts that.
-        steps: that were measured.
-        terms: "compute", "exchanges", "optimizer" and "between steps". None of a plan with a tail,
-            tables at servers, or steps that are not alike.
+        measured_s: measured seconds, without the time between steps, which is not predicted.
+        steps: number of steps that were measured.
+        terms: "compute", "exchanges", "optimizer" and "between steps". Empty for a plan with a
+            tail, tables at servers, or steps that are not alike.
         longest: the exchange that is waited for longest, and for how many seconds.
         slowest: the rank that computes far longer than the others, and by how much.
-        links: what the slowest link carried as the plan was made, and carries now. In bytes a
-            second. None where it was not tried again.
+        links: rates of the slowest link when the plan was made, and now, in bytes a second. None if
+            it was not tried again.
 
     Examples:
         >>> terms = Term("compute", 0.05, 0.05), Term("exchanges", 0.01, 0.04)
@@ -90,7 +91,7 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a part of the measured step: below 0 where it is too short.
+        """Error of the prediction, as a part of the measured step: below 0 if it is too short.
 
         Examples:
             >>> Outcome(predicted_s=0.9, measured_s=1.0, steps=10).error
@@ -102,19 +103,19 @@ class Outcome:
 
     @property
     def off(self) -> Term | None:
-        """The term of the measured step that was off most, in seconds."""
+        """The term of the measured step with the largest error, in seconds."""
         terms = (term for term in self.terms if term.name != BETWEEN)
         return max(terms, key=lambda term: abs(term.off_s), default=None)
 
     def term(self, name: str) -> Term:
-        """A term by its name (KeyError if there is none)."""
+        """Return a term by its name (KeyError if there is none)."""
         for term in self.terms:
             if term.name == name:
                 return term
         raise KeyError(name)
 
     def __str__(self) -> str:
-        """As text: predicted and measured, the term that was off most, and all terms.
+        """Write predicted and measured seconds, the term with the largest error, and all terms.
 
         Examples:
             >>> terms = Term(COMPUTE, 0.05, 0.052), Term(EXCHANGES, 0.01, 0.04)
@@ -147,11 +148,11 @@ class Outcome:
 
     @property
     def _counted(self) -> str:
-        """The number of steps behind the measured one: their middle half counts."""
+        """Number of measured steps, in words. Their middle half counts."""
         return f" (mean, {self.steps} steps)" if self.steps > 1 else ""
 
     def causes(self) -> list[str]:
-        """What is known of why, a line each."""
+        """Return the known causes of the error, a line each."""
         causes = []
         label, longest_s = self.longest
         if label and longest_s > 0.01 * self.measured_s:
@@ -166,7 +167,7 @@ class Outcome:
         return causes
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the outcome as plain data."""
         return {
             "predicted_s": self.predicted_s,
             "measured_s": self.measured_s,
@@ -181,7 +182,8 @@ class Outcome:
 
 
 def of_slowest(ranks: list[Spending]) -> tuple[Spending, tuple[int, float] | None]:
-    """What the slowest rank spends, which waits for nobody's computing; who that is, if far slower.
+    """Return the spending of the slowest rank, for which all others wait. If it is far slower, also
+    return its number, and the seconds.
 
     Examples:
         >>> quick, slow = Spending(9, 1.0, waiting_s=2.0), Spending(9, 3.0)

@@ -1,7 +1,7 @@
-"""Outer: what ranks make of the steps that each has made by itself ("local steps").
+"""Outer: the rule that joins the steps which each rank has made by itself ("local steps").
 
-Every H steps the ranks know θ_old, with which all began, and the mean of their θ, weighted by rows.
-With Δ = θ_old − mean θ, and v = 0 at first:
+Every H steps the ranks know θ_old, from which all began, and the mean of their θ, weighted by rows.
+Let Δ = θ_old − mean θ, and v = 0 at first:
 
     average     θ_new = θ_old − lr·Δ                    lr 1: the mean
     nesterov    v = momentum·v + Δ                      θ_new = θ_old − lr·(Δ + momentum·v)
@@ -28,7 +28,7 @@ from shoal.core.facts import Topology
 from shoal.core.numbers import check_number, check_truth, check_whole
 from shoal.core.option import Flag, option, read_whole
 
-# a rule's learning rate and momentum; None: 1 − 1/N of N ranks
+# learning rate and momentum of each rule; None: 1 − 1/N for N ranks
 RULES: dict[str, tuple[float, float | None]] = {
     "average": (1.0, 0.0),
     "bmuf": (1.0, None),
@@ -42,22 +42,21 @@ _MOST_MOMENTUM = 1 - 1e-6
 
 @dataclass(frozen=True)
 class Outer:
-    """The rule by which ranks that step by themselves come together (`local_steps`).
+    """Rule by which ranks that step by themselves come together (`local_steps`).
 
     Args:
-        lr: the outer learning rate, from 1e-6 to 1,000. By default the rule's own: 0.7 of
-            "nesterov", 1 of the others.
-        momentum: of the outer steps, from 0 to below 1. By default 0.9 of "nesterov", 0.7 of
-            "slowmo", 1 − 1/N of "bmuf" on N ranks. "average" has none.
+        lr: the outer learning rate, from 1e-6 to 1,000. The default depends on the rule: 0.7 for
+            "nesterov", 1 for the others.
+        momentum: momentum of the outer steps, from 0 to below 1. The default is 0.9 for "nesterov",
+            0.7 for "slowmo", 1 − 1/N for "bmuf" on N ranks. "average" has none.
         rule: "nesterov" (DiLoCo), "average", "slowmo" or "bmuf" (block momentum).
         lag: steps from when weights are sent until the result is taken over, while training goes
-            on; buckets then take turns. 0 waits. By default as many as hide it where `local_steps`
-            is "auto", and else 0.
+            on; buckets then take turns. 0 waits. The default is 0, or if `local_steps` is "auto",
+            the number of steps that hides the exchange.
         islands: whether the ranks of one host step together, as one rank: they exchange gradients
-            in each step, and hosts come together every H steps. By default where there are several
-            hosts, of which any has several ranks.
-        warmup_steps: exact steps before the first round, in which all ranks exchange gradients as
-            without local steps.
+            in each step, and hosts come together every H steps. The default is True if there are
+            several hosts, and one has several ranks.
+        warmup_steps: exact steps before the first round. In these, all ranks exchange gradients.
 
     Raises:
         UsageError: there is no such rule, or a number is out of its bounds.
@@ -142,10 +141,10 @@ class Outer:
             )
 
     def on(self, topology: Topology) -> Outer:
-        """The same with all that depends on where the ranks are."""
+        """Return the rule with all defaults that depend on the hosts of the ranks."""
         hosts, ranks = len(topology.ranks_on), topology.size
         islands = hosts > 1 if self.islands is None else self.islands
-        islands = islands and hosts < ranks  # else each rank is one
+        islands = islands and hosts < ranks  # otherwise each rank is an island
         workers = hosts if islands else ranks
         momentum = 1 - 1 / workers if self.momentum is None else self.momentum
         return replace(self, momentum=momentum, islands=islands)
@@ -158,11 +157,11 @@ class Outer:
         return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup})"
 
     def step(self, old: Tensor, difference: Tensor, momentum: Tensor) -> Tensor:
-        """New values, of old ones and of how far the mean of the ranks is below them.
+        """Return new values, from the old ones and their difference to the mean over ranks.
 
         Args:
-            old: flat; not changed.
-            difference: old values minus the mean; may be changed.
+            old: old values, flat; they are not changed.
+            difference: old values minus the mean; they may be changed.
             momentum: v of these values, changed in place.
         """
         assert self.lr is not None and self.momentum is not None, "Outer.on was not called"

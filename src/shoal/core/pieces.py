@@ -1,8 +1,8 @@
-"""Parameters as lines of memory, and pieces of them: what an owner updates.
+"""Parameters as lines of memory, and pieces of them that owners update.
 
-A line holds a tensor's elements in the order in which its parameter keeps them in memory
-(`channels_last` keeps another one than the shape says), so that a piece of a parameter is always a
-view of it, and can be updated in place.
+A line holds a tensor's elements in the order in which its parameter keeps them in memory. That
+order may differ from the shape's (`channels_last`). So a piece of a parameter is always a view of
+it, and can be updated in place.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def cut(flat: Tensor, parts: int) -> list[Tensor]:
 
 
 def cut_sizes(numel: int, parts: int) -> list[int]:
-    """Sizes of the slices that `cut` makes."""
+    """Return the sizes of the slices that `cut` makes."""
     base, extra = divmod(numel, parts)
     return [base + (i < extra) for i in range(parts)]
 
 
 def chunked(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
-    """Cut a flat tensor into views of so many bytes, none empty, the last one smaller."""
+    """Cut a flat tensor into views of so many bytes. None is empty, and the last may be smaller."""
     return list(flat.split(max(1, chunk_bytes // flat.itemsize))) if flat.numel() else []
 
 
@@ -46,28 +46,30 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of the parameter itself (a view), or of a tensor of its shape."""
+        """Return these elements of the parameter itself (a view), or of a tensor of its shape."""
         flat = line(tensor, self.parameter)
         return flat if self.numel == len(flat) else flat[self.start : self.stop]
 
     def formed(self, flat: Tensor) -> Tensor:
-        """A view of its elements, in the parameter's shape and strides if they are all of it."""
+        """Return a view of the piece's elements, in the parameter's shape and strides if it is
+        whole.
+        """
         return unlined(flat, self.parameter) if self.numel == self.parameter.numel() else flat
 
 
 def line(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor as flat as the parameter's memory; a view wherever it lies like it."""
+    """Flatten a tensor in the order of the parameter's memory; a view if both lie alike."""
     if parameter.is_contiguous() and tensor.is_contiguous():
         return tensor.detach().view(-1)
     return tensor.detach().permute(_order(parameter)).reshape(-1)
 
 
 def unlined(flat: Tensor, parameter: Tensor) -> Tensor:
-    """The line in the parameter's shape and strides; a view."""
+    """Return a view of the line in the parameter's shape and strides."""
     plain = flat.view(parameter.shape)
     if plain.stride() == parameter.stride():
         return plain
@@ -77,46 +79,48 @@ def unlined(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def lined_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions in the order in which its line goes through them."""
+    """Return the parameter's dimensions in the order of its line."""
     return tuple(parameter.shape[dim] for dim in _order(parameter))
 
 
 def has_line(parameter: Tensor) -> bool:
-    """Whether its elements lie side by side in memory, so that its line is a view."""
+    """Return whether the parameter's elements are adjacent in memory, so that its line is a
+    view.
+    """
     return parameter.detach().permute(_order(parameter)).is_contiguous()
 
 
 def _order(parameter: Tensor) -> list[int]:
-    """Its dimensions, the slowest first."""
+    """Return the parameter's dimensions, the slowest first."""
     strides = parameter.stride()
     return sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient from autograd on this rank; `.grad` may be something larger."""
-    with torch._C.DisableTorchFunctionSubclass():  # it is not the value that is asked for
+    """Return the gradient that autograd keeps on this rank; `.grad` may be a larger tensor."""
+    with torch._C.DisableTorchFunctionSubclass():  # read the attribute of the tensor itself
         gradient: Tensor | None = _GRAD.__get__(parameter)
     return gradient
 
 
 def set_local_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Put something, or None, where autograd accumulates on this rank."""
+    """Set the gradient, or None, where autograd accumulates on this rank."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(parameter, gradient)
 
 
 def is_clearing(caller: FrameType) -> bool:
-    """Whether it is one of torch's own functions that look at a gradient only to set it to None."""
+    """Return whether the caller is a function of torch that only sets gradients to None."""
     return caller.f_code in _CLEARING and bool(caller.f_locals["set_to_none"])
 
 
 def is_tracing(caller: FrameType) -> bool:
-    """Whether a compiler is asking, which looks at gradients of a graph's inputs."""
+    """Return whether a compiler is asking, which looks at gradients of a graph's inputs."""
     return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _TRACING
 
 
 def warn_of_clipping(caller: FrameType) -> None:
-    """Warn if torch's clipping by the norm of all gradients asks for one that is in parts."""
+    """Warn if torch's clipping by the norm of all gradients asks for a gradient in parts."""
     frames = caller, caller.f_back or caller  # a comprehension has a frame of its own
     if any(frame.f_code is _CLIPPING for frame in frames):
         warnings.warn(
@@ -129,7 +133,7 @@ def warn_of_clipping(caller: FrameType) -> None:
 
 _CLIPPING = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
-_TRACING = frozenset(  # by name, as torch imports them late
+_TRACING = frozenset(  # names, because torch imports these modules late
     {
         ("torch._dynamo.variables.builder", "safe_has_grad"),
         ("torch._subclasses.meta_utils", "safe_grad"),
@@ -143,12 +147,13 @@ _CLEARING = frozenset(
 def spans(
     sizes: Sequence[int], shares: Sequence[float], owners: Sequence[int | None]
 ) -> list[list[tuple[int, int, int]]]:
-    """Who owns which elements: of some tensors all, of the others what `balanced` gives.
+    """Return the owned elements of each rank: whole tensors, and of the others the cut by
+    `balanced`.
 
     Args:
         sizes: elements of each tensor.
-        shares: what each rank is to have of those that are cut, as a part of 1.
-        owners: the rank that has all of a tensor; None where it is cut.
+        shares: share of each rank in the tensors that are cut, as a part of 1.
+        owners: the rank that has all of a tensor; None if it is cut.
 
     Returns:
         For each rank its spans, by tensor and element.
@@ -167,10 +172,10 @@ def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[i
 
     Args:
         sizes: elements of each tensor.
-        shares: what each owner is to have, as a part of 1.
+        shares: share of each owner, as a part of 1.
 
     Returns:
-        For each owner its spans: which tensor, and which of its elements.
+        For each owner its spans: the number of the tensor, its first element, and the end.
     """
     owned: list[list[tuple[int, int, int]]] = []
     cuts = [0, *(round(sum(sizes) * share) for share in accumulate(shares[:-1])), sum(sizes)]

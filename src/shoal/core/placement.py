@@ -1,23 +1,23 @@
-"""Placement: which owner has which parameters in a plan (`sliced`, `server`).
+"""Placement: the owner of each parameter in a plan (`sliced`, `server`).
 
     "balanced"         each bucket is cut into its owners' shares, across parameters: every owner
                        has as many bytes
     "round-robin"      whole parameters, dealt to the owners in turn over the whole model, in the
                        plan's order
     "hash"             whole parameters, by CRC-32 of the dotted name modulo the owners: a layer
-                       that is added or taken away moves no other
-    {pattern: rank}    whole parameters, to the rank that a dotted name or glob gives (the last one
-                       that matches); those that none matches are cut as under "balanced"
+                       that is added or removed moves no other
+    {pattern: rank}    whole parameters, to the rank that a dotted name or glob gives (the last
+                       match counts); parameters without a match are cut as under "balanced"
 
-Turns count all parameters of the plan, whatever serves them, so that what is chosen for one layer
-moves no other; and a turn is known from the plan alone, the same on every rank. Under `server`
-turns go round the servers only. It costs the busiest owner's link: through `direct` the owner of n
-bytes moves (P−1)·n each way where owners of 1/P each move 2·n·(P−1)/P. In return an optimizer may
-look at whole tensors (profiling/updates.py).
+Turns count all parameters of the plan, whatever strategy serves them. So the choice for one layer
+moves no other layer, and a turn follows from the plan alone, the same on every rank. Under `server`
+turns go round the servers only. Whole parameters cost time on the busiest owner's link. Through
+`direct` the owner of n bytes moves (P−1)·n each way. Owners of 1/P each move 2·n·(P−1)/P. In return
+an optimizer may look at whole tensors (profiling/updates.py).
 
 Source: Paddle's distribute transpiler dispatches variables to parameter servers in these two ways
-(fluid/transpiler/ps_dispatcher.py: RoundRobin, HashName); the hash there is Python's, here one that
-no process salts.
+(fluid/transpiler/ps_dispatcher.py: RoundRobin, HashName). Its hash is Python's; the hash here is
+the same in every process.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ BALANCED = POLICIES[0]
 
 @dataclass(frozen=True)
 class Owner:
-    """Who owns all of one parameter: a rank, or the one of the owners whose turn `number` is."""
+    """Owner of one whole parameter: a rank, or the owner with the turn `number`."""
 
     number: int
-    given: bool = False  # the number is a rank's, as the user gave it
+    given: bool = False  # the number is that of a rank, as the user gave it
 
     def among(self, owners: Sequence[int]) -> int:
-        """Its rank, where turns go round these."""
+        """Return the owner's rank, if turns go round these owners."""
         return self.number if self.given else owners[self.number % len(owners)]
 
 
 def owners_of(placement: Placement, layers: Mapping[str, Sequence[str]]) -> dict[str, Owner]:
-    """The owners of parameters that are owned whole; the others are cut.
+    """Return the owners of the parameters that one rank owns whole; all others are cut.
 
     Args:
         placement: a policy's name, or ranks by dotted name or glob.
         layers: names of the parameters of each layer, in the plan's order.
 
     Returns:
-        By the parameter's dotted name.
+        Owners by the parameter's dotted name.
 
     Raises:
-        PlanError: the placement is none, or a name of it matches nothing.
+        PlanError: the placement is not valid, or a name in it matches nothing.
     """
     check_form(placement)
     parameters = [name for names in layers.values() for name in names]
@@ -78,7 +78,7 @@ def owners_of(placement: Placement, layers: Mapping[str, Sequence[str]]) -> dict
 
 
 def check_form(placement: Any, source: str = "the placement") -> None:
-    """Raise PlanError for what is neither a policy nor a mapping from names to ranks."""
+    """Raise PlanError unless the value is a policy or a mapping from names to ranks."""
     if isinstance(placement, str) and placement in POLICIES:
         return
     if isinstance(placement, dict) and all(
@@ -104,14 +104,14 @@ def check_placement(
     """Refuse a placement that matches nothing, or names a rank that can own nothing.
 
     Args:
-        placement: as given.
+        placement: the placement as the user gave it.
         layers: names of the parameters of each layer.
-        workers: how many ranks train: 0 … workers − 1.
-        servers: how many serve, behind them.
-        stale: workers run ahead of one another, and own nothing.
+        workers: number of ranks that train: ranks 0 … workers − 1.
+        servers: number of servers, the ranks after them.
+        stale: whether workers run ahead of one another, so that they own nothing.
 
     Raises:
-        PlanError: with what to change.
+        PlanError: it does not fit. The message names the change to make.
     """
     owners = owners_of(placement, layers)
     able = range(workers if stale else 0, workers + servers)

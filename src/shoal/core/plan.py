@@ -1,4 +1,4 @@
-"""A plan is data: for each layer a strategy and an exchange, in the order the gradients come.
+"""Plan: data that gives each layer a strategy and an exchange, in the order of the gradients.
 
 You can print, compare and save it as JSON, edit it by hand and give it back. Everything else (which
 parameters travel together) follows from it by `Plan.sites`, the same on every rank.
@@ -404,7 +404,7 @@ class Plan(Layout):
         redo = "save it again with Plan.save, or make a new one with `shoal plan`"
         try:
             data = json.loads(text, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        except (ValueError, RecursionError) as error:  # includes numbers of thousands of digits
             got = str(error)[:200]
             raise PlanError(f"{source} is not JSON of a plan", got=got, do=redo) from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
@@ -461,7 +461,7 @@ class Plan(Layout):
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
             text = read_text(path)
-        except (OSError, ValueError) as error:  # also a path with a NUL, or a text that is no UTF-8
+        except (OSError, ValueError) as error:  # includes a NUL in the path, and other bytes
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"
             ) from None

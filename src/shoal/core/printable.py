@@ -1,7 +1,7 @@
-"""Text from elsewhere, made safe to show: a terminal obeys control characters, and does more.
+"""Text of unknown origin, made safe to show: a terminal obeys control characters, and does more.
 
 An escape code in a host's name or a file could clear the screen, rename the window, or write other
-text over the line before. Characters that turn the direction of writing do the last as well.
+text over the line before. Characters that turn the direction of writing can also hide text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format, surroga
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Write characters that a terminal would obey as Python writes them in a string.
+    r"""Escape characters that a terminal would obey, as Python does in a string.
 
     Args:
-        text: anything.
+        text: any text.
         keep: characters that stay as they are.
 
     Examples:

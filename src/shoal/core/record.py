@@ -1,6 +1,6 @@
-"""A run as one document: what `train`, `bench` and `simulate` know of it, and a report is drawn of.
+"""Run as one document: the facts of `train`, `bench` and `simulate`, from which a report is drawn.
 
-Every part may be missing, since each command writes what it knows. As a file:
+Every part may be missing, because each command writes only its own facts. For the file, see
 shoal_tools/report/run_file.py, docs/reference/run-format.md.
 """
 
@@ -15,13 +15,13 @@ from shoal.core.outcome import Outcome
 from shoal.core.trace import LinkRate, TraceEvent
 
 PREDICTED = "predicted"  # the track of the planner's step
-MOST_POINTS = 1000  # of a curve
-MOST_EVENTS = 5000  # of a track
+MOST_POINTS = 1000  # largest number of points of a curve
+MOST_EVENTS = 5000  # largest number of events of a track
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The host of rank 0."""
+    """Host of rank 0."""
 
     processor: str
     cores: int
@@ -30,7 +30,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class CodecRow:
-    """One layer that a codec serves.
+    """Layer that a codec serves.
 
     Examples:
         >>> import shoal
@@ -39,36 +39,37 @@ class CodecRow:
     """
 
     layer: str
-    way: str  # as a pin says it
-    exact_bytes: float  # that the busiest rank would send of it in a step
-    sent_bytes: float  # that it sends
-    # relative, of one step; of a layer that is cut, of its rows; None before the first
+    way: str  # the choice as a pin says it
+    exact_bytes: float  # bytes that the busiest rank would send for it in a step
+    sent_bytes: float  # bytes that it sends
+    # relative error of one step, for a layer that is cut of its rows; None before the first step
     step_error: float | None
-    mean_error: float | None  # of the mean over 100 steps; None before there were so many
-    coded: bool  # False: it was off by more than it may, and is exact again
+    # relative error of the mean over 100 steps; None before there were so many
+    mean_error: float | None
+    coded: bool  # False: its error was too large, and it is exact again
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes."""
+        """Factor by which the codec reduces the bytes."""
         return self.exact_bytes / max(self.sent_bytes, 1.0)
 
 
 @dataclass(frozen=True)
 class Track:
-    """What the threads and links of one rank did in some steps, or do in the predicted one.
+    """Work of one rank's threads and links in some steps, or in the predicted one.
 
-    Seconds count from the start of the first of those steps, in the predicted one from the start
-    of its backward.
+    Seconds count from the start of the first step, in the predicted step from the start of its
+    backward.
     """
 
-    name: str  # such as "rank 0 (h0)", or PREDICTED
+    name: str  # a name such as "rank 0 (h0)", or PREDICTED
     events: tuple[TraceEvent, ...]
     rates: tuple[LinkRate, ...] = ()
     left_out: int = 0  # events that came after the last one here
-    interfaces: tuple[str, ...] = ()  # network interfaces of the job; () if nobody knows them
+    interfaces: tuple[str, ...] = ()  # network interfaces of the job; () if they are unknown
 
     def is_of_job(self, link: str) -> bool:
-        """Whether a link, as "eth0, sent", carries traffic of the job.
+        """Return whether a link, such as "eth0, sent", carries traffic of the job.
 
         Examples:
             >>> Track("rank 0", (), interfaces=("eth0",)).is_of_job("docker0, sent")
@@ -79,7 +80,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Curve:
-    """A number of each step, as means of so many steps in a row; None: it is not finite."""
+    """Number of each step, as means of so many steps in a row; None: it is not finite."""
 
     steps_a_point: int
     values: tuple[float | None, ...]
@@ -87,36 +88,36 @@ class Curve:
 
 @dataclass(frozen=True)
 class Training:
-    """How training went."""
+    """Course of a training."""
 
     steps: int
     median_step_s: float
     loss: Curve  # mean over the rows of all ranks
-    step_s: Curve  # of rank 0
+    step_s: Curve  # seconds of rank 0's steps
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Shoal, or what it was compared with, in a benchmark."""
+    """Shoal, or the software that it is compared with, in a benchmark."""
 
     name: str
     median_s: float
     rounds_s: tuple[float, ...]
-    sent_bytes: float  # a step, of the host that sends most
-    # how many times Shoal's step its own is, with a 95 % interval; None of Shoal itself
+    sent_bytes: float  # bytes a step of the host that sends most
+    # ratio of its step to Shoal's, with a 95 % interval; None for Shoal itself
     ratio: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run."""
+    """Run of a command."""
 
-    title: str  # the recipe, or the profile
+    title: str  # name of the recipe, or of the profile
     command: tuple[str, ...] = ()
     date: str = ""
     machine: Machine | None = None
     explanation: Explanation | None = None
-    step_s: float | None = None  # the median, as measured: rank 0's, or of a benchmark's turns
+    step_s: float | None = None  # the measured median: rank 0's, or over a benchmark's turns
     tracks: tuple[Track, ...] = ()  # the predicted one first
     training: Training | None = None
     contenders: tuple[Contender, ...] = ()  # Shoal first
@@ -127,7 +128,7 @@ class Record:
 
 @dataclass
 class Series:
-    """A number of each step, as they come, in the memory of at most so many points.
+    """Number of each step, collected as steps end, in at most so many points.
 
     Examples:
         >>> series = Series(most=4)
@@ -140,16 +141,16 @@ class Series:
     most: int = MOST_POINTS
     steps_a_point: int = 1
     _points: list[float] = field(default_factory=list)
-    _last: list[float] = field(default_factory=list)  # that make no whole point yet
+    _last: list[float] = field(default_factory=list)  # numbers that do not fill a point yet
 
     def add(self, value: float) -> None:
-        """The next step's."""
+        """Add the next step's number."""
         self._last.append(value)
         if len(self._last) < self.steps_a_point:
             return
         self._points.append(math.fsum(self._last) / len(self._last))
         self._last.clear()
-        if len(self._points) >= self.most:  # two in one
+        if len(self._points) >= self.most:  # every two points become one
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
             self._last = self._points[len(self._points) // 2 * 2 :] * self.steps_a_point
             self._points = [(one + other) / 2 for one, other in pairs]
@@ -157,7 +158,7 @@ class Series:
 
     @property
     def curve(self) -> Curve:
-        """All so far."""
+        """Curve of all numbers so far."""
         last = [math.fsum(self._last) / len(self._last)] if self._last else []
         values = (*self._points, *last)
         finite = (value if math.isfinite(value) else None for value in values)

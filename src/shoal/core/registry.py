@@ -1,10 +1,10 @@
-"""What there is of each contract, by name: Shoal's own, other packages', and a script's.
+"""Registry: classes of each contract by name, from Shoal, from other packages and from a script.
 
     1  Shoal's own       the classes in the contract's package: adding one is adding a file
     2  other packages'   entry points of the contract's group, looked up once
     3  a script's        `register`
 
-What is registered is the process's, like the classes themselves. Ranks that are threads share it.
+Registered classes belong to the process, as classes do. Ranks that are threads share them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from shoal.core.errors import PlanError, UsageError
 
 
 class Contract:
-    """A class whose subclasses are found by `name`; itself named `contract` in messages."""
+    """Base of contracts.
 
-    package: ClassVar[str]  # that holds Shoal's own, a class a file
-    group: ClassVar[str]  # of entry points, in which other packages give theirs
+    Subclasses of a contract are found by `name`. Messages call it by its class name.
+    """
+
+    package: ClassVar[str]  # package that holds Shoal's own classes, one in each file
+    group: ClassVar[str]  # group of entry points in which other packages offer theirs
     name: ClassVar[str]
 
 
@@ -36,12 +39,12 @@ T = TypeVar("T", bound=Contract)
 C = TypeVar("C")
 
 _lock = RLock()
-_own: dict[type[Contract], dict[str, Any]] = {}  # 1 and 2, as far as they were looked up
-_registered: dict[type[Contract], dict[str, Any]] = {}  # 3
+_own: dict[type[Contract], dict[str, Any]] = {}  # steps 1 and 2, as far as they were looked up
+_registered: dict[type[Contract], dict[str, Any]] = {}  # step 3
 
 
 def of(contract: type[T]) -> dict[str, type[T]]:
-    """Every class of a contract by its name, in the order of the names."""
+    """Return every class of a contract by its name, in the order of the names."""
     with _lock:
         if contract not in _own:
             _own[contract] = _in_package(contract)  # 1
@@ -51,16 +54,16 @@ def of(contract: type[T]) -> dict[str, type[T]]:
 
 
 def named(contract: type[T], name: str) -> T:
-    """One of them by name, with its default options.
+    """Make an instance of a class by its name, with default options.
 
     Raises:
-        PlanError: there is none; the message lists the names and the nearest one.
+        PlanError: there is no such class. The message lists all names and the nearest one.
     """
     return class_named(contract, name)()
 
 
 def class_named(contract: type[T], name: str) -> type[T]:
-    """The class of that name (PlanError as for `named`)."""
+    """Return the class of that name (PlanError as for `named`)."""
     classes = of(contract)
     if name not in classes:
         near = difflib.get_close_matches(name, classes, n=1)
@@ -78,8 +81,8 @@ def class_named(contract: type[T], name: str) -> type[T]:
 def register(cls: type[C]) -> type[C]:
     """Make a strategy, an exchange, a codec or a launcher of your own known by its `name`.
 
-    Call it on every rank, before `parallelize` (where there are servers or tail hosts, before
-    `init`). The same class registered again, as in a notebook, takes the place of the former one.
+    Call it on every rank, before `parallelize` (if there are servers or tail hosts, before `init`).
+    The same class registered again, as in a notebook, replaces the former one.
 
     Args:
         cls: a concrete subclass of one of these contracts.
@@ -111,7 +114,7 @@ def register(cls: type[C]) -> type[C]:
 
 
 def unregister(cls: Any) -> None:
-    """Forget a class that was registered (UsageError where it is not).
+    """Forget a class that was registered (UsageError if it is not).
 
     Examples:
         >>> import shoal
@@ -130,7 +133,7 @@ def unregister(cls: Any) -> None:
 
 @contextmanager
 def registered(*classes: Any) -> Iterator[None]:
-    """Have classes registered inside, as a test does."""
+    """Register classes inside a context, as a test does."""
     added: list[Any] = []
     try:
         for cls in classes:
@@ -142,7 +145,7 @@ def registered(*classes: Any) -> Iterator[None]:
 
 
 def from_outside(contract: type[Contract]) -> dict[str, str]:
-    """By name, where a class of the contract comes from that is not Shoal's own."""
+    """Map each class of a contract that is not Shoal's own to its module and name."""
     return {
         name: _place(kind)
         for name, kind in of(contract).items()
@@ -165,14 +168,17 @@ def _in_package(contract: type[Contract]) -> dict[str, Any]:
 def _in_entry_points(
     contract: type[Contract], own: dict[str, Any]
 ) -> Iterator[tuple[str, type[Any]]]:
-    """What other packages give; a broken one is left out, with a warning that names it."""
+    """Yield the classes of other packages.
+
+    A broken one is left out, with a warning that names it.
+    """
     for point in entry_points(group=contract.group):
         try:
             kind = point.load()
             if _contract_of(kind) is not contract:
                 raise UsageError(f"it is no {_noun(contract)}", got=_place(kind))
             _check_free(kind, own)
-        except Exception as error:  # whatever another package does
+        except Exception as error:  # another package may raise anything
             giver = point.dist.name if point.dist is not None else "an unknown package"
             warnings.warn(
                 f"the entry point {point.name!r} of {giver} in {contract.group} is left out: "
@@ -184,7 +190,7 @@ def _in_entry_points(
 
 
 def _contract_of(cls: Any) -> type[Contract]:
-    """The one contract of a class that can be registered (UsageError where it cannot)."""
+    """Return the one contract of a class that can be registered (UsageError if it cannot)."""
     do = "derive it from Strategy, Exchange, SplitExchange, Codec or Launcher of shoal.contracts"
     if not isinstance(cls, type):
         raise UsageError("only a class can be registered", got=repr(cls), do=do)
@@ -222,7 +228,7 @@ def _contract_of(cls: Any) -> type[Contract]:
 
 
 def _check_free(cls: Any, classes: dict[str, Any]) -> None:
-    """Refuse a name that another class has."""
+    """Refuse the name of another class."""
     other = classes.get(cls.name)
     if other is not None and _place(other) != _place(cls):
         raise UsageError(

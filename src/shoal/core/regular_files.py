@@ -1,7 +1,7 @@
-"""Reading of files that people name, and of nothing else that may stand at that name.
+"""Reads files that people name, but only if the name is that of a regular file.
 
-A FIFO waits without end for a writer, and /dev/zero never ends. So a file is opened without
-waiting, and read only if it is a regular one. Guarded by tests/core/test_regular_files.py.
+A FIFO would wait for a writer without end, and /dev/zero never ends. So a file is opened without
+waiting, and read only if it is a regular file. Guarded by tests/core/test_regular_files.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What part a strategy plays: who holds a layer's parameters, and who carries its gradients.
+"""Role of a strategy: the ranks that hold a layer's parameters, and the way of its gradients.
 
-A strategy declares one role. What follows from it is answered here and nowhere else: planner,
-rewriting and runtime ask by a question's name.
+A strategy declares one role. This file alone says what follows from it: planner, rewriting and
+runtime ask the properties of the role.
 
     role      its site                  parameters are      gradients go
     BUCKET    layers that share one     on every rank       in the bucket, by an exchange
     OWNED     the same                  on every rank       to their owners, who update them
-    SERVED    the same                  on every rank       to owners, of which servers are some
+    SERVED    the same                  on every rank       to owners, some of them servers
     ROWS      some layers               on every rank       as rows, which the strategy sends
     LAYER     one layer                 on every rank       as the strategy itself sends them
     CUT       one layer                 a part on each      nowhere: a part's gradient stays there
-    TABLE     one layer                 on servers          to these
-    STAGE     the end of the model      on tail hosts       to these
+    TABLE     one layer                 on servers          to the servers
+    STAGE     the end of the model      on tail hosts       to the tail hosts
     PIPELINE  all of its layers         on one rank each    nowhere: they stay there
 """
 
@@ -21,7 +21,7 @@ from enum import Enum, auto
 
 
 class Role(Enum):
-    """What part a strategy plays."""
+    """Role of a strategy."""
 
     BUCKET = auto()
     OWNED = auto()
@@ -50,37 +50,39 @@ class Role(Enum):
 
     @property
     def waits_for_updates(self) -> bool:
-        """Whether its gradients can be kept on each rank for some steps, and go with the last."""
+        """Whether each rank can keep its gradients for some steps, and send them with the last."""
         return self in (Role.BUCKET, Role.OWNED)
 
     @property
     def has_owners(self) -> bool:
-        """Whether a placement says who updates what."""
+        """Whether a placement says which rank updates which parameter."""
         return self in (Role.OWNED, Role.SERVED)
 
     @property
     def is_cut(self) -> bool:
-        """Whether no rank has all of the layer, so that all of them call, save and load it."""
+        """Whether no rank has all of the layer, so that all ranks call, save and load it
+        together.
+        """
         return self in (Role.CUT, Role.STAGE, Role.PIPELINE)
 
     @property
     def owns_at_servers(self) -> bool:
-        """Whether servers are owners beside the workers."""
+        """Whether servers are owners, besides the workers."""
         return self is Role.SERVED
 
     @property
     def has_tables(self) -> bool:
-        """Whether servers alone have the parameters."""
+        """Whether only servers have the parameters."""
         return self is Role.TABLE
 
     @property
     def takes_servers(self) -> bool:
-        """Whether servers take part, which lets workers run ahead of one another."""
+        """Whether servers take part. Then workers can run ahead of one another."""
         return self in (Role.SERVED, Role.TABLE)
 
     @property
     def is_at_tail(self) -> bool:
-        """Whether tail hosts run its layers, all of which are one site."""
+        """Whether tail hosts run its layers. All of these are one site."""
         return self is Role.STAGE
 
     @property
@@ -95,5 +97,5 @@ class Role(Enum):
 
     @property
     def fits_tail_hosts(self) -> bool:
-        """Whether tail hosts can share a layer so: it needs no hosts but those that run it."""
+        """Whether tail hosts can share a layer in this way: it needs no other hosts."""
         return not (self.takes_servers or self.runs_elsewhere)

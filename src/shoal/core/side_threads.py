@@ -1,7 +1,7 @@
-"""Threads that exchange something beside the thread on which a rank trains.
+"""Threads that exchange data while a rank trains on another thread.
 
-That a rank waits is judged by its own thread alone (comm/places.py). While that one works, what a
-side thread waits for says nothing of whether the rank goes on.
+Whether a rank waits is judged by its main thread alone (comm/places.py). As long as that thread
+works, the waiting of a side thread does not show whether the rank goes on.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _of_thread = _OfThread()
 
 
 def side_threads(num: int, name: str) -> ThreadPoolExecutor:
-    """So many threads whose names begin so."""
+    """Make a pool of so many threads. Their names begin with `name`."""
     return ThreadPoolExecutor(num, thread_name_prefix=name, initializer=_say_so)
 
 
 def is_side_thread() -> bool:
-    """Whether the calling thread is one of them."""
+    """Return whether the calling thread is a side thread."""
     return _of_thread.is_beside
 
 

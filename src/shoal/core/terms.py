@@ -1,18 +1,18 @@
-"""What a loss is a mean over, and where the number is seen, as a sample has shown it."""
+"""Terms of a loss: the things that it is a mean over, and the tensor that shows their number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# where the rows of a call are counted
+# tensor that shows the number of rows in a call
 INPUT, OUTPUT, TARGET = "input", "output", "target"
-# how ranks count in a gradient: by their rows or terms, or all alike
+# weight of a rank in a gradient: by its rows or terms, or the same for all ranks
 WEIGH = ("rows", "ranks")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets as one of torch's losses counts them: without some, and by the weights of classes.
+    """Targets as one of torch's losses counts them: some are ignored, others weighted by class.
 
     Args:
         path: the way to the targets through containers and objects.
@@ -34,7 +34,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class LossOfParts:
-    """A loss of some rows that is not the mean, or the sum, of the losses of two parts of them.
+    """Loss of some rows that is not the mean, or the sum, of the losses of two parts of them.
 
     Args:
         first: number of rows in the first part.
@@ -51,14 +51,15 @@ class LossOfParts:
 
 @dataclass(frozen=True)
 class Terms:
-    """How the rows of a batch are counted: by the product of some dimensions of a tensor.
+    """Way to count the rows of a batch: by the product of some dimensions of a tensor.
 
     Args:
-        source: whose tensor it is.
-        path: the way to it through containers and objects. Without one it is the first tensor.
-        dims: which of its dimensions.
+        source: the holder of the tensor: input, output or target.
+        path: the way to the tensor through containers and objects. If it is empty, the tensor is
+            the first one.
+        dims: the dimensions of the tensor.
         summed: whether the loss is a sum over rows, not a mean.
-        kept: whether modules keep what they compute, of which a loss may be made, too.
+        kept: whether modules keep values that they compute, which a loss may use, too.
         targets: how the loss counts its targets, if it is a mean over these.
         unlike: a sign that the loss is no mean and no sum over rows, if there is one.
     """

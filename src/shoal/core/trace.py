@@ -1,4 +1,4 @@
-"""What each thread and link of a rank did and when: plain data that a report draws."""
+"""Work of each thread and link of a rank over time: plain data that a report draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = "steps"  # not a thread: whole steps
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A piece of work of one thread, measured or predicted."""
+    """Piece of work of one thread, measured or predicted."""
 
     what: str
     thread: str
@@ -21,7 +21,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The rate of a link from one moment to the next that is told."""
+    """Rate of a link, from one report of it to the next."""
 
     link: str
     at_s: float
@@ -30,14 +30,17 @@ class LinkRate:
 
 @dataclass
 class Recorder:
-    """Events and rates of one rank, in seconds since it was made."""
+    """Events and rates of one rank, in seconds since the recorder was made."""
 
     events: list[TraceEvent] = field(default_factory=list)
     rates: list[LinkRate] = field(default_factory=list)
     start_s: float = field(default_factory=perf_counter)
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
-        """Note what began at `begin_s` (time.perf_counter) and ends now; from any thread."""
+        """Note work that began at `begin_s` (time.perf_counter) and ends now.
+
+        Any thread may call it.
+        """
         self.events.append(
             TraceEvent(what, thread, begin_s - self.start_s, perf_counter() - self.start_s)
         )

@@ -1,1 +1,1 @@
-"""Who runs when: rounds, lanes, and how backward gets in and is weighed."""
+"""Order of the work: rounds, lanes, and the way by which backward enters and is weighed."""

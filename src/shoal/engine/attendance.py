@@ -1,4 +1,4 @@
-"""Attendance over a lane: ranks meet before a call that all make, and serve one that is alone.
+"""Attendance over a lane: ranks meet before a call that all make, and serve a rank that is alone.
 
     rank 0                           rank 1, which waits in the next forward
     reads a weight, is alone
@@ -8,19 +8,19 @@
     works on the whole, frees it
 
 A meeting is one exchange of statements. Every rank is in every meeting, by its main thread or by
-its lane, so all know the same of it. If all have come for the same purpose, they go on together. If
-not, the parts go to each rank that wants them, in the same meeting. A lane states for its rank as
+its lane, so all know its result. If all have come for the same purpose, they go on together. If
+not, each rank that wants the parts gets them in the same meeting. A lane states for its rank as
 soon as the main thread waits elsewhere: in an exchange of Shoal, in torch.distributed, or at the
 end of the program.
 
-A reading of an output through which a gradient may come back is another matter: a rank that is
-merely slow must not be taken to be elsewhere. So its lane says whether that is certain, because the
-rank waits for one that is at the meeting. If it is not, readers meet again. Such a meeting is held
-on the main thread.
+If a gradient may come back through the reading of an output, a rank that is only slow must not
+count as elsewhere. So its lane says whether that is certain: it is, if the rank waits for one that
+is at the meeting. If it is not certain, readers meet again. Such a meeting is held on the main
+thread.
 
-Costs a step of training nothing: a meeting takes the place of `Comm.numbers`. A call without
-gradients costs a switch of threads more. A rank that is alone waits about a second for the others'
-lanes. Guarded by tests/alone/.
+A step of training costs nothing more, because a meeting replaces `Comm.numbers`. A call without
+gradients costs one more switch of threads. A rank that is alone waits about a second for the
+others' lanes. Guarded by tests/alone/.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ from shoal.engine.shared_parts import PartsRequest, SharedParts
 _PURPOSE = "attendance"
 _STRIDE = 1 << 20  # numbers of the channel that belong to one meeting
 _AT_ONCE_S = 0.02  # limit of a meeting to which all ranks come at once
-_ELSEWHERE_S = 0.4  # a main thread that waits elsewhere for so long is taken not to come
-_PATIENCE_S = 10.0  # limit for one that computes, or waits outside of Shoal and torch
+_ELSEWHERE_S = 0.4  # seconds elsewhere after which a main thread counts as not coming
+_PATIENCE_S = 10.0  # limit for a main thread that computes, or waits outside of Shoal and torch
 _BARRIERS = ("barrier", "monitored_barrier")  # functions of torch that end together on all ranks
-_MAYBE_LATER, _AWAY = 0, 1  # digests of a rank that waits elsewhere; the second one certainly
+# digests of a rank that waits elsewhere; with the second one it certainly does not come
+_MAYBE_LATER, _AWAY = 0, 1
 _LOGGER = logging.getLogger("shoal")
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """The statement of a rank in a meeting."""
+    """Statement of a rank in a meeting."""
 
     number: int = 0
     digest: int = _MAYBE_LATER  # digest of the purpose
@@ -77,7 +78,7 @@ class _Statement:
         return self.request.wanted == Wanted.OUTPUT and bool(self.request.tally)
 
     def is_past(self, steps: int) -> bool:
-        """Return whether the rank certainly comes to no reading of one behind so many steps."""
+        """Return whether the rank will certainly not come to a reading after so many steps."""
         return self.digest == _AWAY or (self.is_here and self.steps > steps)
 
     def words(self) -> Tensor:
@@ -99,7 +100,7 @@ class _Statement:
 
 @dataclass
 class _RankMeeting:
-    """One meeting, as this rank sees it."""
+    """Meeting as this rank sees it."""
 
     own: Sequence[_Statement]  # one for each rank
     output: SharedOutput | None = None  # the output that this rank reads
@@ -115,7 +116,7 @@ class _RankMeeting:
         return len(digests) == 1 and self.heard[0].is_here
 
     def serves(self, statement: _Statement) -> bool:
-        """Return whether the rank that states this is served as one that is alone."""
+        """Return whether the rank with this statement is served as one that is alone."""
         if statement.trains:
             return any(each.is_past(statement.steps) for each in self.heard)
         # a rank that has come for an output, and is a step behind, comes to that step later
@@ -123,19 +124,19 @@ class _RankMeeting:
 
     @property
     def is_unlike(self) -> bool:
-        """Whether all ranks read one output, and train on, but each in its own way."""
+        """Whether all ranks read one output, and train on it, but each in its own way."""
         requests = [each.request for each in self.heard if each.trains]
         return len(requests) == len(self.heard) and len(set(requests)) == 1
 
 
 @final
 class LaneAttendance(Attendance):
-    """The attendance of the ranks that train one model.
+    """Attendance of the ranks that train one model.
 
     Args:
-        parts: this rank's parts of it.
-        comm: a channel of its own.
-        device: where the model is, if that computes in streams.
+        parts: this rank's parts of the model.
+        comm: a channel for meetings alone.
+        device: the model's device, if it computes in streams.
     """
 
     def __init__(self, parts: SharedParts, comm: Comm, device: torch.device | None = None) -> None:
@@ -146,7 +147,7 @@ class LaneAttendance(Attendance):
         self._held = threading.Lock()  # held while a meeting is held
         self._begun = 0
         self._last: Errand | None = None  # the lane's last meeting
-        self._stepping = 0  # parts of an optimizer that are in a step
+        self._stepping = 0  # number of an optimizer's parts that are in a step
         self._summons = _Summons()
         self._main = threading.get_ident()
         self._has_told = False
@@ -173,7 +174,7 @@ class LaneAttendance(Attendance):
             meeting = self._stated(numbers or [0] * self._comm.size, purpose, request)
             self._met(meeting, purpose)
             if meeting.together:
-                self.parts.free()  # parts may have become more since
+                self.parts.free()  # there may be more parts by now
                 return [statement.number for statement in meeting.heard]
             if missing:
                 raise _too_large(self._who, purpose, missing)
@@ -222,12 +223,12 @@ class LaneAttendance(Attendance):
         """Do nothing: the lane works for other ranks alone."""
 
     def abandon(self) -> None:
-        """Serve no more: this rank ends for an error."""
+        """Stop serving, because this rank ends with an error."""
         self._end()
         self._lane.abandon()
 
     def close(self) -> None:
-        """End the lane, and give back its channel."""
+        """End the lane, and close its channel."""
         self._end()
         self._lane.close()
 
@@ -281,7 +282,7 @@ class LaneAttendance(Attendance):
         request: PartsRequest,
         output: SharedOutput | None = None,
     ) -> _RankMeeting:
-        """Return a meeting at which this rank states these."""
+        """Return a meeting at which this rank states these numbers."""
         digest = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=7).digest(), "little")
         steps = self.parts.stamp[0]
         own = [_Statement(number, digest, request, steps) for number in numbers]
@@ -305,7 +306,7 @@ class LaneAttendance(Attendance):
         return None
 
     def _met(self, meeting: _RankMeeting, purpose: str) -> None:
-        """Meet the other ranks. They are summoned if they do not come at once."""
+        """Meet the other ranks, over the lane. They are summoned if they do not come at once."""
         with self._meeting:
             errand = self._begin(meeting)
         if not errand.ended.wait(_AT_ONCE_S):
@@ -314,7 +315,7 @@ class LaneAttendance(Attendance):
         self._comm.reached(purpose)
 
     def _begin(self, meeting: _RankMeeting) -> Errand:
-        """Have the lane hold a meeting. The caller has the lock."""
+        """Let the lane hold a meeting. The caller has the lock."""
         self._begun += 1
 
         def meet(comm: Comm) -> None:
@@ -325,10 +326,10 @@ class LaneAttendance(Attendance):
         return self._last
 
     def _attend(self, number: int, elsewhere: MainWait) -> None:
-        """Hear that others wait at a meeting to which this rank has not come, on any thread.
+        """Note, on any thread, that others wait at a meeting to which this rank has not come.
 
         Args:
-            number: of the channel.
+            number: the meeting's number on the channel.
             elsewhere: whether the main thread waits for something else.
         """
         number //= _STRIDE
@@ -354,11 +355,12 @@ class LaneAttendance(Attendance):
             try:
                 if meeting.serves(statement):
                     self._serve(comm, rank, statement.request, meeting)
-            except RanksDiffer as error:  # ranks that give have come to the end of it as well
+            # ranks that give have come to the end of the reading as well
+            except RanksDiffer as error:
                 meeting.error = error if rank == comm.rank else meeting.error
 
     def _serve(self, comm: Comm, reader: int, request: PartsRequest, meeting: _RankMeeting) -> None:
-        """Take or give the parts that one rank reads."""
+        """Receive or send the parts that one rank reads."""
         if request.wanted == Wanted.OWNED:
             meeting.nbytes += self.parts.gather(comm, reader, request)
         elif request.wanted == Wanted.OUTPUT:
@@ -373,7 +375,7 @@ class LaneAttendance(Attendance):
     def _serve_output(
         self, comm: Comm, reader: int, request: PartsRequest, meeting: _RankMeeting
     ) -> None:
-        """Take or give an output that one rank reads."""
+        """Receive or send an output that one rank reads."""
         if reader != comm.rank:
             self.outputs.give(comm, reader, request.stamp)
         elif meeting.output is not None:
@@ -394,7 +396,7 @@ class LaneAttendance(Attendance):
 
 @final
 class _Summons:
-    """Summons to a meeting, and how long this rank has not come to it."""
+    """Summons to a meeting, and the time for which this rank has not come to it."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -402,7 +404,7 @@ class _Summons:
         self._elsewhere_since: float | None = None
 
     def is_over(self, number: int, elsewhere: bool) -> bool:
-        """Note one more summons; return whether the main thread is taken not to come."""
+        """Note one more summons. Return whether the main thread counts as not coming."""
         now = time.monotonic()
         if number != self.number:
             self.number, self._since, self._elsewhere_since = number, now, None
@@ -415,7 +417,7 @@ class _Summons:
 
 
 def _torch_call(thread: int) -> str:
-    """Return the function of torch.distributed, such as a barrier, that a thread is in, or ''."""
+    """Return the function of torch.distributed that a thread is in, e.g. a barrier, or ''."""
     frame = sys._current_frames().get(thread)
     if frame is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
         return ""

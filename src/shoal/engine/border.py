@@ -1,24 +1,26 @@
-"""The model's border as autograd sees it: gradients are weighed in, and weighed back out.
+"""Border of the model as autograd sees it: gradients are weighed in, and weighed back out.
 
     forward     x ──▶ [inward] ──▶ model ──▶ [outward] ──▶ output
     backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output    here the engine's round opens
                                     │
                                parameters      × base, however their gradient came
 
-The base is this rank's weight in the global mean (weights.py), of the call by whose output backward
-comes in first. Mostly it goes with what the engine sends (Engine.called), and nobody waits for the
-others' rows. Else a hook on each parameter multiplies what autograd brings; layers whose gradients
-leave the rank on the way do it there (contracts/transfer.py, `Rounds.weighs`). So a term of the
-loss is weighed by whatever way it reaches a parameter: an attribute, a hook, a penalty.
+The base is this rank's weight in the global mean (weights.py), for the call by which backward comes
+in first. Usually it travels with the gradients that the engine sends (Engine.called), and no rank
+waits for the others' rows. Otherwise a hook on each parameter multiplies the gradient from
+autograd. A layer that sends gradients during backward does it there (contracts/transfer.py,
+`Rounds.weighs`). So a term of the loss is weighed by whatever way it reaches a parameter: an
+attribute, a hook, a penalty.
 
-w is 1 but for another call in the same backward whose rows are shared out otherwise, and for a loss
-that weighs itself: it is that weight over the base. Divided out again, it weighs every parameter
-once where one model feeds another (a GAN) or itself, and a gradient with respect to inputs is what
-it is without shoal. A gradient penalty makes a graph of backward itself, whose border the same
-identities form with their places changed.
+w is 1 except in two cases. Another call in the same backward may have other shares of rows, and a
+loss may weigh itself. Then w is that weight over the base. Because it is divided out again, every
+parameter is weighed once, even if one model feeds another (a GAN) or itself. A gradient with
+respect to inputs is the same as without shoal. A gradient penalty makes a graph of backward itself.
+The same identities form its border, with their places changed.
 
-Costs two calls a tensor; and where a call is not the only one until backward, one call a parameter
-more. Guarded by tests/equivalence/test_rows.py, test_backward.py and test_terms.py.
+This costs two calls for each tensor. If a call is not the only one until backward, it costs one
+more call for each parameter. Guarded by tests/equivalence/test_rows.py, test_backward.py and
+test_terms.py.
 """
 
 from __future__ import annotations
@@ -50,34 +52,36 @@ from shoal.tensors.cut_output import CutOutput
 
 @final
 class Border:
-    """Where gradients come into one parallelised model, and go out of it."""
+    """Border at which gradients enter one parallelised model, and leave it."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.engine = engine
-        self._model = ref(model)  # whose hooks have this
+        # the model's hooks hold this object, so it must not hold the model
+        self._model = ref(model)
         self._kind = type(model)
         self._given = [
             _NotedParameter(name, p, p.dtype, p.device, None if is_cut(p) else p.stride())
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
-        self._checked = -1  # autograd's number of the backward before which the model was looked at
+        self._checked = -1  # autograd's number of the last backward for which the model was checked
         self._known = {id(p) for p in model.parameters()}
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        # Autograd makes a parameter's accumulator on first use and tells by node whether a backward
-        # will run it.
+        # Autograd makes a parameter's accumulator on first use, and tells by node whether a
+        # backward will run it.
         self._accumulators = [accumulator(p) for p in self._trainable]
         self._num_weighed = sum(not is_cut(p) for p in self._trainable)
-        # every crossing hangs on it: see `_trains`
+        # every crossing depends on it: see `_trains`
         self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._anchored = accumulator(self.anchor)
-        self.awaited_loss = ""  # where one weighs itself: what a backward of another is told
+        # name of a loss that weighs itself, if a backward of another loss needs a warning
+        self.awaited_loss = ""
 
     def check(self) -> None:
-        """Raise UsageError if a parameter trains that was frozen, or has another type now.
+        """Raise UsageError if a frozen parameter trains now, or one has another type.
 
-        Also where the model itself is of another class, as FSDP makes it.
+        It is also raised if the model itself is of another class, as FSDP makes it.
         """
         if (model := self._model()) is not None and type(model) is not self._kind:
             raise UsageError(
@@ -103,13 +107,16 @@ class Border:
         return any(parameter.requires_grad for parameter in self._trainable)
 
     def outward(self, output: Any, weight: Weight) -> Any:
-        """The same output, its tensors through the border. Unknown classes are changed in place."""
+        """Return the output with its tensors through the border.
+
+        Unknown classes are changed in place.
+        """
         return _mapped(
             output, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=True)), DEPTH
         )
 
     def outward_kept(self, weight: Weight) -> None:
-        """The same of what modules have kept in a call, in place."""
+        """Pass tensors that modules have kept in a call through the border, in place."""
         if (model := self._model()) is None:
             return
 
@@ -122,13 +129,16 @@ class Border:
                 keep(module, name, _mapped(value, change, 0))
 
     def inward(self, inputs: Any, weight: Weight) -> Any:
-        """The same inputs, through the border."""
+        """Return the inputs, through the border."""
         return _mapped(
             inputs, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=False)), 0
         )
 
     def weight(self, weight: Weight) -> float | None:
-        """A gradient is at the border: open the engine's round; what weighs it (None: nothing)."""
+        """Open the engine's round for a gradient at the border.
+
+        Return the gradient's factor, or None.
+        """
         if not self._trains():
             return None
         task = torch._C._current_graph_task_id()
@@ -149,7 +159,7 @@ class Border:
         return relative
 
     def _warn_of_loss(self) -> None:
-        """Say, once, that the loss of a backward is not the one that weighs itself."""
+        """Warn, once, that the loss of a backward is not the one that weighs itself."""
         self.awaited_loss, said = "", self.awaited_loss
         warnings.warn(
             f"a backward has come whose loss was not made by the {said}",
@@ -157,8 +167,8 @@ class Border:
         )
 
     def _refuse_hooks(self) -> None:
-        """Two calls meet that weigh otherwise: what a hook has kept is of one, nobody knows of
-        which.
+        """Refuse forward hooks if two calls with different weights meet, because a hook may have
+        kept values of either.
         """
         model = self._model()
         for name, module in model.named_modules() if model is not None else ():
@@ -171,14 +181,15 @@ class Border:
                 )
 
     def weighs(self, call: Weight | None = None) -> float | None:
-        """What this rank's rows weigh where gradients leave it in the running backward, or None.
+        """Return the factor of this rank's rows for gradients that leave it in this backward, or
+        None.
 
-        `call` is that which the backward is of, where that is known.
+        `call` is the call that the backward belongs to, if it is known.
         """
         return self.engine.weighs(call) if self._trains() else None
 
     def weigh_parameters(self) -> None:
-        """Multiply each parameter's gradient as it comes, from here on, where it is to be."""
+        """Multiply each parameter's gradient as it comes from now on, if it is to be weighed."""
         hooks = self.engine.hooks
         if len(hooks) == self._num_weighed:
             return
@@ -189,12 +200,12 @@ class Border:
                 hooks[accumulator] = parameter.register_hook(_Weighs(self.engine, accumulator))
 
     def _check_whole(self) -> None:
-        """Raise UsageError if the model trains others than it was given with.
+        """Raise UsageError if the model trains other parameters than when it was parallelised.
 
-        Nobody would exchange their gradients.
+        Their gradients would not be exchanged.
 
-        In backward, as during forward `torch.func.functional_call` may have its own in their
-        places.
+        It is called in backward, because during forward `torch.func.functional_call` may replace
+        parameters.
         """
         if (model := self._model()) is None:
             return
@@ -220,7 +231,7 @@ class Border:
             )
 
     def _trains(self) -> bool:
-        """Whether the running backward is of the model's parameters, not of something else."""
+        """Return whether the running backward is for the model's parameters."""
         runs = torch._C._will_engine_execute_node
         try:
             if any(runs(node) for node in self._accumulators):
@@ -237,13 +248,12 @@ class Border:
                 f"adjoint does, and the layer is cut: give parallelize {pins([layer])}, and so for "
                 "every layer that it calls",
             ) from error
-        # The accumulators of what reentrant checkpointing holds run in a backward of their own
-        # inside this one. Then, too, it is a backward of everything, in which the anchor takes
-        # part.
+        # The accumulators of tensors inside reentrant checkpointing run in a backward of their own
+        # within this one. This, too, is a backward of everything, and the anchor takes part in it.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
 
     def _check_history(self) -> None:
-        """Raise UsageError if a gradient is to have a history, of which a rank has a part."""
+        """Raise UsageError if a gradient is to have a history, of which a rank has only a part."""
         if torch.is_grad_enabled() and any(map(is_cut, self._trainable)):
             raise history()
 
@@ -260,7 +270,7 @@ class Border:
 @final
 @dataclass(frozen=True)
 class _Weighs(OwnHook):
-    """A hook on a parameter: weighs its gradient."""
+    """Hook on a parameter that weighs its gradient."""
 
     engine: Engine
     accumulator: Any
@@ -275,16 +285,16 @@ class _Weighs(OwnHook):
 @final
 @dataclass(frozen=True)
 class _NotedParameter:
-    """A trainable parameter as it was when the model was parallelised."""
+    """Trainable parameter as it was when the model was parallelised."""
 
     name: str
     parameter: Tensor
     dtype: torch.dtype
     device: torch.device
-    strides: tuple[int, ...] | None  # None: of a part, whose own they are
+    strides: tuple[int, ...] | None  # None for a part, which has strides of its own
 
     def check(self) -> None:
-        """Raise UsageError unless it is still so."""
+        """Raise UsageError if the parameter was converted."""
         with torch._C.DisableTorchFunctionSubclass():
             plain, trains = self.parameter, self.parameter.requires_grad
             present = plain.dtype, plain.device, None if self.strides is None else plain.stride()
@@ -303,18 +313,20 @@ class _NotedParameter:
 @final
 @dataclass(frozen=True)
 class BorderCrossing:
-    """One call's way over the border, in one direction."""
+    """Way of one call over the border, in one direction."""
 
     border: Border
     weight: Weight
     outward: bool
 
     def back(self, grad: Tensor) -> Tensor:
-        """The gradient, weighed. What comes back through it as part of a graph is weighed, too."""
+        """Return the gradient, weighed. If it is part of a graph, gradients that come back through
+        it are weighed, too.
+        """
         weight = self.border.weight(self.weight)
         if weight is not None and self.outward:
             grad = grad * weight
-        elif weight:  # at weight 0 the gradient is 0
+        elif weight:  # the gradient is 0 if the weight is
             grad = grad / weight
         return (
             _cross(grad, BorderCrossing(self.border, self.weight, not self.outward))
@@ -323,15 +335,15 @@ class BorderCrossing:
         )
 
 
-_CROSSED = "_IdentityBackward"  # the class of what has made a tensor that has crossed
+_CROSSED = "_IdentityBackward"  # class of the node that has made a tensor which has crossed
 
 
 class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, crossing: BorderCrossing) -> Tensor:
         ctx.crossing = crossing
-        # An output may be changed in place, which torch refuses on a view; an input that is, is
-        # better refused, since the caller's own tensor would change without its history.
+        # An output may be changed in place, which torch refuses for a view. A change of an input in
+        # place should be refused, because the caller's own tensor would change without its history.
         return value.detach() if crossing.outward else value.view_as(value)
 
     @staticmethod
@@ -347,7 +359,7 @@ def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
         return tensor.over(lambda loss: _cross(loss, crossing))
     if isinstance(tensor, StageOutput):
         return tensor.over(lambda ticket: _cross(ticket, crossing))
-    # what is made of it crosses the border, with this rank's rows alone
+    # tensors made from it cross the border, with this rank's rows alone
     if isinstance(tensor, CutOutput):
         return tensor.over(lambda made: _cross(made, crossing) if made.requires_grad else made)
     crossed: Tensor = _Identity.apply(tensor, crossing.border.anchor, crossing)  # type: ignore[no-untyped-call]
@@ -356,20 +368,21 @@ def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
 
 def accumulator(parameter: Tensor) -> Any:
     """Return the node of autograd's graph that adds to a parameter's `.grad`."""
-    with torch._C.DisableTorchFunctionSubclass():  # of a parameter that is cut, the part's
+    # takes the part's node if the parameter is cut
+    with torch._C.DisableTorchFunctionSubclass():
         function = parameter.view_as(parameter).grad_fn
     assert function is not None
     return function.next_functions[0][0]
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
-    """The value with every tensor that needs a gradient changed, each once.
+    """Return the value with every tensor that needs a gradient changed, each once.
 
-    Containers are rebuilt if anything in them changed; of other objects, down to `depth` of them,
-    items and attributes are set.
+    Containers are rebuilt if anything in them changed. Items and attributes of other objects are
+    set in place, down to `depth` levels.
     """
     done: dict[int, Any] = {}
-    originals: list[Any] = []  # alive, so that an id stays one thing's
+    originals: list[Any] = []  # kept alive, so that no id is used twice
 
     def tree(value: Any, depth: int) -> Any:
         leaves, form = pytree.tree_flatten(value)
@@ -406,7 +419,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
 
     try:
         return tree(value, depth)
-    # these functions know one another, and would keep outputs until Python looks for circles
+    # these functions refer to one another, and would keep outputs alive until the garbage collector
+    # runs
     finally:
         done.clear()
         originals.clear()

@@ -1,18 +1,20 @@
-"""What ranks must have in common as they train: compared in every backward, by one small word.
+"""State that ranks must have in common as they train, compared in every backward by one small word.
 
     settings   of the optimizers' groups: learning rates and all other numbers and words
-    pass       over which loader, in which epoch, in which order of its rows, and how far it is
+    pass       the loader, the epoch, the order of its rows, and the position in it
     scalers    the scale of a loss, if a GradScaler steps an optimizer
-    weights    how often somebody other than an optimizer's step has changed them
+    weights    the number of changes other than by an optimizer's step
 
-    1  mark      a rank makes a word of 16 bits of all this, which goes with what is sent anyway:
-                 with one bucket or layer (strategies/marks.py), or with counts of rows (weights.py)
-    2  compare   only where words differ, as every rank sees: ranks tell what they have. What
-                 matters is an error that names rank and thing. Weights that every rank updates, and
-                 that were changed and put back, are none: their bits tell
+    1  mark      a rank makes a word of 16 bits of all this. It travels with a message that is sent
+                 anyway: with one bucket or layer (strategies/marks.py), or with counts of rows
+                 (weights.py)
+    2  compare   only if words differ, which every rank sees: ranks send the values themselves. A
+                 difference that matters is an error that names the rank and the value. If weights
+                 that every rank updates were changed and put back, their bits are equal, and that
+                 does not matter
 
-A mark costs some 20 µs of one process, and grows with parameters and groups: their versions and
-identities are looked at, not memory. Guarded by tests/equivalence/test_in_common.py.
+A mark costs about 20 µs of one process, and grows with parameters and groups. It looks at their
+versions and identities, not at memory. Guarded by tests/equivalence/test_in_common.py.
 """
 
 from __future__ import annotations
@@ -40,22 +42,22 @@ from shoal.profiling.identity import content
 from shoal.tensors.cut import is_cut
 from shoal.tensors.guarded import GuardedParameter
 
-_EVERY = 100  # backwards from one comparison to the next, where no bucket tells
-_ELEMENTS = 4  # of a parameter
+_EVERY = 100  # backwards from one comparison to the next, if no bucket carries marks
+_ELEMENTS = 4  # number of elements of a parameter to compare
 _NOTHING = object()
-_OPEN = (list, dict, Tensor)  # may be changed in place
+_OPEN = (list, dict, Tensor)  # types of values that may be changed in place
 
 
 @final
 class Common:
-    """One model's, on one rank.
+    """State of one model on one rank that all ranks must have in common.
 
     Args:
-        model: as it is parallelised.
-        optimizers: that train it.
-        passes: over the loaders of the session.
-        changed: the parameters with owners that somebody else has changed.
-        scaled: gives the state of the GradScaler that steps an optimizer.
+        model: the parallelised model.
+        optimizers: the optimizers that train it.
+        passes: the passes over the loaders of the session.
+        changed: returns the parameters with owners that were changed other than by them.
+        scaled: returns the state of the GradScaler that steps an optimizer.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class Common:
             if not is_cut(p) and not p.is_inference()
         }
         self._plain = {n: p for n, p in self._whole.items() if not isinstance(p, GuardedParameter)}
-        self._before = self._versions()  # that all ranks have agreed to
+        self._before = self._versions()  # the versions that all ranks have agreed to
         self._known: _CommonMark | None = None
 
     def mark(self, where: str) -> Mark:
-        """Note this rank's values of now. Ranks may compare them when training has gone on."""
+        """Note this rank's present values. Ranks may compare them after training has gone on."""
         settings = tuple([groups.digests() for groups in self._settings])
         current = self._passes.current()
         of_pass = (
@@ -109,7 +111,7 @@ class Common:
         return next((name for name, p in self._whole.items() if p is parameter), "(of another)")
 
     def agree(self, changes: int) -> None:
-        """So many changes were none in the end."""
+        """Forget so many changes, because ranks have the same values in the end."""
         self._before += changes
 
     def schedulers(self) -> dict[str, str]:
@@ -117,7 +119,7 @@ class Common:
         return scheduler_states([groups.optimizer for groups in self._settings])
 
     def told(self, mark: _CommonMark) -> dict[str, Any]:
-        """All that the ranks compare, as plain data."""
+        """Return all values that the ranks compare, as plain data."""
         return {
             "settings": [text for noted in mark.settings for text in noted.texts()],
             "pass": list(mark.has[1][:3]),
@@ -131,13 +133,13 @@ class Common:
 @final
 @dataclass(frozen=True)
 class _CommonMark(Mark):
-    """The word of one rank in one round, and all that it stands for."""
+    """Word of one rank in one round, and all values that it stands for."""
 
     common: Common
     where: str
     has: tuple[tuple[tuple[float, ...], ...], tuple[int, int, int, PassPosition], int, int]
     word: int
-    of_owners: tuple[str, ...]  # names of those that were changed here
+    of_owners: tuple[str, ...]  # names of parameters with owners that were changed here
     settings: Sequence[_NotedSettings]
     places: Sequence[PassPosition]
 
@@ -161,7 +163,7 @@ class _CommonMark(Mark):
 
 @final
 class NowAndThen:
-    """Comparisons now and then, if no bucket can tell the words of ranks in each backward.
+    """Comparisons now and then, if no bucket can carry the words of ranks in each backward.
 
     On a GPU a look at the sums of a bucket would wait for the device. There ranks tell their words
     after the second backward, and after every hundredth, by one small message to every other rank.
@@ -179,7 +181,7 @@ class NowAndThen:
         """Count a backward that has sent. Compare if it is time (a collective).
 
         Raises:
-            RanksDiffer: a value matters and is unlike.
+            RanksDiffer: a value differs, and matters.
         """
         self._backwards += 1
         if self._backwards != 2 and self._backwards % _EVERY:
@@ -196,7 +198,7 @@ class NowAndThen:
 
 @final
 class _OptimizerSettings:
-    """The settings of one optimizer's groups, and the state of its GradScaler."""
+    """Settings of one optimizer's groups, and the state of its GradScaler."""
 
     def __init__(
         self, optimizer: Optimizer, scaled: Callable[[Optimizer], Mapping[str, float]]
@@ -206,7 +208,7 @@ class _OptimizerSettings:
         self._seen: list[_GroupDigest] = []
 
     def digests(self) -> tuple[float, ...]:
-        """A digest of each group as it is now, and the numbers of the scaler."""
+        """Return a digest of each group as it is now, and the numbers of the scaler."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self._seen):
             self._seen = [_GroupDigest() for _ in groups]
@@ -214,21 +216,21 @@ class _OptimizerSettings:
         return (*digests, *self._scaled(self.optimizer).values())
 
     def noted(self) -> _NotedSettings:
-        """Return the settings as the last digests were made of them."""
+        """Return the settings at the time of the last digests."""
         return _NotedSettings(
             self._kind, [seen.texts for seen in self._seen], self._scaled(self.optimizer)
         )
 
 
 class _NotedSettings(NamedTuple):
-    """The settings of an optimizer at a moment, whatever has become of them since."""
+    """Settings of an optimizer at one moment, independent of later changes."""
 
     kind: str
-    groups: Sequence[Sequence[tuple[str, str]]]  # each setting's name and value
+    groups: Sequence[Sequence[tuple[str, str]]]  # name and value of each setting
     scaled: Mapping[str, float]
 
     def texts(self) -> list[tuple[str, str]]:
-        """Each setting as messages call it, and its value."""
+        """Return each setting's name in messages, and its value."""
         return [
             *((f"{OF_SCALER} {self.kind}: {name}", repr(v)) for name, v in self.scaled.items()),
             *(
@@ -241,7 +243,10 @@ class _NotedSettings(NamedTuple):
 
 @final
 class _GroupDigest:
-    """A group's settings as they were: what is the same object still is not read again."""
+    """Settings of a group when they were last read.
+
+    An object that is still the same is not read again.
+    """
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -250,7 +255,7 @@ class _GroupDigest:
         self.texts: Sequence[tuple[str, str]] = ()  # names and values; never changed in place
 
     def digest(self, group: Mapping[str, Any]) -> int:
-        """A digest of the settings as they are now."""
+        """Return a digest of the present settings."""
         values, texts = self._values, self._texts
         if len(values) != len(group):
             values[:], texts[:] = [_NOTHING] * len(group), [""] * len(group)
@@ -269,7 +274,9 @@ class _GroupDigest:
 
 
 def _text(value: Any) -> str:
-    """Write numbers and words; of a tensor with one element on the host, that. Else ''."""
+    """Write numbers and words, and the value of a one-element tensor on the host; '' for all
+    others.
+    """
     if isinstance(value, Tensor):
         is_told = value.numel() == 1 and value.device.type == "cpu"
         return repr(value.item()) if is_told else ""
@@ -285,7 +292,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _looked_at(parameter: nn.Parameter) -> tuple[int, list[float]]:
-    """A digest of all its bits, and some elements."""
+    """Return a digest of all bits of a parameter, and some elements."""
     value = parameter.detach()
     ends = value[tuple(slice(None, None, max(1, size - 1)) for size in value.shape)]
     some = ends.reshape(-1)[:_ELEMENTS].abs().double().tolist()
@@ -310,7 +317,10 @@ def scheduler_states(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 
 def exchanged(comm: Comm, value: Any) -> list[Any]:
-    """Every worker's plain data: by messages, as a lane's channel may have servers."""
+    """Exchange plain data among all workers.
+
+    It uses messages, because a lane's channel may have servers.
+    """
     parcel, records = packed(value)
     workers = [rank for rank in comm.others if rank < comm.workers]
     size = torch.tensor([len(parcel)], device="cpu")

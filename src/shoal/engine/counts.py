@@ -1,16 +1,17 @@
-"""Counts of rows, as ranks tell them to one another: of each call of the model that asks.
+"""Counts of rows, as ranks tell them to one another, for each call of the model that asks.
 
-    call   (round, number, terms, digest, rows)   beside forward; whoever asks waits for the same
-                                                  call of every other rank
+    call   (round, number, terms, digest, rows)   sent during forward; a rank that asks waits for
+                                                  the same call of every other rank
     end    (round, −1)                            the backward of the round has begun: no more calls
 
-A round is what leads to one backward that sends. Mostly all ranks make as many calls in it, and
-nobody says the end. Where a rank waits for a call that another one does not make, that other one
-hears of it (`Comm.may_answer`). From then on every rank says the end of every round. A call that
-not every rank asks for is not weighed: the mean over ranks is as under plain data parallelism.
+A round has the calls that lead to one backward that sends. Usually all ranks make the same number
+of calls in it, and no rank reports the end. If a rank waits for a call that another one does not
+make, that other one is told (`Comm.may_answer`). From then on every rank reports the end of every
+round. A call that not every rank asks for is not weighed: then ranks count alike, as in plain data
+parallelism.
 
-Costs 40 bytes a call to every other rank, and as many a round once ends are said. Guarded by
-tests/equivalence/test_unlike_calls.py and test_rows.py.
+This costs 40 bytes for each call to every other rank, and as many for each round once ends are
+reported. Guarded by tests/equivalence/test_unlike_calls.py and test_rows.py.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ Call = tuple[int, int]  # the round, and the number in it
 
 _PURPOSE = "row counts"
 _END = -1
-_FIELDS = 5  # of a message
-_MOST_CALLS = 1 << 20  # in a round
-_KEPT_ROUNDS = 8  # whose calls may still be asked for
+_FIELDS = 5  # numbers in a message
+_MOST_CALLS = 1 << 20  # largest number of calls in a round
+_KEPT_ROUNDS = 8  # rounds with calls that may still be asked for
 
 
 @final
 class RowCounts:
-    """The counts of one model's calls.
+    """Counts of one model's calls.
 
     Args:
-        comm: a channel of their own.
-        lane: its thread.
+        comm: a channel for the counts alone.
+        lane: the channel's thread.
     """
 
     def __init__(self, comm: Comm, lane: Lane) -> None:
         self._comm, self._lane = comm, lane
         self._round = self._calls = 0
-        # of each rank, by the lane's thread alone: what it told, and the last round that it ended
+        # messages of each rank and the last round that it ended; only the lane's thread uses these
         self._heard: list[dict[Call, Tensor]] = [{} for _ in range(comm.size)]
         self._ended = [-1] * comm.size
         self._says_ends = False
 
     def called(self) -> Call:
-        """The model is called."""
+        """Note that the model is called. Return the call."""
         self._calls += 1
         return self._round, self._calls - 1
 
     def opened(self) -> None:
-        """The backward of the round has begun."""
+        """Note that the backward of the round has begun."""
         self._round, self._calls = self._round + 1, 0
         if self._says_ends:
             self._end(self._round - 1)
@@ -64,18 +65,20 @@ class RowCounts:
             self._comm.may_answer(self.say_ends, self._round * _MOST_CALLS)
 
     def say_ends(self) -> None:
-        """Say from here on in every round that it has ended."""
+        """Report the end of every round from now on."""
         if not self._says_ends:
             self._says_ends = True
             if self._round:
                 self._end(self._round - 1)
-            self._comm.may_answer(None)  # only now, or it would seem to say nothing for ever
+            # not earlier, because the rank would then seem to have nothing to say
+            self._comm.may_answer(None)
 
     def ask(self, call: Call, told: tuple[float, ...]) -> Callable[[str], list[Tensor] | None]:
-        """Tell this call's, and ask for every rank's.
+        """Send this call's counts, and ask for every rank's.
 
         Returns:
-            What waits for them: by rank, or None where a rank does not make the call.
+            A function that waits for them. It returns them by rank, or None if a rank does not make
+            the call.
         """
         own = torch.tensor([*call, *told], dtype=torch.float64, device="cpu")
         found: list[Tensor | None] = []
@@ -112,7 +115,7 @@ class RowCounts:
         return call in self._heard[peer] or self._ended[peer] >= call[0]
 
     def _exchange(self, comm: Comm, own: Tensor, knows: Callable[[int], bool]) -> None:
-        """Tell every rank, and hear each until enough is known of it."""
+        """Send to every rank, and receive from each until it is known well enough."""
         coming = {peer: self._next(comm, peer) for peer in comm.others if not knows(peer)}
         sends = [comm.send(own, peer) for peer in comm.others]
         for peer, (words, pending) in coming.items():

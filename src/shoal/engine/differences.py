@@ -1,6 +1,7 @@
-"""The differences between ranks that matter, found in the reports of all (engine/common.py).
+"""Differences between ranks that matter, found in the reports of all (engine/common.py).
 
-The first that matters is named, with the rank that is not as most, both values, and the remedy.
+The first one that matters is named, with the rank that differs from most, both values, and the
+remedy.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 from shoal.core.passes import PassPosition
 
-_NEARLY = 1e-5  # of the largest element: other processors round otherwise
-OF_RATE = "['lr']"  # how a learning rate's name ends
+_NEARLY = 1e-5  # part of the largest element: processors may round differently
+OF_RATE = "['lr']"  # end of a learning rate's name
 OF_SCALER = "the GradScaler of"
 _SAME_SCALE = (
     "make the scaler alike on every rank, and load its state on every rank or on none, as by "
@@ -36,7 +37,7 @@ _LOAD = "load weights, and change them, on every rank alike"
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two ranks, in the words of a message."""
+    """Difference between two ranks, in the words of a message."""
 
     rank: int
     other: int
@@ -47,7 +48,10 @@ class Difference:
 
 
 def first_difference(told: Sequence[Mapping[str, Any]], alike: bool) -> Difference | None:
-    """The first that matters, of what ranks have told; `alike` if their processors round so."""
+    """Return the first difference that matters.
+
+    `alike` says that all processors round in the same way.
+    """
     return _of_settings(told) or _of_passes(told) or _of_owners(told) or _of_weights(told, alike)
 
 
@@ -69,7 +73,7 @@ def _of_settings(told: Sequence[Mapping[str, Any]]) -> Difference | None:
 
 
 def with_schedulers(odd: Difference, ranks: Sequence[Mapping[str, str]]) -> Difference:
-    """Add the number of a scheduler by which two learning rates have come to differ."""
+    """Add the number of a scheduler that has made two learning rates differ."""
     own, other = ranks[odd.rank], ranks[odd.other]
     name = next((name for name in own if name in other and own[name] != other[name]), None)
     if name is None:
@@ -105,9 +109,9 @@ def _of_passes(told: Sequence[Mapping[str, Any]]) -> Difference | None:
 
 
 def _of_places(ranks: Sequence[tuple[int, Sequence[Any]]], loader: int) -> Difference | None:
-    """Compare how far ranks are in a pass.
+    """Compare the positions of ranks in a pass.
 
-    A rank that looks at batches alone may tell several places.
+    A rank that looks at batches alone may report several positions.
     """
     places = [{PassPosition(*place) for place in of_rank} for _, of_rank in ranks]
     if not places or set.intersection(*places) or not all(places):
@@ -134,14 +138,17 @@ def _of_places(ranks: Sequence[tuple[int, Sequence[Any]]], loader: int) -> Diffe
 
 
 def _length(place: PassPosition) -> str:
-    """Say how long a stream is, as far as a rank has read it."""
+    """Describe the length of a stream, as far as a rank has read it."""
     if place.end:
         return f"its stream ends after {place.end} rows or batches"
     return f"its stream goes on after {place.taken} rows or batches"
 
 
 def _of_owners(told: Sequence[Mapping[str, Any]]) -> Difference | None:
-    """Weights with owners: these send what they have, so that one rank's would be mixed in."""
+    """Compare weights with owners.
+
+    An owner sends its own values, so one rank's change would be mixed in.
+    """
     names = [report["of owners"] for report in told]
     if _odd(names) is None:
         return None
@@ -169,7 +176,7 @@ def _of_weights(told: Sequence[Mapping[str, Any]], alike: bool) -> Difference | 
             continue
         some = [numbers for _, numbers in values]
         if alike or _unlike(some[pair[0]], some[pair[1]]):
-            # who has changed them more often has likely done it
+            # a rank that has changed them more often has probably done it
             rank, other = sorted(pair, key=lambda index: -abs(changes[index]))
             return Difference(
                 rank,
@@ -188,7 +195,7 @@ def _unlike(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
-    """A rank whose value is not that of most, and one of these; None where all are alike."""
+    """Return a rank with an unusual value, and one with the usual; None if all are equal."""
     numbers = Counter(map(repr, values))
     if len(numbers) < 2:
         return None

@@ -1,23 +1,24 @@
-"""The engine: gradients travel while backward still runs.
+"""Engine: gradients travel while backward still runs.
 
-It owns order and errors; what it runs (`Transfer.run`) is straight-line and blocking, on lanes.
+It owns order and errors. The work itself (`Transfer.run`) is straight-line and blocking, on lanes.
 
     1, 5, 12  round.py       one backward that sends: opened as it enters the model, closed with all
                              gradients published
-    7         routes.py      which lane each transfer takes, and what is under way
-              timetable.py   what else happens on the engine's events: listeners, and transfers that
-                             go by a cadence of their own
+    7         routes.py      the lane of each transfer, and the transfers under way
+              timetable.py   other actions on the engine's events: listeners, and transfers that go
+                             by a cadence of their own
 
-The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
+The numbers come from docs/ideas/walk-gradient.md, which follows one gradient all the way.
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading
-need no more. A transfer whose sums stay with their owners is not waited for. Where memory is to be
-low, backward waits before it fills another bucket for owners while two a lane are not summed yet.
+need nothing else. Backward does not wait for a transfer that leaves its sums with their owners. In
+low memory, backward waits before it fills another bucket for owners, as long as two for each lane
+are not summed yet.
 
-Every rank sends the same in the same order in each channel. What goes with gradients goes in the
-plan's order, whichever lands first; what goes by a cadence goes at an event. Both are the same on
-every rank, as every rank makes the same calls: forward, backward, optimizer.step().
-Guarded by tests/engine/test_engine.py (order under random delays, errors, no thread left) and
+Every rank sends the same messages in the same order in each channel. Gradients go in the plan's
+order, whichever land first. A transfer with a cadence goes at an event. Both are the same on every
+rank, because every rank makes the same calls: forward, backward, optimizer.step(). Guarded by
+tests/engine/test_engine.py (order under random delays, errors, no thread left) and
 tests/contracts/test_cadence.py.
 """
 
@@ -47,7 +48,7 @@ from shoal.engine.weights import Weight
 
 @final
 class Engine(Rounds):
-    """Runs the transfers of one parallelised model, each by its cadence."""
+    """Engine that runs the transfers of one parallelised model, each by its cadence."""
 
     def __init__(
         self,
@@ -63,14 +64,15 @@ class Engine(Rounds):
         """Start the lanes, and connect the transfers.
 
         Args:
-            transfers: in the order in which they are sent.
-            lanes: channels among the workers, each for a lane.
+            transfers: the transfers, in the order in which they are sent.
+            lanes: channels among the workers, one for each lane.
             served: channels among all ranks, for transfers that servers take part in.
-            back: channels for these transfers' way back; without any they come back as they went.
-            buckets: the memory that the transfers' buckets have.
-            device: where the model is, if that computes in streams.
-            main: channels that the main thread itself waits for, in forward or backward.
-            inside: channels among the ranks of an island, each for a lane.
+            back: channels for these transfers' way back; without any they come back over the same
+                lanes.
+            buckets: the memory of the transfers' buckets.
+            device: the model's device, if it computes in streams.
+            main: channels on which the main thread itself waits, in forward or backward.
+            inside: channels among the ranks of an island, one for each lane.
         """
         self.transfers = tuple(transfers)
         self.buckets = buckets or Buckets()
@@ -81,11 +83,11 @@ class Engine(Rounds):
         self._landing = tuple(
             transfer for transfer in transfers if transfer.cadence.on is Event.GRADIENTS_LANDED
         )
-        # of layers whose gradients are not applied in each step
+        # periods of layers that do not apply gradients in each step
         self.periods = tuple(dict.fromkeys(t.period for t in self._landing if t.period))
-        self._accumulating = 0  # contexts inside one another
+        self._accumulating = 0  # number of nested contexts
         self._before_accumulating: Callable[[], None] = nothing
-        # on parameters that weigh their gradients, by their accumulators
+        # hooks on parameters that weigh their gradients, by accumulator
         self.hooks: dict[Any, RemovableHandle] = {}
         self._round = self._next_round()
         self.listen(Event.FORWARD_ENTERED, self.spent.forward)
@@ -107,12 +109,13 @@ class Engine(Rounds):
         )
 
     def take(self, landing: Sequence[Transfer], *, inside: bool = False) -> None:
-        """Exchange gradients otherwise from here on. Between a backward and the next, on all alike.
+        """Exchange gradients by other transfers from now on. Call it between two backwards, on all
+        ranks.
 
         Args:
-            landing: what goes as its gradients land, in place of all that did so far, and that is
-                released.
-            inside: whether only the ranks of an island take part in it.
+            landing: transfers that go as their gradients land. They replace all earlier ones, which
+                are released.
+            inside: whether only the ranks of an island take part.
         """
         before, self._landing = self._landing, tuple(landing)
         for transfer in before:
@@ -135,15 +138,16 @@ class Engine(Rounds):
         return backward
 
     def begin(self, landed: int = 0) -> BackwardRound:
-        """Open a round for the running backward: called as it enters the model, once an output.
+        """Open a round for the running backward. It is called as backward enters the model, for
+        each output.
 
         Args:
-            landed: how many gradients are there already.
+            landed: number of gradients that are there already.
 
         Raises:
-            UsageError: a gradient that was applied at the end of a period is there still.
+            UsageError: a gradient that was applied at the end of a period was not cleared.
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on
-                what was sent.
+                the gradients that were sent.
         """
         if self.periods:
             self._check_cleared(landed)
@@ -170,16 +174,16 @@ class Engine(Rounds):
         self.routes.reached(f"after backward {self.routes.step - 1}")
 
     def _check_cleared(self, landed: int) -> None:
-        """Refuse to keep what a period gave as a gradient of the next one.
+        """Refuse to keep a period's gradient as one of the next period.
 
-        What has landed already may be in a `.grad` that was filled with zeros.
+        A gradient that has landed already may be in a `.grad` that was filled with zeros.
         """
         names = [name for period in self.periods for name in period.uncleared()]
         if len(names) > landed:
             raise _uncleared(f"parameter {', '.join(names[:3])}")
 
     def _keep(self, ended: BackwardRound) -> None:
-        """Keep the gradients that are not due, and begin a period where they were."""
+        """Keep the gradients that are not due, and begin a new period for the others."""
         for transfer in self._landing:
             is_kept = transfer.period is not None and not transfer.period.is_due
             if is_kept and isinstance(transfer, OwnedTransfer) and transfer.held:
@@ -191,7 +195,9 @@ class Engine(Rounds):
                 period.keep(ended.share)
 
     def called(self, weight: Weight, asks: bool) -> None:
-        """The model is called, and what comes of it is to be weighed (BackwardRound.called)."""
+        """Note that the model is called, and that its gradients are to be weighed
+        (BackwardRound.called).
+        """
         self._round.called(weight, asks)
 
     def weighs(self, call: Weight | None = None) -> float | None:
@@ -199,12 +205,12 @@ class Engine(Rounds):
 
     @property
     def goes_along(self) -> bool:
-        """Whether, as far as it is known, a share goes with what the next backward sends."""
+        """Whether a share is expected to go with the gradients of the next backward."""
         return self._round.goes_along
 
     @property
     def latest(self) -> Weight | None:
-        """The weight of the last call of the model."""
+        """Weight of the model's last call."""
         return self._round.latest
 
     @latest.setter
@@ -212,56 +218,63 @@ class Engine(Rounds):
         self._round.latest = weight
 
     def compare(self, common: Common) -> bool:
-        """Have ranks compare what they have in common in each backward, if a transfer can tell."""
+        """Let ranks compare their common state in each backward, if a transfer can carry marks."""
         return self.routes.compare(common, [t for t in self._landing if t.period is None])
 
     def renew(self) -> None:
-        """Periods were set, as a checkpoint has them: the next backward sends what is due by now.
+        """Apply periods that a checkpoint has set: the next backward sends the gradients that are
+        due.
 
-        To be called between a step and the next forward.
+        Call it between a step and the next forward.
         """
         self._round = self._next_round(self._round.latest)
 
     def release_weighing(self) -> None:
-        """Weigh no parameter's gradient any more."""
+        """Stop weighing the gradients of parameters."""
         for hook in self.hooks.values():
             hook.remove()
         self.hooks.clear()
 
     def release(self) -> None:
-        """Take all hooks off parameters: what autograd holds of them no collector finds."""
+        """Remove all hooks from parameters: the collector cannot find objects that autograd
+        holds.
+        """
         self.release_weighing()
         for transfer in self.transfers:
             transfer.release()
 
     def waited_s(self) -> float:
-        """Seconds that the main thread has waited for transfers, and for rows of cut layers."""
+        """Return the seconds that the main thread has waited for transfers, and for rows of cut
+        layers.
+        """
         return self.routes.waited_s() + sum(comm.waited_s for comm in self._main)
 
     def listen(self, event: Event, listener: Callable[[], None]) -> None:
-        """Have a function called whenever that event happens, before transfers go on it."""
+        """Register a function to call whenever that event happens, before transfers go on it."""
         self._timetable.listen(event, listener)
 
     @property
     def follows_steps(self) -> bool:
-        """Whether anything goes, or anybody listens, as an optimizer steps."""
+        """Whether any transfer or listener follows an optimizer's steps."""
         return self._timetable.waits_for(Event.STEP_BEGUN, Event.STEP_ENDED)
 
     def happened(self, event: Event) -> None:
-        """An event is here. Called on the main thread or in backward, alike on every rank."""
+        """Handle an event. Called on the main thread or in backward, alike on every rank."""
         self._timetable.happened(event, self._round)
 
     def wait(self) -> None:
-        """Wait for what goes by a cadence of its own, and publish nothing."""
+        """Wait for transfers with a cadence of their own, without publishing them."""
         self._timetable.wait()
 
     def settle(self) -> None:
-        """Wait for what goes by a cadence of its own, and publish it (on every rank alike)."""
+        """Wait for transfers with a cadence of their own, and publish them (on every rank
+        alike).
+        """
         self._timetable.settle()
 
     @contextmanager
     def recorded(self, recorder: Recorder | None = None) -> Iterator[Recorder]:
-        """Note what the lanes and the main thread do inside, by default in a new recorder."""
+        """Record the work of the lanes and the main thread inside, by default in a new recorder."""
         recorder = Recorder() if recorder is None else recorder
         self._record(recorder)
         try:
@@ -287,7 +300,7 @@ class Engine(Rounds):
             self._accumulate(-1)
 
     def before_accumulating(self, call: Callable[[], None]) -> None:
-        """Have a function called before gradients are kept on this rank."""
+        """Register a function to call before gradients are kept on this rank."""
         self._before_accumulating = call
 
     def _accumulate(self, deeper: int) -> None:
@@ -296,7 +309,7 @@ class Engine(Rounds):
         self._round.accumulating = bool(self._accumulating)
 
     def check_sent(self) -> None:
-        """Raise UsageError where gradients would be taken for global ones that were never sent."""
+        """Raise UsageError if gradients that were never sent would be taken for global ones."""
         if self._round.unsent:
             raise UsageError(
                 "gradients that were accumulated on this rank have not been sent",
@@ -304,9 +317,9 @@ class Engine(Rounds):
             )
 
     def begin_step(self) -> None:
-        """A step begins: what comes after it is of no call before it.
+        """Note that a step begins: gradients after it do not belong to calls before it.
 
-        UsageError as `check_sent`, WorldError if a rank is known to be gone.
+        Raises UsageError as `check_sent`, and WorldError if a rank is known to be gone.
         """
         self.routes.hear()
         self.check_sent()
@@ -329,7 +342,7 @@ class Engine(Rounds):
         return self._round.is_open
 
     def close(self) -> None:
-        """End the lanes' threads and give back their channels."""
+        """End the lanes' threads and close their channels."""
         self.routes.close()
 
 

@@ -1,10 +1,10 @@
 """Lanes: threads that run blocking exchanges in order, each over a channel of its own.
 
-The order of messages within a channel is the order of `run` calls, the same on every rank whatever
-the threads do. Costs one queue hop and one event an errand.
+The order of messages within a channel is the order of `run` calls. It is the same on every rank,
+whatever the threads do. Each job costs one queue hop and one event.
 
-On a GPU a lane computes on a stream of its own, so that it waits for what was computed when an
-errand was queued, and not for all that backward has queued since:
+On a GPU a lane computes on a stream of its own. So it waits for the work that was queued before its
+job, and not for all that backward has queued since:
 
     main stream   ── backward of layer 9 ─●─ backward of layer 8 ─ … ───▶ wait ─ uses gradients ──
                                           ▼                                ▲
@@ -27,13 +27,13 @@ from shoal.core.errors import WorldError
 from shoal.core.trace import Recorder
 
 _HAVE_STREAMS = ("cuda", "xpu")
-_POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
-_LOOK_S = 0.001  # and whether a device has come to an end
+_POLL_S = 0.5  # seconds between two looks of a waiting rank for a lost peer
+_LOOK_S = 0.001  # seconds between two looks whether a device has finished
 
 
 @final
 class Errand:
-    """One exchange under way."""
+    """Queued job of a lane: one exchange under way."""
 
     def __init__(
         self,
@@ -43,9 +43,10 @@ class Errand:
         device: torch.device | None = None,
         number: int | None = None,
     ) -> None:
-        """Queued now, by the thread whose computing it comes after.
+        """Queue a job. It runs after the work that the calling thread has queued on its stream so
+        far.
 
-        It computes on `device`, which has streams. Its number is that of `Comm.queued`.
+        It computes on `device`, which has streams. Its number comes from `Comm.queued`.
         """
         self.purpose = purpose
         self.number = comm.queued(purpose, number)
@@ -57,10 +58,10 @@ class Errand:
         self._computed: torch.Event | None = None
         self.ended = threading.Event()
         self._error: BaseException | None = None
-        self._heard = False  # somebody was told of the error
+        self._heard = False  # whether a thread was told of the error
 
     def run(self) -> None:
-        """Do it, on the lane's thread; an error is kept for whoever waits."""
+        """Do the work, on the lane's thread. Keep an error for the thread that waits."""
         self._comm.runs(self.number, self.purpose)
         try:
             after(self._queued, self._device)
@@ -71,14 +72,14 @@ class Errand:
         self.ended.set()
 
     def give_up(self) -> None:
-        """It will not be done: whoever waits for it need not."""
+        """End the job undone, so that no thread waits for it."""
         self._error = WorldError("this rank has ended")
         self.ended.set()
 
     def result(self) -> None:
-        """Block until it is done, and raise its very error.
+        """Block until it is done, and raise its own error.
 
-        Nothing is said of it: the rank waits for something else.
+        The wait is not reported, because the rank is waiting for something else.
         """
         self._check_process()
         self.ended.wait()
@@ -88,15 +89,15 @@ class Errand:
         after(self._computed, self._device)
 
     def failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """Return whether it has ended with an error."""
         return self._error is not None
 
     def unheard(self) -> bool:
-        """Whether it has ended with an error that nobody was told of."""
+        """Return whether it has ended with an error that no thread was told of."""
         return self._error is not None and not self._heard
 
     def wait(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
-        """Block until it is done. Its error is raised as one that names the peer and `where`.
+        """Block until it is done. Raise its error as one that names the peer and `where`.
 
         `meanwhile` is called now and then.
         """
@@ -118,12 +119,14 @@ class Errand:
         self._comm.reached(where)
 
     def _check_process(self) -> None:
-        """Raise WorldError in a process that was forked meanwhile, whose lanes have no threads."""
+        """Raise WorldError in a process that was forked meanwhile, because its lanes have no
+        threads.
+        """
         if not self.ended.is_set():
             _check_process(self._process)
 
     def finish(self, where: str) -> None:
-        """Block until the device has done it, too: what NCCL carries is only queued there."""
+        """Block until the device has finished, too, because NCCL's work is only queued there."""
         while self._computed is not None and not self._computed.query():
             self._comm.check(where)
             time.sleep(_LOOK_S)
@@ -131,17 +134,17 @@ class Errand:
 
 
 def streaming(devices: Iterable[torch.device]) -> torch.device | None:
-    """The first of them that computes in streams, if any does."""
+    """Return the first device that computes in streams, if any does."""
     return next((device for device in devices if device.type in _HAVE_STREAMS), None)
 
 
 def this_moment(device: torch.device | None) -> torch.Event | None:
-    """This moment in what the calling thread computes on a device with streams."""
+    """Record this moment of the calling thread's stream on a device."""
     return None if device is None else torch.accelerator.current_stream(device).record_event()
 
 
 def after(moment: torch.Event | None, device: torch.device | None) -> None:
-    """What the calling thread computes there from here on comes after that moment."""
+    """Make the calling thread's stream on a device wait for that moment."""
     if moment is not None:
         torch.accelerator.current_stream(device).wait_event(moment)
 
@@ -157,23 +160,23 @@ def _check_process(process: int) -> None:
 
 @final
 class Lane:
-    """A thread and its channel. A daemon: a peer that hangs cannot hold up the exit."""
+    """Thread with a channel. It is a daemon, so a peer that hangs cannot hold up the exit."""
 
     def __init__(self, comm: Comm, name: str, device: torch.device | None = None) -> None:
-        """Start it; `device` is where its errands compute, if that has streams."""
+        """Start the thread. `device` is the place where its jobs compute, if it has streams."""
         self.recorder: Recorder | None = None
         self._comm = comm
         self._name = name
         self._device = device
         self._closed = self._abandoned = False
         self._process = os.getpid()
-        self._failed: Errand | None = None  # the first that did
+        self._failed: Errand | None = None  # the first job that failed
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[Comm], None], purpose: str, number: int | None = None) -> Errand:
-        """Queue `work(comm)` behind what the lane has (WorldError once it is closed)."""
+        """Queue `work(comm)` after the lane's other jobs (WorldError once it is closed)."""
         if self._closed:
             raise WorldError(
                 "the session that the model was parallelised in has ended",
@@ -185,16 +188,16 @@ class Lane:
         return errand
 
     def expects(self, seconds: float) -> None:
-        """What it exchanges is planned to take so long."""
+        """Note the seconds that the plan expects for its exchanges."""
         self._comm.expects(seconds)
 
     @property
     def rank(self) -> int:
-        """This rank, on the lane's channel."""
+        """Number of this rank on the lane's channel."""
         return self._comm.rank
 
     def drain(self) -> None:
-        """Wait until all that is queued is done. Raise an error that nobody has waited for."""
+        """Wait until all queued jobs are done. Raise an error that no thread has heard."""
         if not self._closed:
             last = self.run(lambda comm: None, "the end")
             last.wait("the end of the program")
@@ -202,16 +205,16 @@ class Lane:
             self.check("the end of the program")
 
     def check(self, where: str) -> None:
-        """Raise the first error of an errand, if nobody was told of it."""
+        """Raise the first error of a job, if no thread was told of it."""
         if self._failed is not None and self._failed.unheard():
             self._failed.wait(where)
 
     def reached(self, where: str) -> None:
-        """Say how far this rank is, for the messages of others that wait for it."""
+        """Report this rank's position, for messages of other ranks that wait for it."""
         self._comm.reached(where)
 
     def abandon(self) -> None:
-        """Have the thread end behind what it is doing: this rank ends for an error.
+        """Let the thread end after its present job, because this rank ends with an error.
 
         A thread that still computes while the interpreter ends aborts the process ("terminate
         called …").
@@ -220,18 +223,18 @@ class Lane:
         self._queue.put(None)
 
     def close(self) -> None:
-        """End the thread after what is queued, and give back the channel."""
+        """End the thread after its queued jobs, and close the channel."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout=1.0)
         self._comm.close()
 
-    @torch.no_grad()  # the mode is each thread's own
+    @torch.no_grad()  # each thread has a mode of its own
     def _serve(self) -> None:
         if self._device is not None:
-            # the current one is each thread's own
+            # each thread has a current stream of its own
             torch.accelerator.set_stream(torch.Stream(self._device))
-        # a lane works on parameters that all others wait for
+        # a lane works on parameters that all other threads wait for
         with torch._C.DisableTorchFunctionSubclass():
             while (errand := self._queue.get()) is not None:
                 if self._abandoned:
@@ -243,18 +246,18 @@ class Lane:
                     self._failed = errand
                 if self.recorder is not None:
                     self.recorder.note(errand.purpose, self._name, begin_s)
-                del errand  # do not hold its tensors while waiting for the next
+                del errand  # do not hold its tensors while waiting for the next job
 
 
 @final
 class Answering:
-    """A server's threads: each answers one worker over one channel until that has ended."""
+    """Threads of a server. Each answers one worker over one channel until that worker has ended."""
 
     def __init__(self) -> None:
         self._threads: list[tuple[Lane, Errand]] = []
 
     def begin(self, worker: int, answer: Callable[[Comm], None], comm: Comm) -> None:
-        """Answer a worker from here on."""
+        """Answer a worker from now on."""
         lane = Lane(comm, f"worker {worker}")
         self._threads.append((lane, lane.run(answer, f"answer worker {worker}")))
 
@@ -265,7 +268,7 @@ class Answering:
                 errand.wait("serving")
 
     def finish(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until every worker has ended; `meanwhile` is called now and then."""
+        """Wait until every worker has ended. `meanwhile` is called now and then."""
         for _, errand in self._threads:
             errand.wait("serving", meanwhile=meanwhile)
 

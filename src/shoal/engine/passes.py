@@ -1,4 +1,4 @@
-"""What goes through the end of a model on one of its hosts, and whose it is."""
+"""Passes through the end of a model on one of its hosts, and the workers that they belong to."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a pass: whose, and of which micro-batch."""
+    """Some rows of a pass, with their worker and micro-batch."""
 
     worker: int
     index: int
     rows: int
     back: bool  # its gradient goes to the worker
-    coded: bool = False  # it came as a code, and its gradient goes so
+    coded: bool = False  # it came as a code, and its gradient is sent as a code, too
 
 
 @dataclass
 class TailPass:
-    """One pass through the tail: of a micro-batch of all of this host's workers, or of all."""
+    """Pass through the tail with one micro-batch of each of this host's workers, or with all of
+    them.
+    """
 
     blocks: list[Block]
     activation: Tensor
     put_out: Tensor
 
     def outputs(self, of: Tensor) -> list[tuple[Block, Tensor]]:
-        """The blocks' parts of something that has the output's rows."""
+        """Return the blocks' parts of a tensor that has the output's rows."""
         more, less = len(self.put_out), max(len(self.activation), 1)
         return list(
             zip(
@@ -42,21 +44,23 @@ class TailPass:
 
 @dataclass
 class TailRun:
-    """A forward of the model, with the rows of all of this host's workers."""
+    """Forward of the model, with the rows of all of this host's workers."""
 
     of_gradients: bool  # whether a loss may follow
-    # for others to be joined with
+    # blocks that wait for others to join with
     waiting: list[tuple[Block, Tensor]] = field(default_factory=list)
     passes: list[TailPass] = field(default_factory=list)
-    # each worker's output, apart from the tail's graph
+    # output of each worker, apart from the tail's graph
     whole: dict[int, Tensor] = field(default_factory=dict)
-    losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number
+    # losses of each worker, by number
+    losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def alike(self) -> list[list[tuple[Block, Tensor]]]:
-        """What waits, in groups that may go through the tail at once; afterwards nothing waits.
+        """Return the waiting blocks, in groups that may go through the tail together. None waits
+        afterwards.
 
-        Where a worker's micro-batches are of several shapes each goes by itself, or they would
-        change their order.
+        If a worker's micro-batches differ in shape, each goes alone. Otherwise they would change
+        their order.
         """
         forms: dict[int, set[Any]] = {}
         for block, activation in self.waiting:

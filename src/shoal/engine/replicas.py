@@ -1,20 +1,20 @@
-"""Whether ranks have the same bits of what each of them updates itself: looked at now and then.
+"""Check, now and then, that ranks have the same bits of all tensors that each of them updates.
 
-    1  digest    as a backward ends: of each weight, and of each tensor that optimizers keep for it,
-                 one sum of all its memory as words of 64 bits. A bit that has flipped changes it
-    2  compare   every rank tells its sums to every other one
-    3  name      who differs from the majority, with layers
-    4  heal      the majority's bits are sent to who differs: weights and optimizer's state. Where
-                 no majority is, every rank raises the same error
+    1  digest    when a backward ends: for each weight, and each tensor that optimizers keep for it,
+                 one sum of all its memory as words of 64 bits. A flipped bit changes the sum
+    2  compare   every rank sends its sums to every other one
+    3  name      the ranks that differ from the majority, with layers
+    4  heal      the majority's bits are sent to ranks that differ: weights and optimizer's state.
+                 Without a majority, every rank raises the same error
 
-What owners update is theirs alone, and their bits come to all ranks in every step. Of those each
-owner looks at the norm of its own pieces: one that jumps is named.
+Pieces of owners exist on one rank only, and their bits come to all ranks in every step. So each
+owner looks at the norm of its own pieces, and names one that jumps.
 
-Processors that round unlike one another let copies drift apart (front/rounding.py). So only ranks
-whose processors round alike are compared.
+Processors that round differently let copies drift apart (front/rounding.py). So only ranks with
+processors that round alike are compared.
 
-Costs one pass over weights and state, and two messages to every other rank, each `every` backwards.
-Weights that somebody changes by hand are compared in every backward by their versions alone
+This costs one pass over weights and state, and two messages to every other rank, every `every`
+backwards. Changes of weights by hand are compared in every backward, by version numbers alone
 (common.py). Guarded by tests/engine/test_replicas.py.
 """
 
@@ -42,7 +42,7 @@ from shoal.tensors.guarded import ComingParameter
 
 EVERY = 100  # backwards from one check to the next
 _WORD = 8  # bytes
-_JUMP = 10.0  # times the norm at the check before
+_JUMP = 10.0  # factor over the norm at the last check
 _PATIENCE = 3  # checks in a row at which the same rank may differ
 _MOST_NAMES = 4
 _LOGGER = logging.getLogger("shoal")
@@ -54,7 +54,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Odd:
-    """A tensor of which some ranks have other bits than most of those that round alike."""
+    """Tensor of which some ranks have other bits than most ranks that round alike."""
 
     name: str
     source: int  # a rank of the majority
@@ -63,13 +63,13 @@ class Odd:
 
 @final
 class Replicas:
-    """One model's, on one rank.
+    """Replicas of one model, on one rank.
 
     Args:
-        weights: what every rank updates itself, by dotted name.
-        owned: what has owners.
-        optimizers: that train the model.
-        lane: what is exchanged goes over it, behind what it has to do.
+        weights: weights that every rank updates itself, by dotted name.
+        owned: transfers with owners.
+        optimizers: the optimizers that train the model.
+        lane: the lane for the exchanges, after its other jobs.
         every: backwards from one check to the next.
     """
 
@@ -83,12 +83,12 @@ class Replicas:
     ) -> None:
         self._weights, self._optimizers = dict(weights), tuple(optimizers)
         self._owned, self._lane, self._every = tuple(owned), lane, every
-        self._norms: dict[tuple[int, int], float] = {}  # of own pieces, at the check before
+        self._norms: dict[tuple[int, int], float] = {}  # norms of own pieces at the last check
         self._again: Counter[int] = Counter()  # checks in a row at which a rank has differed
         self._backwards = 0
 
     def backward_ended(self) -> None:
-        """One more backward has sent: look, if it is time.
+        """Count a backward that has sent. Check, if it is time.
 
         Raises:
             WorldError: ranks differ, and there is no majority.
@@ -99,7 +99,7 @@ class Replicas:
 
     @torch.no_grad()
     def look(self, where: str) -> None:
-        """Compare now, and heal what can be healed (a collective)."""
+        """Compare now, and heal the differences that can be healed (a collective)."""
         self._look_at_norms(where)
         if not self._weights:
             return
@@ -109,7 +109,7 @@ class Replicas:
         self._lane.run(work, "comparing replicas").wait(where)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What is compared, by the names that messages have."""
+        """Return the tensors to compare, by their names in messages."""
         found: dict[str, Tensor] = {}
         for name, weight in self._weights.items():
             found[name] = weight
@@ -122,7 +122,7 @@ class Replicas:
     def _compare(
         self, tensors: Mapping[str, Tensor], digests: Tensor, where: str, comm: Comm
     ) -> None:
-        """On the lane: tell, compare and heal."""
+        """Send, compare and heal, on the lane."""
         layout = zlib.crc32("\n".join(tensors).encode())
         told = exchanged(comm, [layout, digests])
         if any(theirs != layout for theirs, _ in told):
@@ -138,7 +138,7 @@ class Replicas:
         _tell(odd, comm, where)
 
     def _count(self, ranks: set[int], odd: Sequence[Odd], where: str) -> None:
-        """Raise WorldError where the same rank differs at check after check."""
+        """Raise WorldError if the same rank differs at check after check."""
         self._again = Counter({rank: self._again[rank] + 1 for rank in ranks})
         for rank, times in self._again.items():
             if times >= _PATIENCE:
@@ -153,7 +153,7 @@ class Replicas:
                 )
 
     def _look_at_norms(self, where: str) -> None:
-        """Name own pieces whose norm has jumped since the last check."""
+        """Warn about own pieces with a norm that has jumped since the last check."""
         pieces = {
             (number, index): piece
             for number, transfer in enumerate(self._owned)
@@ -178,7 +178,7 @@ class Replicas:
 
 
 def digests_of(tensors: Iterable[Tensor]) -> Tensor:
-    """A sum of each tensor's memory, as words of 64 bits that wrap: on the host."""
+    """Return a sum of each tensor's memory on the host, as words of 64 bits that wrap."""
     sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
     number = -1
     for number, tensor in enumerate(tensors):
@@ -197,7 +197,7 @@ def _digest(tensor: Tensor) -> Tensor:
     if head.storage_offset() % _WORD:
         head = head.clone()
     total = head.view(torch.int64).sum()
-    if len(tail):  # fewer than a word: of each byte so much that no two can meet
+    if len(tail):  # fewer bytes than a word: shift each byte so that no two can overlap
         places = torch.tensor([1 << 8 * place for place in range(len(tail))], device=tail.device)
         total = total + (tail.to(torch.int64) * places).sum()
     return total
@@ -206,15 +206,17 @@ def _digest(tensor: Tensor) -> Tensor:
 def judged(
     names: Sequence[str], everyone: Tensor, processors: Sequence[str] = ()
 ) -> tuple[list[Odd], dict[str, list[int]]]:
-    """Who differs from most, and what has no majority.
+    """Find the ranks that differ from most, and the tensors without a majority.
 
     Args:
-        names: of the tensors.
-        everyone: (P, N) digests, a row a rank.
-        processors: of each rank; only ranks with the same are compared. Without any all are.
+        names: names of the tensors.
+        everyone: (P, N) digests, one row for each rank.
+        processors: processor of each rank; only ranks with equal ones are compared. Without any,
+            all are.
 
     Returns:
-        The odd; and what has no majority, with the digest of each rank that is compared.
+        The tensors with odd ranks; and the names of tensors without a majority, with the compared
+        ranks.
     """
     if bool((everyone == everyone[0]).all()):
         return [], {}
@@ -239,7 +241,10 @@ def judged(
 
 
 def _heal(tensor: Tensor, odd: Odd, comm: Comm) -> None:
-    """Send the majority's bits to who differs. No version tells of it, as all have the same."""
+    """Send the majority's bits to odd ranks.
+
+    No version number changes, because all ranks then agree.
+    """
     if comm.rank == odd.source:
         whole = tensor.detach().contiguous()
         comm.finish([comm.send(whole, rank) for rank in odd.ranks])
@@ -250,7 +255,7 @@ def _heal(tensor: Tensor, odd: Odd, comm: Comm) -> None:
 
 
 def _tell(odd: Sequence[Odd], comm: Comm, where: str) -> None:
-    """Name who has differed: on rank 0, and where it was."""
+    """Warn about the ranks that have differed: on rank 0, and on each of them."""
     names: dict[int, list[str]] = {}
     for odd_one in odd:
         for rank in odd_one.ranks:

@@ -1,16 +1,16 @@
-"""One backward that sends: from the calls of the model before it to the gradients behind it.
+"""Round of one backward that sends: from the model's calls before it to the gradients after it.
 
-       called    the model is called: what it counts is this round's share, if it is the only call
-    1  open      backward enters the model, or else its first gradient is there; autograd is asked
-                 to call at the end
-    5  ready     a transfer has everything: it is packed, and sent as soon as all before it in the
-                 plan's order are
-    12 finish    backward is over: what never got ready is packed as it is, lanes are waited for,
-                 gradients published
+       called    the model is called: its count is this round's share, if it is the only call
+    1  open      backward enters the model, or its first gradient is there; autograd is asked to
+                 call at the end
+    5  ready     a transfer has all its gradients: it is packed, and sent as soon as all before it
+                 in the plan's order are sent
+    12 finish    backward is over: transfers that were never ready are packed as they are, lanes are
+                 waited for, and gradients are published
 
-The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
-A round whose backward ended half-way stays the engine's last one: the ranks no longer agree on what
-was sent. Guarded by tests/engine/test_engine.py.
+The numbers come from docs/ideas/walk-gradient.md, which follows one gradient all the way. If the
+backward of a round ends half-way, the round stays the engine's last one, because the ranks no
+longer agree on the gradients that were sent. Guarded by tests/engine/test_engine.py.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from shoal.engine.weights import Weight
 
 @final
 class _SendQueue:
-    """The transfers of one backward, which are sent in the plan's order.
+    """Transfers of one backward, which are sent in the plan's order.
 
     Args:
-        transfers: in that order.
+        transfers: the transfers in that order.
         routes: the lanes that they go over.
     """
 
     def __init__(self, transfers: Sequence[Transfer], routes: Routes) -> None:
         self.transfers, self._routes = transfers, routes
-        # and since when: each on the stream that brought it
+        # ready transfers, each with the moment on the stream that computed its last gradient
         self.ready: dict[Transfer, torch.Event | None] = {}
-        self.sent: list[Errand] = []  # of the first transfers
+        self.sent: list[Errand] = []  # jobs of the first transfers
 
     def send(self, backward: Round, everything: bool = False) -> None:
-        """Pack and send what is ready, as long as all before it are; or all that is left."""
+        """Pack and send ready transfers, as long as all before them are sent; or all that are
+        left.
+        """
         while len(self.sent) < len(self.transfers):
             transfer = self.transfers[len(self.sent)]
             if not (everything or transfer in self.ready):
@@ -65,15 +67,15 @@ class _SendQueue:
 
 @final
 class BackwardRound(Round):
-    """The round of one model that is open, or that the next backward opens.
+    """Round of one model that is open, or that the next backward opens.
 
     Args:
-        transfers: those that go as their gradients land, in the order in which they are sent.
+        transfers: transfers that go as their gradients land, in the order in which they are sent.
         routes: the lanes that they go over.
-        buckets: the memory that their buckets have.
-        main: the channels that the main thread itself waits for.
+        buckets: the memory of their buckets.
+        main: the channels on which the main thread itself waits.
         accumulating: whether it begins within `accumulate`.
-        latest: the weight of the last call of the model before it.
+        latest: the weight of the model's last call before it.
     """
 
     def __init__(
@@ -86,19 +88,22 @@ class BackwardRound(Round):
         latest: Weight | None = None,
     ) -> None:
         self.accumulating = accumulating
-        self.unsent = False  # gradients were accumulated that no backward has sent yet
-        self.weight: Weight | None = None  # whose share goes with all that is sent
+        self.unsent = False  # whether gradients were accumulated that no backward has sent yet
+        # weight with a share that goes with everything that is sent
+        self.weight: Weight | None = None
         self._queue = _SendQueue(transfers, routes)
         self._routes, self._buckets, self._main = routes, buckets, main
-        self._called = False  # the model, in this round
-        self._lone: Weight | None = None  # of that call, as long as there is no other
-        self.latest = latest  # weight of the last call, also of one before this round
-        self._base: dict[int, Weight | None] = {}  # of each backward, by autograd's number of it
+        self._called = False  # whether the model was called in this round
+        self._lone: Weight | None = None  # weight of that call, as long as there is no other
+        self.latest = latest  # weight of the last call, which may be before this round
+        # base weight of each backward, by autograd's number
+        self._base: dict[int, Weight | None] = {}
         self._task: int | None = None  # autograd's number of the backward, once it is open
-        # gives what that one calls at its end, as long as gradients may land; then None
+        # returns the function that this backward calls at its end; None once gradients can no
+        # longer land
         self.running: Callable[[], object | None] = nothing
-        self._opening = RLock()  # autograd has a thread for each device
-        self._began_s = 0.0  # by perf_counter
+        self._opening = RLock()  # guards opening, because autograd has a thread for each device
+        self._began_s = 0.0  # time of its start, by perf_counter
 
     @property
     def share(self) -> float:
@@ -106,19 +111,20 @@ class BackwardRound(Round):
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward has opened it; it may have ended with an error."""
+        """Whether a backward has opened it. That backward may have ended with an error."""
         return self._task is not None
 
     def take(self, transfers: Sequence[Transfer]) -> None:
-        """Before it opens: be the round of these transfers, in place of those it was to have."""
+        """Replace the transfers of a round that is not open yet."""
         self._queue.transfers = transfers
 
     def called(self, weight: Weight, asks: bool) -> None:
-        """The model is called, and what comes of it is to be weighed.
+        """Note that the model is called, and that its gradients are to be weighed.
 
-        If it is the only call until backward, its share goes with all that is sent (also by a rank
-        on which backward does not come by way of the model), unless it `asks`. Else the ranks'
-        counts are exchanged, beside forward.
+        Usually the model is called once per backward, and the share of this call goes with
+        everything that is sent. This works even on a rank on which backward does not come through
+        the model. If the call `asks`, or there are several, the ranks' counts are exchanged during
+        forward.
         """
         if self._called or asks or not self._sends_all:
             if self._lone is not None:
@@ -135,14 +141,16 @@ class BackwardRound(Round):
 
     @property
     def was_called(self) -> bool:
-        """Whether a call of the model, or of a loss that weighs itself, was weighed in it."""
+        """Whether a call of the model, or of a loss that weighs itself, was weighed in this
+        round.
+        """
         return self._called
 
     def base(self, entered: Weight | None = None) -> Weight | None:
-        """What all gradients of the running backward are weighed by.
+        """Return the weight of all gradients of the running backward.
 
-        That is the weight of the call by whose output it has `entered` the model first. Until then
-        it is that of the last call: a parameter that has landed already has but a penalty.
+        That is the weight of the call by which it has `entered` the model first. Until then it is
+        the weight of the last call: a parameter that has landed by then has only a penalty.
         """
         if self.weight is not None:
             return self.weight
@@ -152,9 +160,9 @@ class BackwardRound(Round):
         return self._base.get(task, self.latest)
 
     def weighs(self, call: Weight | None = None) -> float | None:
-        """What a gradient of the running backward is to be multiplied by, or None.
+        """Return the factor for a gradient of the running backward, or None.
 
-        None, too, where the share goes with what is sent.
+        It is also None if the share goes with the gradients that are sent.
         """
         if self.weight is not None:
             return None
@@ -163,17 +171,17 @@ class BackwardRound(Round):
 
     @property
     def goes_along(self) -> bool:
-        """Whether, as far as it is known, the share goes with what is sent."""
+        """Whether the share is expected to go with the gradients that are sent."""
         return self._lone is not None or self.weight is not None
 
     @property
     def _sends_all(self) -> bool:
-        """Whether all that the next backward brings goes over lanes, and nothing else does."""
+        """Whether all gradients of the next backward go over lanes, and nothing besides them."""
         return not (self.accumulating or self.unsent or self._main)
 
     def open(self, opened: Callable[[], None], finish: Callable[[], None]) -> None:
-        """Open it for the backward that is running, which has `finish` called at its end. Once it
-        is open this does nothing.
+        """Open the round for the running backward, which calls `finish` at its end. If it is open
+        already, this does nothing.
 
         Raises:
             WorldError: it was open for another backward, which ended half-way.
@@ -182,13 +190,14 @@ class BackwardRound(Round):
             task = torch._C._current_graph_task_id()  # gradient 1
             if self._task is None:
                 self._task, self._began_s = task, perf_counter()
-                # without a call it is of an earlier one: of its graph again, or of what it kept
+                # without a call, the backward belongs to an earlier one: to its graph again, or to
+                # values that it kept
                 of_calls = self._lone if self._called else self.latest
                 self.weight = of_calls if self._sends_all else None
                 self._routes.reached(f"backward {self._routes.step}")
                 opened()
                 at_end = partial(finish)
-                # only the backward holds it: gone when that has ended, however it did
+                # only the backward holds it, so it is gone when that has ended in any way
                 self.running = ref(at_end)
                 Variable._execution_engine.queue_callback(at_end)
                 for transfer in takewhile(attrgetter("at_once"), self._queue.transfers):
@@ -214,12 +223,13 @@ class BackwardRound(Round):
     def make_room(self, transfer: Transfer) -> None:
         """Wait until a transfer may fill its bucket.
 
-        No lane works on it then, and not too many buckets have memory.
+        Then no lane works on it, and not too many buckets have memory.
 
-        What is waited for was sent before, so every rank sends it without our doing; what was not
-        sent yet is not waited for, even if there are too many then. Lanes, which all ranks wait
-        for, open buckets without asking. Nor is it waited for where main threads meet in backward:
-        one that has not used it sends it when backward is over.
+        It waits only for transfers that were sent before, because every rank sends these without
+        further calls. It does not wait for others, even if too many buckets have memory then. Lanes
+        open buckets without asking, because all ranks wait for lanes. There is no wait either if
+        main threads meet in backward: a rank without gradients for a transfer sends it only when
+        backward is over.
         """
         routes = self._routes
         routes.settle(transfer)
@@ -233,7 +243,7 @@ class BackwardRound(Round):
                 routes.wait(errand, sent, "wait for room")
 
     def finish(self) -> None:
-        """Send what never got ready, wait for what is to be waited for, and publish."""
+        """Send the transfers that were never ready, wait for all that need it, and publish."""
         routes, queue = self._routes, self._queue
         routes.note("backward", self._began_s)
         waits_s = perf_counter()

@@ -1,17 +1,17 @@
-"""Routes: which lane each transfer takes, there and back, and what is under way on it.
+"""Routes: the lane of each transfer, there and back, and the transfers under way on it.
 
-    to peers        transfer i of its kind takes lane i mod L. On a GPU all that is NCCL's takes the
-                    first: NCCL's communicators, called in another order on each rank, may wait for
-                    one another
-    inside          what the ranks of one host exchange by themselves has lanes of its own, as it
-                    must not wait behind what crosses a slow link
-    to servers      over lanes that they are on
-    from servers    over others: what goes there and what comes back do not share a link
+    to peers        transfer i of its kind takes lane i mod L. On a GPU all transfers by NCCL take
+                    the first lane, because NCCL's communicators may wait for one another if ranks
+                    call them in different orders
+    inside          exchanges among the ranks of one host have lanes of their own, because they must
+                    not wait for exchanges over a slow link
+    to servers      over lanes that servers share
+    from servers    over other lanes, so that the two directions do not share a link
 
-The order of messages in a channel is the order in which its lane is given work. All of it is given
-by the main thread or in backward, in the same order on every rank, whatever the lanes' threads do.
-A transfer whose sums stay with their owners is not waited for in backward. What follows it comes
-behind it (`later`), and whoever needs it waits (`settle`).
+The order of messages in a channel is the order in which its lane gets work. All work comes from the
+main thread or from backward, in the same order on every rank, whatever the lanes' threads do.
+Backward does not wait for a transfer that leaves its sums with their owners. Later work on it is
+queued after it (`later`), and a thread that needs it waits (`settle`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from shoal.engine.lanes import Errand, Lane
 
 @final
 class Routes:
-    """The lanes of one parallelised model.
+    """Lanes of one parallelised model.
 
     Args:
-        transfers: all that go over them.
-        lanes: channels among the workers, each for a lane.
+        transfers: all transfers that go over them.
+        lanes: channels among the workers, one for each lane.
         served: channels among all ranks, for transfers that servers take part in.
-        back: channels for these transfers' way back; without any they come back as they went.
-        device: where the model is, if that computes in streams.
+        back: channels for these transfers' way back; without any they come back over the same
+            lanes.
+        device: the model's device, if it computes in streams.
         inside: channels among the ranks of an island, for transfers that only these take part in.
     """
 
@@ -57,8 +58,9 @@ class Routes:
     ) -> None:
         self.device = device
         self._comm = next(iter((*lanes, *served)), None)
-        self._warned = False  # of a NaN, which is said once
-        self.step = 0  # backwards that have sent: where messages say that something happened
+        self._warned = False  # whether a NaN was reported, which happens once
+        # number of backwards that have sent; messages name it as the place of an event
+        self.step = 0
         among_workers = [Lane(comm, f"lane {number}", device) for number, comm in enumerate(lanes)]
         from_servers = [
             Lane(comm, f"lane {number} from servers", device) for number, comm in enumerate(back)
@@ -80,28 +82,28 @@ class Routes:
         self._back = self._there | dict(
             zip(filter(attrgetter("served"), transfers), cycle(from_servers), strict=False)
         )
-        # the last errand of each transfer that is not waited for
+        # last job of each transfer without a wait for it
         self._last: dict[Transfer, Errand] = {}
         self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._recorder: Recorder | None = None
-        self._waits: dict[str, float] = {}  # seconds of the main thread, by what it waited for
-        # what ranks have in common, and the transfer that takes its marks along
+        self._waits: dict[str, float] = {}  # seconds that the main thread has waited, by transfer
+        # the state that ranks must have in common, and the transfer that carries its marks
         self._told: tuple[Common, Transfer] | None = None
 
     @property
     def among_workers(self) -> Lane | None:
-        """The first lane that only workers are on, if there is one."""
+        """The first lane that only workers share, if there is one."""
         return next((lane for lane in self.going if lane not in self.served), None)
 
     def take(
         self, transfers: Iterable[Transfer], inside: bool, instead: Iterable[Transfer]
     ) -> None:
-        """Have transfers go from here on, `inside` an island or among all workers.
+        """Let transfers go from now on, `inside` an island or among all workers.
 
         Args:
-            transfers: that need no servers.
-            inside: by the lanes inside the island.
-            instead: of these, which have come back and are forgotten.
+            transfers: transfers that need no servers.
+            inside: whether they take the lanes inside the island.
+            instead: transfers to forget in their place, which have come back.
         """
         for gone in instead:
             self._there.pop(gone, None)
@@ -112,7 +114,9 @@ class Routes:
             self._there[transfer] = self._back[transfer] = lane
 
     def compare(self, common: Common, transfers: Sequence[Transfer]) -> bool:
-        """From here on one of these transfers tells what ranks have in common, if any can."""
+        """Let one of these transfers carry the marks of the common state from now on, if any
+        can.
+        """
         able = [transfer for transfer in transfers if transfer.tells]
         first = [transfer for transfer in able if not isinstance(transfer, OwnedTransfer)]
         teller = next(iter(first or able), None)
@@ -120,13 +124,13 @@ class Routes:
         return teller is not None
 
     def mark(self, transfer: Transfer) -> Mark | None:
-        """What goes with this transfer of the running round."""
+        """Return the mark that goes with this transfer in the running round."""
         if self._told is None or transfer is not self._told[1]:
             return None
         return self._told[0].mark(f"backward {self.step}")
 
     def send(self, transfer: Transfer) -> Errand:
-        """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""
+        """Let a transfer's lane run it. It has been packed, and nothing of it is under way."""
         purpose = f"exchange {transfer.label}"
         errand = self._there[transfer].run(transfer.run, purpose)  # gradient 7
         if isinstance(transfer, OwnedTransfer):
@@ -135,20 +139,22 @@ class Routes:
         return errand
 
     def exchange(self, transfer: Transfer) -> None:
-        """The same, behind all that its lanes have to do for it."""
+        """Run a transfer after all work that its lanes already have for it."""
         self._behind(transfer, self._there[transfer], transfer.run, f"exchange {transfer.label}")
 
     def later(self, transfer: Transfer, work: Callable[[Comm], None], purpose: str) -> Errand:
-        """Have a transfer's lane do this work on its way back, behind all that it has to do.
+        """Let a transfer's lane do this work on its way back, after all work that it has.
 
-        The same calls in order on every rank.
+        Every rank makes the same calls in the same order.
         """
         return self._behind(transfer, self._back[transfer], work, f"{purpose} {transfer.label}")
 
     def beside(
         self, transfer: Transfer, work: Callable[[Comm], None], purpose: str, back: bool
     ) -> Errand:
-        """Have the lane of a transfer's way there, or `back`, do this work beside the transfer."""
+        """Let a lane of a transfer, its way there or `back`, do this work independently of the
+        transfer.
+        """
         return (self._back if back else self._there)[transfer].run(work, purpose)
 
     def _behind(
@@ -159,14 +165,15 @@ class Routes:
 
             def behind(comm: Comm) -> None:
                 if before is not None:
-                    before.result()  # another lane may be at it; if it fails, so does this
+                    # another lane may be working on it; if that fails, so does this
+                    before.result()
                 work(comm)
 
             errand = self._last[transfer] = lane.run(behind, purpose)
         return errand
 
     def settle(self, transfer: Transfer) -> None:
-        """Wait until the lanes are done with a transfer; an error there is raised here."""
+        """Wait until the lanes are done with a transfer. An error there is raised here."""
         errand = self._last.get(transfer)
         if errand is None:
             return
@@ -177,7 +184,7 @@ class Routes:
                 del self._last[transfer]
 
     def wait(self, errand: Errand, transfer: Transfer, purpose: str = "") -> None:
-        """Wait for an errand of a transfer, and note it as `purpose` if that is given."""
+        """Wait for a job of a transfer, and note the wait as `purpose` if that is given."""
         begin_s = perf_counter()
         errand.wait(f"step {self.step}, {errand.purpose}")
         seconds = perf_counter() - begin_s
@@ -186,19 +193,19 @@ class Routes:
             self.note(purpose, begin_s)
 
     def waited_s(self) -> float:
-        """Seconds that the main thread has waited for transfers."""
+        """Return the seconds that the main thread has waited for transfers."""
         return sum(self._waits.values())
 
     def waits(self) -> dict[str, float]:
-        """The same by what a transfer is called."""
+        """Return the same seconds by transfer label."""
         return dict(self._waits)
 
     def is_busy(self, transfer: Transfer) -> bool:
-        """Whether a lane has something to do with a transfer that nobody has waited for."""
+        """Return whether a lane still has work on a transfer without a wait for it."""
         return transfer in self._last
 
     def check(self) -> None:
-        """Raise the error of a transfer that has ended with one and that nobody has waited for."""
+        """Raise the error of a transfer that has failed without a wait for it."""
         for transfer, errand in list(self._last.items()):
             if errand.failed():
                 self.settle(transfer)
@@ -217,27 +224,27 @@ class Routes:
         )
 
     def hear(self, *, again: bool = True) -> None:
-        """Raise the verdict on this job if there is one: this step may wait for nobody."""
+        """Raise the verdict on this job if there is one, because this step may contain no wait."""
         if self._comm is not None:
             self._comm.hear(again=again)
 
     def reached(self, where: str) -> None:
-        """Say how far this rank is, for the messages of others that wait for it."""
-        for lane in self.lanes[:1]:  # they share one comm's word
+        """Report this rank's position, for messages of other ranks that wait for it."""
+        for lane in self.lanes[:1]:  # all lanes share one journal, so telling one is enough
             lane.reached(where)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Note from here on what the lanes do, or no longer."""
+        """Record the work of the lanes from now on, or stop recording with None."""
         self._recorder = recorder
         for lane in self.lanes:
             lane.recorder = recorder
 
     def note(self, purpose: str, begin_s: float) -> None:
-        """Note what the main thread has just done, which began at `begin_s`."""
+        """Record work of the main thread that began at `begin_s` and ends now."""
         if self._recorder is not None:
             self._recorder.note(purpose, MAIN, begin_s)
 
     def close(self) -> None:
-        """End the lanes' threads and give back their channels."""
+        """End the lanes' threads and close their channels."""
         for lane in self.lanes:
             lane.close()

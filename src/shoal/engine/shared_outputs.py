@@ -1,11 +1,11 @@
-"""Outputs in parts, for a rank that reads one alone.
+"""Outputs that ranks have in parts, for a rank that reads one alone.
 
 A rank gives an output as long as its own script has it. It holds each output that the model has
-returned until the next call of the layer. So a rank that has gone on, or is at its end, still gives
-it.
+returned until the next call of the layer. So a rank that has gone on, or is at its end, can still
+give it.
 
 Memory: a rank's part of an output that the model has returned stays until the next forward. In a
-loop where `out` is a variable of the script it stays as long anyway.
+loop in which `out` is a variable of the script, it stays that long anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.core.errors import RanksDiffer
 
 @final
 class SharedOutputs:
-    """This rank's outputs."""
+    """Outputs of which this rank has a part."""
 
     def __init__(self) -> None:
         self._known = WeakValueDictionary[tuple[int, int], SharedOutput]()
@@ -37,21 +37,21 @@ class SharedOutputs:
         return OutputKey(layer, self._made[layer])
 
     def share(self, output: SharedOutput) -> None:
-        """Give an output as long as this rank has it."""
+        """Give an output to readers, as long as this rank has it."""
         self._known[output.key.words] = output
 
     def hold(self, output: SharedOutput) -> None:
-        """Have an output until its layer is called again."""
+        """Hold an output until its layer is called again."""
         self.drop(output.key.layer)
         self._held[output.key.layer] = output
 
     def drop(self, layer: str) -> None:
-        """Hold an output of a layer no more."""
+        """Stop holding an output of a layer."""
         if (output := self._held.pop(layer, None)) is not None:
             output.dropped()
 
     def close(self) -> None:
-        """Give nothing more."""
+        """Stop holding all outputs."""
         for layer in list(self._held):
             self.drop(layer)
 
@@ -65,10 +65,10 @@ class SharedOutputs:
         comm.finish(sends)
 
     def take(self, comm: Comm, output: SharedOutput) -> tuple[list[Tensor], int]:
-        """Receive all that other ranks have of this rank's rows; return the values and the bytes.
+        """Receive the parts of this rank's rows from other ranks. Return the values and the bytes.
 
         Raises:
-            RanksDiffer: a rank has the output no more.
+            RanksDiffer: a rank no longer has the output.
         """
         headers = {rank: _flag(False) for rank in comm.others}
         comm.finish([comm.receive(words, rank) for rank, words in headers.items()])

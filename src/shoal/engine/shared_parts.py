@@ -1,9 +1,9 @@
-"""The parts that this rank has of a model, for a rank that reads them alone.
+"""Parts of a model that this rank has, for a rank that reads them alone.
 
-They are read between two steps, under a lock that a step takes. The reader says after which step it
-reads. This rank sends its parts once it is there. If it has gone further, the reading is an error.
-The reader keeps them until its next step or training forward. Parts outlive the model: on one rank
-a program may be at its end, while another one saves.
+They are read between two steps, under a lock that a step takes. The reader names the step after
+which it reads. This rank sends its parts once it has made that step. If it has gone further, the
+reading is an error. The reader keeps the parts until its next step or training forward. Parts
+outlive the model: the program of one rank may be at its end while another one saves.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 
-_LOOK_S = 0.01  # between two looks whether this rank has done its step
-_NEVER_S = 90.0  # a main thread that waits for so long does no step
+_LOOK_S = 0.01  # seconds between two looks whether this rank has made its step
+_NEVER_S = 90.0  # a main thread that waits for so long makes no step
 
-Stamp = tuple[int, int]  # steps so far, and changes by hand since
+Stamp = tuple[int, int]  # steps so far, and later changes by hand
 # the cut, the key of the whole, and the part
 KeyedParts = Sequence[tuple[SpreadCut, Any, Tensor]]
 
 
 @dataclass(frozen=True)
 class PartsRequest:
-    """A request for parts.
+    """Request for parts.
 
     Args:
         wanted: the kind of values.
-        tally: number of tensors that the reader has parts of.
-        stamp: the step behind which it reads.
+        tally: number of tensors of which the reader has parts.
+        stamp: the step after which it reads.
     """
 
     wanted: int = Wanted.NOTHING
@@ -50,7 +50,7 @@ class PartsRequest:
 
 
 class StatesOfOwners(Protocol):
-    """States of which owners have pieces."""
+    """States of an optimizer that owners have in pieces."""
 
     def gather(self, comm: Comm, steps: int) -> Any:
         """Return the states of all ranks as they are after so many steps (a collective)."""
@@ -58,7 +58,7 @@ class StatesOfOwners(Protocol):
 
 @final
 class SharedParts:
-    """This rank's parts of one model, and the wholes that it has read alone.
+    """Parts of one model on this rank, and the whole tensors that it has read alone.
 
     Args:
         model: the module.
@@ -69,10 +69,10 @@ class SharedParts:
     def __init__(self, model: nn.Module, boundary: Comm | None, memory_limit: float | None) -> None:
         self._model, self._boundary, self._limit = ref(model), boundary, memory_limit
         self._kept: KeyedParts = ()  # parts of parameters
-        self.states: list[Callable[[], KeyedParts]] = []  # optimizers' states
+        self.states: list[Callable[[], KeyedParts]] = []  # states of optimizers
         self.owned: list[StatesOfOwners] = []
-        self.wholes: dict[Any, Tensor] = {}  # parameters that this rank has read alone,
-        self.read_states: dict[Any, Any] = {}  # and states
+        self.wholes: dict[Any, Tensor] = {}  # whole parameters that this rank has read alone
+        self.read_states: dict[Any, Any] = {}  # states that this rank has read alone
         self.stamp: Stamp = (0, 0)
         self.lock = threading.RLock()  # held while parts change, or are sent
         self.closed = False
@@ -95,7 +95,7 @@ class SharedParts:
             self.wholes, self.read_states = {}, {}
 
     def close(self) -> None:
-        """Serve no more. From here on all ranks read parts together."""
+        """Stop serving. From now on all ranks read parts together."""
         self.closed = True
         if self._boundary is not None:
             self._boundary.attendance = None
@@ -111,7 +111,7 @@ class SharedParts:
         return self._kept
 
     def give(self, comm: Comm, to: int, request: PartsRequest) -> None:
-        """Send this rank's parts as they are behind the step that is asked for."""
+        """Send this rank's parts as they are after the requested step."""
         with self._behind(comm, request.stamp) as here:
             parts = self.of_kind(request.wanted)
             is_given = here == request.stamp and len(parts) == request.tally
@@ -125,7 +125,7 @@ class SharedParts:
         """Receive the other ranks' parts, and join them. Return the number of bytes.
 
         Raises:
-            RanksDiffer: a rank has other ones by now.
+            RanksDiffer: a rank has changed its parts by now.
         """
         headers = {rank: _header(False, (0, 0)) for rank in comm.others}
         comm.finish([comm.receive(words, rank) for rank, words in headers.items()])
@@ -152,10 +152,10 @@ class SharedParts:
         return nbytes
 
     def gather(self, comm: Comm, reader: int, request: PartsRequest) -> int:
-        """Gather on every rank the states that owners have, for one reader. Return their bytes.
+        """Gather the states of owners on every rank, for one reader. Return their bytes.
 
         Raises:
-            RanksDiffer: a rank has not done the step that is asked for, and does none any more.
+            RanksDiffer: a rank has not made the requested step, and will not make it.
         """
         with self._behind(comm, request.stamp) as here:
             # a main thread may be steps ahead of its lanes, which wait for the reader's gradients
@@ -172,7 +172,7 @@ class SharedParts:
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def missing(self, parts: KeyedParts) -> str:
-        """Return in words why the wholes do not fit here; '' if they fit."""
+        """Return the reason why the whole tensors do not fit here, in words; '' if they fit."""
         if not parts:
             return ""
         needed = sum(sum(cut.numels()) * part.itemsize for cut, _, part in parts)
@@ -185,9 +185,9 @@ class SharedParts:
 
     @contextmanager
     def _behind(self, comm: Comm, stamp: Stamp) -> Iterator[Stamp]:
-        """Wait until this rank has done that step, and keep it from going further inside.
+        """Wait until this rank has made that step, and stop it from going further inside.
 
-        Gives how far it is: it may have gone further already, or do no step any more.
+        Yields the position of this rank: it may have gone further already, or make no more steps.
         """
         waiting_since: float | None = None
         while True:
@@ -221,7 +221,7 @@ def _changed(rank: int, reader: int, header: Sequence[int], request: PartsReques
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes can still be taken on a device; None where nobody says so."""
+    """Return the number of free bytes on a device; None if it is unknown."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free

@@ -1,12 +1,13 @@
-"""What the main thread does with the time of its steps, by what a prediction is made of.
+"""Time of the main thread in its steps, in the parts that a prediction has.
 
     ┆ optimizer ┆ between steps ┆ forward, backward: compute, and waits for exchanges ┆
     backward ended                                                       backward ended
 
-A step goes from the end of one backward that sends to the end of the next. Kept are the last 256;
-told is the mean of their middle half, so that a step with an evaluation in it does not count.
+A step goes from the end of one backward that sends to the end of the next. The last 256 steps are
+kept. The result is the mean of their middle half, so that a step with an evaluation in it does not
+count.
 
-Costs five reads of a clock a step. Guarded by tests/engine/test_spent.py.
+This costs five reads of a clock for each step. Guarded by tests/engine/test_spent.py.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import NamedTuple, final
 from shoal.core.eager import eager
 from shoal.core.outcome import Spending
 
-_KEPT, _WARM_UP = 256, 5  # steps; the first of those that are kept, if there are more
-_MIDDLE = 0.25  # of the steps are shorter than those that count, and as many longer
+# number of steps kept, and of first steps among them that do not count if there are more
+_KEPT, _WARM_UP = 256, 5
+_MIDDLE = 0.25  # part of the steps that are too short to count, and the same part that are too long
 
 
 class _StepTimes(NamedTuple):
-    """The times of one step."""
+    """Times of one step."""
 
     seconds: float
     compute_s: float
@@ -36,11 +38,11 @@ class _StepTimes(NamedTuple):
 
 @final
 class Spent:
-    """One model's, on one rank.
+    """Time spent on one model, on one rank.
 
     Args:
         waited_s: seconds that the main thread has waited so far, in all.
-        clock: gives seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -48,12 +50,12 @@ class Spent:
     ) -> None:
         self._waited_s, self._clock = waited_s, clock
         self._steps: deque[_StepTimes] = deque(maxlen=_KEPT)
-        # time, and what was waited by then: as the last backward ended, at the first forward since,
-        # as the running step of an optimizer began
+        # time, and the time waited by then: when the last backward ended, at the first forward
+        # since, and when the running step of an optimizer began
         self._ended: tuple[float, float] | None = None
         self._entered: tuple[float, float] | None = None
         self._began: tuple[float, float] | None = None
-        self._optimizer_s = 0.0  # since the last backward ended
+        self._optimizer_s = 0.0  # seconds since the last backward ended
 
     @property
     def is_called(self) -> bool:
@@ -61,25 +63,25 @@ class Spent:
         return self._entered is not None
 
     def forward(self) -> None:
-        """The model is called."""
+        """Note that the model is called."""
         if self._entered is None:
             self._entered = self._now()
 
     @eager
     def step_begun(self) -> None:
-        """An optimizer's step begins."""
+        """Note that an optimizer's step begins."""
         self._began = self._now()
 
     @eager
     def step_ended(self) -> None:
-        """It has ended."""
+        """Note that the step has ended."""
         if self._began is not None:
             (began_s, before_s), (now_s, waited_s) = self._began, self._now()
             self._optimizer_s += max(0.0, now_s - began_s - (waited_s - before_s))
             self._began = None
 
     def backward(self) -> None:
-        """A backward has ended, and gradients are there."""
+        """Note that a backward has ended, and gradients are there."""
         now = now_s, waited_s = self._now()
         if self._ended is not None:
             ended_s, before_s = self._ended
@@ -93,7 +95,7 @@ class Spent:
         self._ended, self._entered, self._optimizer_s = now, None, 0.0
 
     def told(self, waits: dict[str, float]) -> Spending:
-        """The mean of the middle steps; `waits` are seconds so far, by exchange."""
+        """Return the mean of the middle steps. `waits` are the seconds so far of each exchange."""
         steps = list(self._steps)
         warm = sorted(steps[_WARM_UP:] or steps)
         if not warm:

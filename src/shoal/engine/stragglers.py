@@ -1,16 +1,16 @@
-"""Who keeps the others waiting, and why: named in one line, with numbers.
+"""Stragglers: the rank or link that keeps others waiting is named in one line, with numbers.
 
-    1  measure   each backward: seconds of a step, those that the main thread did not wait, those
-                 between steps; how long it waited for a processor, and for pages of memory
-    2  tell      every three seconds or so each rank tells the medians, beside other exchanges
+    1  measure   each backward: seconds of a step, seconds without waiting, seconds between steps,
+                 and the time that the main thread waited for a processor, and for pages of memory
+    2  tell      every three seconds or so each rank sends its medians, during other exchanges
     3  judge     at the next backward, alike on every rank. A rank that computes half as long again
-                 as the others do is named. Where all ranks wait far longer than the plan predicts,
-                 links are tried: some messages between neighbours
-    4  name      what is so in two judgements in a row, on rank 0, once until it is over
+                 as the others is named. If all ranks wait far longer than the plan predicts, links
+                 are tried with some messages between neighbours
+    4  name      a finding of two judgements in a row is logged on rank 0, once until it is over
 
-Costs two reads of a clock a backward, and two short messages to every other rank every three
-seconds or five backwards, whichever is longer. Guarded by tests/engine/test_stragglers.py; in the
-lab: benchmarks/stragglers.py.
+This costs two reads of a clock for each backward, and two short messages to every other rank every
+three seconds or five backwards, whichever is longer. Guarded by tests/engine/test_stragglers.py; in
+the lab: benchmarks/stragglers.py.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from shoal.engine.common import exchanged
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Errand, Lane
 
-_WINDOW_S, _WINDOW = 3.0, (5, 500)  # from one telling to the next: seconds; backwards
-_SLOWER = 1.5  # times what the others compute
-_LEAST = 0.15  # of the step: what is less costs nobody anything
-_EXPOSED = 2.0  # times what is predicted to be waited for
-_SLOW_LINK = 1 / 3  # of the rate that was measured
+# seconds from one report to the next, and bounds for the number of backwards
+_WINDOW_S, _WINDOW = 3.0, (5, 500)
+_SLOWER = 1.5  # factor over the others' computing
+_LEAST = 0.15  # part of the step below which a delay costs too little to report
+_EXPOSED = 2.0  # factor over the predicted wait
+_SLOW_LINK = 1 / 3  # part of the rate that was measured
 _TIMES = 2  # judgements in a row
-_TRIES = 3  # of a link, of which the best counts
+_TRIES = 3  # tries of a link, of which the best counts
 _REST = 10  # judgements between two trials of links
-_TRIAL_S, _TRIAL_BYTES = 0.02, (1 << 18, 1 << 22)  # of one message
-_BUSY, _SWAPS = 0.2, 5.0  # of the time without a processor; pages read from disk a step
+_TRIAL_S, _TRIAL_BYTES = 0.02, (1 << 18, 1 << 22)  # seconds and bytes of one message
+_BUSY, _SWAPS = 0.2, 5.0  # part of the time without a processor; pages read from disk in a step
 _LOGGER = logging.getLogger("shoal")
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """A rank's report on its steps: medians of seconds, and why."""
+    """Report of a rank on its steps: medians of seconds, and possible causes."""
 
     step_s: float
-    own_s: float  # without waiting for others
-    between_s: float  # from the end of a backward to the next forward
-    queued: float  # of the time: without a processor, though it could compute
-    pages: float  # read from disk, a step
-    expected_s: float  # predicted: communication that hides under nothing
+    own_s: float  # seconds without waiting for others
+    between_s: float  # seconds from the end of a backward to the next forward
+    queued: float  # part of the time in which it could compute, but had no processor
+    pages: float  # pages read from disk in a step
+    expected_s: float  # predicted seconds of communication that nothing hides
 
     @property
     def waited_s(self) -> float:
@@ -67,7 +68,7 @@ class StepReport:
 
     @property
     def cause(self) -> str:
-        """Why it is slow, as far as that can be seen."""
+        """Reason why it is slow, as far as it is visible."""
         if self.pages > _SWAPS:
             return f"it swaps: {self.pages:.0f} pages a step come from disk"
         if self.queued > _BUSY:
@@ -82,15 +83,15 @@ class StepReport:
 
 @final
 class Stragglers:
-    """One model's, on one rank.
+    """Stragglers among the ranks of one model, as one rank finds them.
 
     Args:
-        engine: whose events are listened to.
-        lane: what ranks tell goes over it.
+        engine: the engine with the events to listen to.
+        lane: the lane for the reports.
         topology: the ranks and their hosts.
-        expected_s: seconds a step of communication that hides under nothing, as predicted.
-        bytes_per_s: of a link, as measured.
-        clock: of the main thread; by default the real one.
+        expected_s: predicted seconds a step of communication that nothing hides.
+        bytes_per_s: rate of a link, as measured.
+        clock: clock of the main thread; by default the real one.
     """
 
     def __init__(
@@ -104,19 +105,20 @@ class Stragglers:
     ) -> None:
         self._routes, self._lane, self._topology = engine.routes, lane, topology
         self._expected_s, self._bytes_per_s = expected_s, bytes_per_s
-        self._window = _WINDOW[0]  # until it is known how long steps take
+        self._window = _WINDOW[0]  # used until the length of steps is known
         self._clock = MainThreadClock() if clock is None else clock
         self._told: tuple[Errand, list[list[float]]] | None = None
-        self._times: Counter[str] = Counter()  # judgements in a row, by what is named
+        self._times: Counter[str] = Counter()  # judgements in a row, by subject
         self._named: set[str] = set()
         self._rest = 0
-        self._waits: dict[str, float] = {}  # of the main thread, by the last telling
-        self._longest: tuple[str, float] | None = None  # in a step since the telling before
+        self._waits: dict[str, float] = {}  # waits of the main thread, at the last report
+        # longest wait in a step since the last report
+        self._longest: tuple[str, float] | None = None
         engine.listen(Event.FORWARD_ENTERED, self._clock.forward)
         engine.listen(Event.BACKWARD_ENDED, self.backward_ended)
 
     def backward_ended(self) -> None:
-        """Measure, and tell or judge if it is time."""
+        """Measure, and report or judge if it is time."""
         if self._told is not None:
             errand, told = self._told
             self._told = None
@@ -160,7 +162,7 @@ class Stragglers:
                     _LOGGER.warning(line)
 
     def _slow_links(self, seen: Sequence[StepReport]) -> dict[str, str]:
-        """Try the links now (a collective), and say which is slow."""
+        """Try the links now (a collective), and name a slow one."""
         rates: list[float] = []
         nbytes = int(min(max(self._bytes_per_s * _TRIAL_S, _TRIAL_BYTES[0]), _TRIAL_BYTES[1]))
 
@@ -190,20 +192,20 @@ class Stragglers:
 def longest_wait(
     before: Mapping[str, float], after: Mapping[str, float], steps: int
 ) -> tuple[str, float] | None:
-    """What was waited for longest between two looks, and for how many seconds a step."""
+    """Return the longest wait between two looks, with its seconds in a step."""
     waits = {label: seconds - before.get(label, 0.0) for label, seconds in after.items()}
     label = max(waits, key=lambda each: waits[each], default=None)
     return None if label is None or waits[label] <= 0 else (label, waits[label] / steps)
 
 
 def window_of(step_s: float) -> int:
-    """Backwards from one telling to the next, for steps of so many seconds."""
+    """Return the backwards from one report to the next, for steps of so many seconds."""
     fewest, most = _WINDOW
     return most if step_s <= 0 else min(max(math.ceil(_WINDOW_S / step_s), fewest), most)
 
 
 def slow_ranks(seen: Sequence[StepReport], topology: Topology) -> dict[str, str]:
-    """The ranks that compute far longer than the others, each with a line to log."""
+    """Return the ranks that compute far longer than the others, each with a line to log."""
     found = {}
     for rank, own in enumerate(seen):
         others = [report for other, report in enumerate(seen) if other != rank]
@@ -221,14 +223,16 @@ def slow_ranks(seen: Sequence[StepReport], topology: Topology) -> dict[str, str]
 
 
 def links_are_late(seen: Sequence[StepReport]) -> bool:
-    """Whether every rank waits far longer than predicted, so that nobody's computing is why."""
+    """Return whether every rank waits far longer than predicted, so that no rank's computing is the
+    cause.
+    """
     waited_s = min(report.waited_s for report in seen)
     step_s = max(report.step_s for report in seen)
     return waited_s > max(_EXPOSED * seen[0].expected_s, _LEAST * step_s)
 
 
 def slow_link(rates: Sequence[float], usual: float, topology: Topology) -> str | None:
-    """Which link is far slower than usual, given each rank's rate from the rank before it."""
+    """Name a link that is far slower than usual, given each rank's rate from the rank before it."""
     ranks, hosts = len(rates), topology.hosts
     slow = [
         (hosts[(rank - 1) % ranks], hosts[rank])
@@ -248,14 +252,16 @@ def slow_link(rates: Sequence[float], usual: float, topology: Topology) -> str |
 
 
 def _rate_from_left(comm: Comm, nbytes: int) -> float:
-    """Bytes a second from the rank before, while all send: the best of some tries."""
+    """Return the bytes a second from the rank before, while all ranks send: the best of some
+    tries.
+    """
     ranks = comm.workers
     left, right = (comm.rank - 1) % ranks, (comm.rank + 1) % ranks
     sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     received = torch.empty_like(sent)
     best_s = float("inf")
     for _ in range(_TRIES):
-        exchanged(comm, [0.0])  # so that all begin at once
+        exchanged(comm, [0.0])  # makes all ranks begin at once
         begin_s = time.perf_counter()
         coming = comm.receive(received, left)
         going = comm.send(sent, right)
@@ -266,28 +272,31 @@ def _rate_from_left(comm: Comm, nbytes: int) -> float:
 
 
 class MainThreadClock:
-    """A clock of this rank's main thread: how it spends its time since the last medians."""
+    """Clock of this rank's main thread: its use of time since the last medians."""
 
     def __init__(self) -> None:
         self._thread = threading.get_native_id()
-        self._ended_s: float | None = None  # of the last backward, by perf_counter
-        self._forward_s: float | None = None  # of the first forward behind it
+        self._ended_s: float | None = None  # end of the last backward, by perf_counter
+        self._forward_s: float | None = None  # start of the first forward after it
         self._waited_s = 0.0
         self._steps: list[tuple[float, float, float]] = []
         self._since = self._spent()
 
     @property
     def steps(self) -> int:
-        """How many were measured."""
+        """Number of measured steps."""
         return len(self._steps)
 
     def forward(self) -> None:
-        """The model is called."""
+        """Note that the model is called."""
         if self._forward_s is None:
             self._forward_s = time.perf_counter()
 
     def backward(self, waited_s: float) -> None:
-        """A backward has ended; so long the main thread has waited, in all."""
+        """Note that a backward has ended.
+
+        `waited_s` is the main thread's total waiting time so far.
+        """
         now_s = time.perf_counter()
         if self._ended_s is None:
             self._since = self._spent()
@@ -298,7 +307,9 @@ class MainThreadClock:
         self._ended_s, self._forward_s, self._waited_s = now_s, None, waited_s
 
     def medians(self) -> list[float]:
-        """Of the steps since the last call: step, own, between; then queued, and pages a step."""
+        """Return medians of the steps since the last call: step, own, between; then queued, and
+        pages a step.
+        """
         medians = [median(column) for column in zip(*self._steps, strict=True)]
         now, before, steps = self._spent(), self._since, len(self._steps)
         wall_s = max(now[0] - before[0], 1e-9)
@@ -308,13 +319,15 @@ class MainThreadClock:
         return [*medians, queued, pages]
 
     def _spent(self) -> tuple[float, float, float]:
-        """By now: the time, seconds without a processor, pages read from disk."""
+        """Return the time, the seconds without a processor, and the pages read from disk, all up to
+        now.
+        """
         pages = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         return time.perf_counter(), _queued_s(self._thread), float(pages)
 
 
 def _queued_s(thread: int) -> float:
-    """Seconds that a thread could have computed and had no processor; 0 where nobody counts."""
+    """Return the seconds that a thread could compute and had no processor; 0 if unknown."""
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

@@ -1,12 +1,13 @@
-"""The timetable: who listens to the engine's events, and which transfers go on them.
+"""Timetable: the listeners of the engine's events, and the transfers that go on them.
 
     1  told        listeners first, in the order in which they came
-    2  published   what was sent `lag` events ago is waited for and published
-    3  sent        what goes now is packed and sent
-    4  waited for  what goes without a lag is waited for and published
+    2  published   wait for transfers that were sent `lag` events ago, and publish them
+    3  sent        pack and send the transfers that go now
+    4  waited for  wait for transfers without a lag, and publish them
 
-Each in the plan's order, on the main thread, at an event that comes alike on every rank. So the
-order of work in a lane is the same on every rank: by event, and within it in the plan's order.
+Each step follows the plan's order, on the main thread, at an event that all ranks have alike. So
+the order of work in a lane is the same on every rank: by event, and within an event in the plan's
+order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shoal.engine.routes import Routes
 
 @final
 class Timetable:
-    """What happens on which event, but for transfers that go as their gradients land."""
+    """Actions on each event, except for transfers that go as their gradients land."""
 
     def __init__(self, transfers: Sequence[Transfer], routes: Routes) -> None:
         self._routes = routes
@@ -33,19 +34,19 @@ class Timetable:
             for event in Event
         }
         self._counts: Counter[Event] = Counter()
-        # what is under way, and the number of the event that it is published at
+        # transfers under way, and the number of the event at which they are published
         self._under_way: dict[Transfer, tuple[Errand, int]] = {}
 
     def listen(self, event: Event, listener: Callable[[], None]) -> None:
-        """Have a function called whenever that event happens."""
+        """Register a function to call whenever that event happens."""
         self._listeners[event].append(listener)
 
     def waits_for(self, *events: Event) -> bool:
-        """Whether anything is to be done on any of these events."""
+        """Return whether there is anything to do on any of these events."""
         return any(self._listeners[event] or self._transfers[event] for event in events)
 
     def happened(self, event: Event, backward: Round) -> None:
-        """An event is here: tell, publish and send what is due."""
+        """Handle an event: tell listeners, and publish and send the transfers that are due."""
         for listener in self._listeners[event]:  # 1
             listener()
         transfers = self._transfers[event]
@@ -62,12 +63,12 @@ class Timetable:
         self._publish(transfers, number)  # 4
 
     def wait(self) -> None:
-        """Wait for all that is under way, and publish nothing."""
+        """Wait for all transfers under way, without publishing them."""
         for transfer, (errand, _) in self._under_way.items():
             self._routes.wait(errand, transfer, f"wait for {errand.purpose}")
 
     def settle(self) -> None:
-        """Wait for all that is under way, and publish it (on every rank alike)."""
+        """Wait for all transfers under way, and publish them (on every rank alike)."""
         for transfer, (errand, _) in list(self._under_way.items()):
             self._routes.wait(errand, transfer, f"wait for {errand.purpose}")
             transfer.publish()
@@ -76,7 +77,7 @@ class Timetable:
     def _publish(self, transfers: Sequence[Transfer], number: int) -> None:
         for transfer in transfers:
             errand, due = self._under_way.get(transfer, (None, 0))
-            if errand is not None and due <= number:  # later, where it failed then
+            if errand is not None and due <= number:  # it may be due earlier, if that event failed
                 self._routes.wait(errand, transfer, f"wait for {errand.purpose}")
                 transfer.publish()
                 del self._under_way[transfer]

@@ -1,21 +1,21 @@
-"""Uneven rows: how much each rank's loss weighs in the global mean.
+"""Weights for uneven rows: the weight of each rank's loss in the global mean.
 
-The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of
-ΣK weighs K·P/ΣK. With equal counts nothing is multiplied. Who knows ΣK, and when:
+The loss is a mean over local rows and gradients are averaged over ranks. So a rank with K rows of
+ΣK weighs K·P/ΣK. With equal counts nothing is multiplied. There are two ways to know ΣK:
 
-    share    mostly nobody asks: the model is called once until backward. What is sent is multiplied
-             by K ÷ (what was usual in the first forward) and divided by the mean of the ranks'
-             shares, which goes with it (strategies/landing.py). Nobody waits, and where all have
-             the usual number nothing is multiplied
-    weight   where several calls meet in what is sent, or layers are cut, counts cross the network
-             beside forward (40 bytes to each peer). Each parameter's gradient is multiplied as it
-             comes (border.py), so a term of the loss may come of the model by any way. Where not
-             every rank makes a call it is not weighed (counts.py)
+    share    usually no rank asks: the model is called once until backward. The sent gradients are
+             multiplied by K ÷ (the usual count, from the first forward). They are divided by the
+             mean of the ranks' shares, which travels with them (strategies/landing.py). No rank
+             waits, and if all have the usual number nothing is multiplied
+    weight   if gradients of several calls are sent together, or layers are cut, counts cross the
+             network during forward (40 bytes to each peer). Each parameter's gradient is multiplied
+             as it comes (border.py), so a term of the loss may come from the model by any way. A
+             call that not every rank makes is not weighed (counts.py)
 
-A loss that counts its own terms (`count=`), or is a sum, is multiplied besides, over the weight of
-the rows: what is added to it is weighed by rows alone.
+A loss that counts its own terms (`count=`), or is a sum, is multiplied by its weight over the
+weight of the rows. So terms that are added to it are weighed by rows alone.
 
-The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a
+The first forward always asks, with a digest of the batch. Ranks that all feed the same rows are a
 mistake that nothing else would show.
 """
 
@@ -36,14 +36,14 @@ from shoal.engine.counts import RowCounts
 from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
 
-_TERMS, _DIGEST, _ROWS = range(3)  # of what a rank tells of a call
-# waits for what the ranks say, by rank; None where not every rank makes the call
+_TERMS, _DIGEST, _ROWS = range(3)  # numbers that a rank sends about a call
+# waits for the ranks' numbers, by rank; None if not every rank makes the call
 _Asked = Callable[[str], list[Tensor] | None]
 
 
 @final
 class Weigher:
-    """Counts rows, and exchanges the counts over a channel of its own.
+    """Counter of rows, which exchanges the counts over a channel of its own.
 
     Without a channel every rank weighs the same.
     """
@@ -55,18 +55,19 @@ class Weigher:
         may_repeat: Callable[[], bool] = bool,
     ) -> None:
         self._alike, self._may_repeat = inputs_alike, may_repeat
-        self._lanes: dict[Comm, tuple[Lane, RowCounts]] = {}  # of all ranks that it was ever among
+        # lanes of all channels that it has ever used
+        self._lanes: dict[Comm, tuple[Lane, RowCounts]] = {}
         self.among(comm)
         self._asked = 0
         self._first = True  # no call has counted yet
-        self._usual: float | None = None  # rows of the rank that has most in the first forward
+        self._usual: float | None = None  # rows of the rank with most rows in the first forward
         self._own = [0.0, 0.0]  # this rank's rows and terms so far
-        self._first_batch = 0.0  # its digest
+        self._first_batch = 0.0  # digest of the first batch
 
     def among(self, comm: Comm | None) -> None:
-        """Weigh this rank among those from here on; None: all weigh the same.
+        """Weigh this rank among the ranks of a channel from now on; None: all weigh the same.
 
-        Between two backwards, on every rank alike.
+        Call it between two backwards, on every rank alike.
         """
         if comm is not None and comm not in self._lanes:
             lane = Lane(comm, "row counts")
@@ -79,11 +80,11 @@ class Weigher:
         self._common: Common | None = None
 
     def has(self, comm: Comm) -> bool:
-        """Whether it was ever among those, and ends that channel itself."""
+        """Return whether it has ever used that channel, and so closes it."""
         return comm in self._lanes
 
     def begin(self) -> Weight:
-        """The weight of a call that begins, whose rows are counted later."""
+        """Return the weight of a call that begins; its rows are counted later."""
         if self._comm is None:
             return Weight(None, 1.0, "")
         where = f"forward {self._asked}"
@@ -93,24 +94,24 @@ class Weigher:
 
     @property
     def usual(self) -> float | None:
-        """The usual number of rows, of which results depend by rounding; None before a forward."""
+        """Usual number of rows, which affects results by rounding; None before a forward."""
         return self._usual
 
     def own(self) -> float:
-        """What this rank has counted so far: terms, or else rows."""
+        """Return this rank's count so far: terms, or rows if there are none."""
         rows, terms = self._own
         return terms or rows
 
     def first_batch(self) -> float:
-        """A digest of the first batch; 0 of none, or of one that ranks have alike on purpose."""
+        """Return a digest of the first batch; 0 without one, or if equal batches are intended."""
         return self._first_batch
 
     def go_on(self, usual: float) -> None:
-        """Take that number from a checkpoint of as many ranks, on every rank alike."""
+        """Take the usual number from a checkpoint of as many ranks, on every rank alike."""
         self._usual = usual
 
     def counted(self, weight: Weight, count: float, batch: Any = None) -> None:
-        """Say the rows of a call. The first that has a batch also looks whether batches differ.
+        """Set the rows of a call. The first call with a batch also checks whether batches differ.
 
         Raises:
             RanksDiffer: every rank was fed the same batch.
@@ -119,9 +120,9 @@ class Weigher:
         self._count(weight, count, count, batch)
 
     def of_loss(self, count: float, rows: Weight | None, batch: Any = None) -> Weight:
-        """The weight of a loss over so many terms, beside what else comes of rows of that weight.
+        """Return the weight of a loss over so many terms, given the weight of the rows.
 
-        RanksDiffer as `counted`.
+        Raises RanksDiffer as `counted`.
         """
         weight = self.begin()
         weight.base = rows
@@ -132,7 +133,7 @@ class Weigher:
         return weight
 
     def of_sum(self, rows: Weight | None) -> Weight:
-        """The weight of a loss that is a sum over rows, beside what else comes of rows."""
+        """Return the weight of a loss that is a sum over rows, given the weight of the rows."""
         return Weight(self._comm, 1.0, "", base=rows, summed=True)
 
     def _count(self, weight: Weight, count: float, rows: float, batch: Any) -> None:
@@ -161,11 +162,11 @@ class Weigher:
                 raise same_batch(self._comm.size)
 
     def compare(self, common: Common) -> None:
-        """Have each count tell what ranks have in common: where no transfer does."""
+        """Let each count carry a mark of the common state, if no transfer does."""
         self._common = common
 
     def opened(self) -> None:
-        """A backward that sends has begun: calls from here on belong to the next."""
+        """Note that a backward that sends has begun: later calls belong to the next one."""
         if self._counts is not None:
             self._counts.opened()
 
@@ -175,7 +176,7 @@ class Weigher:
             lane.drain()
 
     def abandon(self) -> None:
-        """Leave what lanes have still to do: this rank ends for an error."""
+        """Leave the lanes' remaining jobs undone, because this rank ends with an error."""
         for lane, _ in self._lanes.values():
             lane.abandon()
 
@@ -187,15 +188,15 @@ class Weigher:
 
 @final
 class Weight:
-    """This rank's weight in the global mean.
+    """Weight of this rank in the global mean.
 
-    Its share is known at once, the rest once every rank's count has come.
+    The share is known at once, and the weight once every rank's count has come.
 
     Args:
-        comm: the ranks; None where all weigh the same.
-        usual: what the count is mostly; the same on every rank.
-        where: what the messages call it.
-        base: of a loss that weighs itself, the weight of what else comes of the model.
+        comm: the ranks; None if all weigh the same.
+        usual: the usual count, the same on every rank.
+        where: its name in messages.
+        base: for a loss that weighs itself, the weight of other gradients from the model.
         summed: whether the loss is a sum over rows.
     """
 
@@ -208,24 +209,24 @@ class Weight:
         summed: bool = False,
     ) -> None:
         self.count, self.usual = 1.0, usual
-        # what all gradients of a backward are weighed by that comes by way of it first
+        # weight of all gradients of a backward that comes in first by this one
         self.base: Weight | None = base if summed else self
         self._comm, self._where, self._summed = comm, where, summed
-        self._column = _TERMS  # of what is told
+        self._column = _TERMS  # column of the numbers that ranks send
         self._ask: Callable[[], _Asked] = _nobody
         self._asked: _Asked | None = None
         self._value: float | None = None
         self._is_known = False
 
     def counted(self, count: float, ask: Callable[[], _Asked]) -> None:
-        """So many rows, or terms of its loss, this rank has.
+        """Set this rank's number of rows, or of terms of its loss.
 
-        `ask` starts the exchange of counts; nothing is exchanged where it is not called.
+        `ask` starts the exchange of counts. Without a call of it nothing is exchanged.
         """
         self.count, self._ask = count, ask
 
     def carry(self, rows: Weight) -> None:
-        """Ask for the counts of rows, too, by the message of this one's."""
+        """Let one message carry this count and the count of rows."""
         rows._ask, rows._column = self.asked, _ROWS
 
     @property
@@ -235,23 +236,24 @@ class Weight:
 
     @property
     def share(self) -> float:
-        """The count over the usual one."""
+        """Count over the usual count."""
         return self.count / self.usual
 
     def asked(self) -> _Asked:
-        """Start the exchange of counts, unless it was: on every rank in the same order.
+        """Start the exchange of counts, unless it has begun. All ranks do this in the same order.
 
         Returns:
-            What waits for them.
+            The function that waits for them.
         """
         if self._asked is None:
             self._asked = self._ask()
         return self._asked
 
     def value(self) -> float | None:
-        """K·P/ΣK, or None where every rank counts the same; P of a sum. Waits for the counts.
+        """Return K·P/ΣK, or None if every rank counts the same; P for a sum. This waits for the
+        counts.
 
-        Also None where not every rank makes the call.
+        It is also None if not every rank makes the call.
         """
         if not self._is_known:
             self._value, self._is_known = self._found(), True
@@ -268,12 +270,12 @@ class Weight:
         return counts[self._comm.rank] * len(counts) / sum(counts)
 
     def over(self, other: Weight | None) -> float | None:
-        """This weight, where that of `other` comes on top, or None. Waits for both.
+        """Return this weight over another one that is also applied, or None. This waits for both.
 
-        None says that there is nothing to multiply.
+        None means that there is nothing to multiply.
 
         Raises:
-            UsageError: the other is 0.
+            UsageError: the other weight is 0.
         """
         if other is None:
             return self.value()
@@ -295,12 +297,12 @@ class Weight:
         return (1.0 if own_weight is None else own_weight) / over_weight
 
     def counts(self) -> list[float] | None:
-        """Every rank's count, if every rank makes the call. Waits for them."""
+        """Return every rank's count, if every rank makes the call. This waits for them."""
         told = self._arrived()
         return None if told is None else [float(values[self._column]) for values in told]
 
     def same_batch(self) -> bool:
-        """Whether every rank's digest is the same. Waits for the counts."""
+        """Return whether every rank's digest is the same. This waits for the counts."""
         digests = [float(values[_DIGEST]) for values in self._arrived() or ()]
         return len(digests) > 1 and len(set(digests)) == 1 and digests[0] != 0
 
@@ -313,7 +315,9 @@ def _nobody() -> _Asked:
 
 
 def _compared(asked: _Asked, mark: Mark | None, lane: Lane | None) -> _Asked:
-    """The same; once all counts are there, the ranks compare on that lane what differs."""
+    """Return the same function, but once all counts are there, ranks compare differing marks on a
+    lane.
+    """
     if mark is None:
         return asked
     compared: list[bool] = []
@@ -331,7 +335,7 @@ def _compared(asked: _Asked, mark: Mark | None, lane: Lane | None) -> _Asked:
 
 
 def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
-    """Whether the ranks' samples have the same inputs for targets that differ (a collective)."""
+    """Return whether the ranks' samples have equal inputs for different targets (a collective)."""
     inputs, targets = zip(
         *comm.gather_objects((_digest(x), _digest(y)), "parallelize: comparing samples"),
         strict=True,
@@ -340,7 +344,7 @@ def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
 
 
 def _digest(batch: Any) -> int:
-    """Of so many bits that a float64 has it exactly."""
+    """Return a digest with so few bits that a float64 holds it exactly."""
     digest = hashlib.blake2b(digest_size=6)
     for tensor in tensors_of(batch):
         digest.update(content(tensor))

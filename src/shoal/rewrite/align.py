@@ -1,12 +1,12 @@
-"""Gives every rank rank 0's parameters and buffers; what is the same everywhere is not sent.
+"""Gives every rank rank 0's parameters and buffers. Equal tensors are not sent.
 
-What is alike is known by digests. The rest goes from host to host in pieces, each of which is
-passed on while the next one comes:
+Digests show which tensors are equal. The others go from host to host in pieces. A rank passes each
+piece on while it receives the next one:
 
     rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 3
 
-So it takes the bytes once over a link, however many ranks there are; a tree, which the network
-library's own broadcast is, sends them over rank 0's link as often as it has branches.
+So each link carries the bytes once, for any number of ranks. The network library's own broadcast is
+a tree, and sends them over rank 0's link once for each branch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import RanksDiffer
 from shoal.profiling.identity import content
 
-_PIECE = 1 << 22  # bytes that go at once
-_AHEAD = 4  # pieces that a rank is ready to receive
+_PIECE = 1 << 22  # bytes in one message
+_AHEAD = 4  # pieces that a rank has receives open for
 
 
 def align(model: nn.Module, comm: Comm) -> None:
@@ -33,10 +33,10 @@ def align(model: nn.Module, comm: Comm) -> None:
 
 
 def of_first(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
-    """Rank 0's values of what is not the same on every rank, by name (a collective).
+    """Return rank 0's values of the tensors that differ between ranks, by name (a collective).
 
-    The model stays as it is, so that this may go on beside a search for a plan. Rank 0 itself has
-    nothing to take.
+    The model is not changed, so this may run during a search for a plan. On rank 0 the result is
+    empty.
 
     Raises:
         RanksDiffer: a sparse tensor is not the same on every rank.
@@ -67,7 +67,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _differing(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
-    """The tensors that are not the same on every rank, by name."""
+    """Return the tensors that are not the same on every rank, by name."""
     own = {
         name: hashlib.sha256(content(tensor)).digest()[:16].hex()
         for name, tensor in tensors.items()
@@ -94,7 +94,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _passed_on(pieces: Sequence[Tensor], comm: Comm) -> None:
-    """Receive from the rank before, and send to the one behind, hosts one after the other."""
+    """Receive from the rank before, and send to the one after. Ranks of one host are neighbours."""
     line = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
     place = line.index(comm.rank)
     coming: deque[Pending] = deque()

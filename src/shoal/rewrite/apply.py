@@ -63,7 +63,7 @@ class PlacedSite:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Applied sites of a model, each with the transfers that came of it.
+    """Applied sites of a model, each with its transfers.
 
     The places have no layers and no tail, which would keep the model alive.
     """
@@ -200,7 +200,7 @@ def _sharing(
     layers: Sequence[str],
     parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, nn.Module]:
-    """Return the modules beside some layers that hold parameters of these, by dotted name."""
+    """Return other modules that hold parameters of some layers, by dotted name."""
     return {
         name: module
         for parameter in parameters.values()
@@ -278,7 +278,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
 
 
 def _check_holders(plan: Plan) -> None:
-    """Refuse a pipeline of some layers only, or of a rank that there is not."""
+    """Refuse a pipeline of some layers only, or with a rank that does not exist."""
     ranked = [c for c in plan.choices if named(Strategy, c.strategy).role.names_ranks]
     if ranked and len(ranked) < len(plan.choices):
         raise PlanError(
@@ -351,7 +351,7 @@ def label(number: int, site: Site) -> str:
 
 
 def backward_hooks(model: nn.Module) -> list[Mapping[int, Any]]:
-    """Return the backward hooks of all modules, of each its own, which later hooks come into."""
+    """Return the backward hooks of each module, as mappings that later hooks are added to."""
     of_all = (torch_modules._global_backward_hooks, torch_modules._global_backward_pre_hooks)
     own = [(m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
     return [hooks for pair in (of_all, *own) for hooks in pair]

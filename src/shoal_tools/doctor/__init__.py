@@ -1,9 +1,9 @@
-"""`shoal doctor`: what is wrong with hosts and the network between them, and what mends it.
+"""`shoal doctor`: finds faults of hosts and of their network, and the commands that mend them.
 
-facts     what a host says of itself          │  plain sockets: it works where gloo
-wire      what passes between two hosts       │  and the rendezvous do not
-boards    how all learn what each has found
+facts     reports of each host about itself         │  plain sockets: they work where gloo
+wire      requests and answers between two hosts    │  and the rendezvous do not
+boards    how all hosts learn the findings of each
 examine   the course of an examination, which ends whatever happens
-checks_*  findings, from all that was found: functions of plain data
-show      what people read
+checks_*  findings, from all facts: functions of plain data
+show      the text for people
 """

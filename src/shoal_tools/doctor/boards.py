@@ -1,11 +1,11 @@
-"""How all doctors learn what each has found.
+"""Boards, by which all doctors learn the findings of each.
 
-    ranks    the store of their job carries it: all reach that one, or say so
-    peers    each leaves its values with those it reaches, and gets theirs: there is no store. A
-             value crosses where either host reaches the other
+    ranks    the store of their job carries the values: all ranks reach it, or report a failure
+    peers    each leaves its values with the peers that it reaches, and gets theirs: there is no
+             store. A value crosses if either host reaches the other
 
-Both are asked again and again until the time is over. A host that has once kept the others waiting
-is not waited for again.
+Both are asked again and again until the time is over. If a host has once kept the others waiting,
+they do not wait for it again.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _CALL_S = 1.0
 
 
 class Board(ABC):
-    """Where a host leaves its values, and reads the others'."""
+    """Board on which a host leaves its values, and reads the others'."""
 
     @abstractmethod
     def post(self, key: str, value: object) -> None:
-        """Leave a value for the others; OSError where that cannot be done."""
+        """Leave a value for the others. Raise OSError if that fails."""
 
     @abstractmethod
     def read(self, hosts: Sequence[str], key: str, kind: type[T]) -> dict[str, T]:
-        """What those hosts have left, of those that have."""
+        """Return the values that hosts have left, without hosts that have left none."""
 
 
 @final
 class StoreBoard(Board):
-    """Values in the store of the job.
+    """Board in the store of the job.
 
     Args:
-        values: in the store.
-        me: this host, among the names that `read` is asked for.
+        values: the values in the store.
+        me: this host's name, as others pass it to `read`.
     """
 
     def __init__(self, values: Values, me: str, timeout_s: float = 5.0) -> None:
@@ -64,10 +64,10 @@ class StoreBoard(Board):
 
 @final
 class PeerBoard(Board):
-    """Values that hosts leave with each other."""
+    """Board of values that hosts leave with each other."""
 
     def __init__(self, responder: Responder, secret: str) -> None:
-        self.doors: dict[str, Door] = {}  # of hosts that this one reaches
+        self.doors: dict[str, Door] = {}  # doors of hosts that this one reaches
         self._responder, self._secret = responder, secret
 
     def post(self, key: str, value: object) -> None:
@@ -92,22 +92,23 @@ class PeerBoard(Board):
             try:
                 if text:
                     found[host] = msgspec.json.decode(text, type=kind)
-            except Exception:  # of whatever kind: a stranger's, where there is no token
+            except Exception:  # any error: without a token the text may be a stranger's
                 continue
         return found
 
 
 @final
 class Circle:
-    """The hosts of an examination, which tell each other what they have found."""
+    """Circle of an examination's hosts, which send each other their findings."""
 
     def __init__(self, board: Board, me: str, others: Sequence[str]) -> None:
         self.me, self.others = me, tuple(others)
-        self.lost = dict[str, str]()  # hosts that kept the others waiting, and for what
+        # hosts that kept the others waiting, with the key that they did not bring
+        self.lost = dict[str, str]()
         self._board = board
 
     def gather(self, key: str, value: T, timeout_s: float) -> dict[str, T]:
-        """Every host's value, by host, in the order of hosts; of those that come in time."""
+        """Return the values of all hosts that bring one in time, by host, in the order of hosts."""
         found, deadline = {self.me: value}, time.monotonic() + timeout_s
         waiting = [host for host in self.others if host not in self.lost]
         try:

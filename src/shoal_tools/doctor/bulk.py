@@ -1,4 +1,4 @@
-"""Bytes in bulk on a connection between two doctors: whether all come, and how fast."""
+"""Bulk data on a connection between two doctors: whether all bytes come, and how fast."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import suppress
 
 from shoal_tools.doctor.line import Line
 
-_END_S = 2.5  # time for the other side to say that it has measured
+_END_S = 2.5  # seconds for the other side to report its measurement
 _CHUNK = memoryview(bytes(1 << 18))
-_WARM_UP = 0.3  # the share of a measurement in which TCP finds its pace
+_WARM_UP = 0.3  # part of a measurement in which TCP finds its pace
 
 
 def take(line: Line, size: int) -> None:
-    """Receive as many bytes.
+    """Receive a number of bytes.
 
     Raises:
-        OSError: they do not come in time.
+        OSError: the bytes do not come in time.
     """
     deadline = time.monotonic() + line.timeout_s
     taken, line.rest = len(line.rest), b""
@@ -35,7 +35,7 @@ def pour(line: Line, seconds: float) -> float | None:
     """Send until the other side has measured enough.
 
     Returns:
-        Bytes per second, as the other side says; None if it ends the connection.
+        Bytes per second, by the other side's measurement; None if it ends the connection.
     """
     deadline, poll = time.monotonic() + seconds + _END_S, select.poll()
     connection = line.connection
@@ -53,7 +53,7 @@ def pour(line: Line, seconds: float) -> float | None:
 
 
 def rate_in(connection: socket.socket, seconds: float) -> float:
-    """Return the bytes per second that come in, when TCP has found its pace."""
+    """Return the incoming bytes per second, once TCP has found its pace."""
     buffer = bytearray(1 << 18)
     connection.settimeout(seconds + 1.0)
     count, first_s, last_s = 0, 0.0, 0.0

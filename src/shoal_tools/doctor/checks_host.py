@@ -1,4 +1,4 @@
-"""Checks of what hosts say of themselves, and of what they do not have in common."""
+"""Checks of the hosts' reports about themselves, and of differences between hosts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from shoal_tools.doctor.facts import Host
 from shoal_tools.doctor.finding import Finding
 from shoal_tools.doctor.survey import Reached, Survey
 
-FILES, MOST_FILES = 1024, 4096  # open at once: connections of a rank, and data
-SHARED_BYTES = 65 << 20  # what a container gets where nobody says otherwise is 64 MiB
+# open files and connections that a rank needs, and the limit that it should be able to ask for
+FILES, MOST_FILES = 1024, 4096
+SHARED_BYTES = 65 << 20  # a little more than 64 MiB, which a container gets by default
 CLOCKS_S = 1.0
 _ENOUGH_FILES = 65536
 
 
 def names(survey: Survey) -> Iterator[Finding]:
-    """A name leads nowhere, or back to the host that asks."""
+    """Find names that lead nowhere, or back to the host that asks."""
     if survey.size == 1:
         return
     addresses = {host.name: host.announced for host in survey.hosts}
     for host in survey.hosts:
         others = survey.reached.get(host.id, Reached()).names
-        # nobody needs the names of others to lead anywhere, but that they do not lead elsewhere
+        # the others' names need not lead anywhere, but they must not lead to a wrong place
         wrong = {name: found for name, found in others.items() if found} | host.names
         for name, found in wrong.items():
             word = forms.name(name)
@@ -52,7 +53,7 @@ def names(survey: Survey) -> Iterator[Finding]:
 
 
 def ipv6(survey: Survey) -> Iterator[Finding]:
-    """A host has no IPv4 address."""
+    """Find hosts without an IPv4 address."""
     ipv4 = [a.text for host in survey.hosts for a in host.outer if not a.is_ipv6]
     network = (ipv4 or ["10.77.0.0"])[0].rpartition(".")[0]
     for host in survey.hosts:
@@ -71,7 +72,7 @@ def ipv6(survey: Survey) -> Iterator[Finding]:
 
 
 def ports(survey: Survey) -> Iterator[Finding]:
-    """Somebody listens where a start needs to."""
+    """Find ports that a start needs and another program has taken."""
     for host in survey.hosts:
         for taken in host.taken:
             yield Finding(
@@ -85,7 +86,7 @@ def ports(survey: Survey) -> Iterator[Finding]:
 
 
 def versions(survey: Survey) -> Iterator[Finding]:
-    """Hosts run unlike versions."""
+    """Find hosts with different versions."""
     install = {
         "torch": "pip install torch=={}",
         "shoal": install_shoal(version="{}"),
@@ -107,7 +108,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
 
 
 def processor(survey: Survey) -> Iterator[Finding]:
-    """Processors round unlike, and nothing makes them alike."""
+    """Find processors that round differently without a setting that makes them equal."""
     kinds = {host.versions.rounding for host in survey.hosts}
     pinned = {host.pinned for host in survey.hosts}
     if len(kinds) == 1 or (len(pinned) == 1 and pinned != {""}):
@@ -132,7 +133,7 @@ def processor(survey: Survey) -> Iterator[Finding]:
 
 
 def clocks(survey: Survey) -> Iterator[Finding]:
-    """A clock is off."""
+    """Find clocks that are off."""
     ahead = {survey.hosts[0].id: 0.0}
     for host in survey.hosts[1:]:
         there, back = (survey.path(*p) for p in ((survey.hosts[0], host), (host, survey.hosts[0])))
@@ -154,7 +155,7 @@ def clocks(survey: Survey) -> Iterator[Finding]:
 
 
 def files(survey: Survey) -> Iterator[Finding]:
-    """A process may open too few files; a connection is one."""
+    """Find hosts on which a process may open too few files; each connection counts as one."""
     for host in survey.hosts:
         limits = host.limits
         if limits.files < FILES or limits.most_files < MOST_FILES:
@@ -170,7 +171,7 @@ def files(survey: Survey) -> Iterator[Finding]:
 
 
 def memory(survey: Survey) -> Iterator[Finding]:
-    """Loaders with workers hand batches on by shared memory."""
+    """Find hosts with too little shared memory, through which loaders' workers pass batches."""
     for host in survey.hosts:
         limits = host.limits
         if min(limits.shared_bytes, limits.shared_free_bytes) < SHARED_BYTES:
@@ -185,7 +186,7 @@ def memory(survey: Survey) -> Iterator[Finding]:
 
 
 def lost(survey: Survey) -> Iterator[Finding]:
-    """A host went silent during the examination."""
+    """Find hosts that went silent during the examination."""
     for id, key in survey.lost.items():
         host = survey.host(id)
         yield Finding(
@@ -199,7 +200,7 @@ def lost(survey: Survey) -> Iterator[Finding]:
 
 def _version(host: Host, what: str) -> str:
     version: str = getattr(host.versions, what)
-    # a patch of Python's changes nothing that ranks share
+    # a patch release of Python changes nothing that ranks share
     return ".".join(version.split(".")[:2]) if what == "python" else version
 
 

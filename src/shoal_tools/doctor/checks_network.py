@@ -1,4 +1,4 @@
-"""Checks of how hosts reach each other: interfaces, routes, firewalls, full packets, rates."""
+"""Checks of the ways between hosts: interfaces, routes, firewalls, full packets, rates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shoal_tools.doctor.finding import Finding
 from shoal_tools.doctor.survey import Attempt, Reached, Survey
 from shoal_tools.doctor.wire import ANOTHER, NO_ROUTE, REFUSED, UNPROVED
 
-# above this a processor may be what limits a measurement, and not the link
+# above this rate a processor may limit a measurement, and not the link
 _JUDGED_BYTES_PER_S = 2.5e9 / 8
-_SMALLEST = 1280  # of packets that every IPv6 network passes
+_SMALLEST = 1280  # packet size that every IPv6 network passes
 
-Way = tuple[str, str]  # ids of the host that sends, and of the one that receives
+Way = tuple[str, str]  # ids of the host that sends, and of the host that receives
 
 
 def interface(survey: Survey) -> Iterator[Finding]:
-    """A host tells the others an address at which they do not reach it."""
+    """Find hosts that tell the others an address at which they cannot be reached."""
     for host in survey.hosts:
         problem = _interface_problem(survey, host)
         if problem:
@@ -33,7 +33,7 @@ def interface(survey: Survey) -> Iterator[Finding]:
 
 
 def firewall(survey: Survey) -> Iterator[Finding]:
-    """A host does not reach another one at any address."""
+    """Find hosts that do not reach another one at any address."""
     blocked = dict[str, list[Host]]()
     for first, second in _once(survey):
         for sender, receiver in _blocked(survey, first, second):
@@ -47,7 +47,7 @@ def firewall(survey: Survey) -> Iterator[Finding]:
             yield _no_route(sender, receiver, failed)
         elif way is None and any(attempt.outcome == UNPROVED for attempt in failed):
             yield _stranger(sender, receiver, failed)
-        # a host that went silent has told nothing
+        # a host that went silent has reported nothing
         if way is not None and path is None and sender.id in survey.paths:
             yield Finding(
                 "firewall",
@@ -60,7 +60,7 @@ def firewall(survey: Survey) -> Iterator[Finding]:
 
 
 def mtu(survey: Survey) -> Iterator[Finding]:
-    """Full packets are lost between two hosts, and small ones pass."""
+    """Find ways on which full packets are lost, and small ones pass."""
     passes = dict[Way, int]()
     for first, second in survey.pairs():
         path = survey.path(first, second)
@@ -88,7 +88,7 @@ def mtu(survey: Survey) -> Iterator[Finding]:
 
 
 def rate(survey: Survey) -> Iterator[Finding]:
-    """A link carries less than half of what it should, or of what the fastest one does."""
+    """Find links that carry less than half of the expected rate, or of the fastest link's."""
     slow = {way: survey.rates[way] for way in slow_pairs(survey)}
     fastest = max(survey.rates.values(), default=0.0)
     for host, ways in _by_host(survey, slow):
@@ -109,19 +109,21 @@ def rate(survey: Survey) -> Iterator[Finding]:
 
 
 def slow_pairs(survey: Survey) -> set[Way]:
-    """Directions that carry less than half of what is expected, or of the fastest."""
+    """Return the directions that carry less than half of the expected rate, or of the fastest."""
     fastest = max(survey.rates.values(), default=0.0)
     bound = min(max(survey.expected_bytes_per_s, fastest), _JUDGED_BYTES_PER_S) / 2
     return {way for way, rate in survey.rates.items() if rate < bound}
 
 
 def mbits(bytes_per_s: float) -> str:
-    """A rate as people read it."""
+    """Write a rate for people."""
     return f"{bytes_per_s * 8e-6:,.0f} Mbit/s"
 
 
 def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
-    """What is wrong with the interface that a host uses, and what was seen; None if nothing is."""
+    """Describe the problem of the interface that a host uses, with the facts seen; None if there is
+    none.
+    """
     told = f"GLOO_SOCKET_IFNAME={','.join(host.interfaces.asked)}"
     others = [other for other in survey.hosts if other.id != host.id]
     if absent := set(host.interfaces.asked) - set(host.interfaces.names):
@@ -143,7 +145,7 @@ def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
         if not attempt.outcome and host.interface_of(attempt.address) != name
     ]
     missed = [attempt for attempt in tried if attempt.outcome]
-    # where nobody asks for one, that is taken which leads to the others
+    # if the user does not ask for an interface, the one that leads to the others is used
     if host.interfaces.asked and (elsewhere or stays_here(name)):
         got = f"{host.announced} ({name}): {missed[0].outcome if missed else 'of this host alone'}"
         if elsewhere:
@@ -154,7 +156,7 @@ def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
 
 
 def _reached_at(survey: Survey, host: Host) -> str:
-    """The interface at which others reach a host, or one that may lead to them."""
+    """Return the interface at which others reach a host, or one that may lead to them."""
     attempts = [a for other in survey.hosts for a in survey.attempts(other, host)]
     addresses = [attempt.address for attempt in attempts if not attempt.outcome]
     addresses += [address.text for address in host.outer]
@@ -162,7 +164,7 @@ def _reached_at(survey: Survey, host: Host) -> str:
 
 
 def _blocked(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, Host]]:
-    """Of two hosts: who sends what does not come, and to whom."""
+    """Yield the senders of two hosts from which nothing comes, each with its receiver."""
     both = [(first, second), (second, first)]
     failed = [
         (sender, receiver)
@@ -173,7 +175,7 @@ def _blocked(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, 
     if len(failed) < 2:
         yield from failed
         return
-    # a connection needs both directions: what came tells which one is shut
+    # a connection needs both directions: the messages that came show which one is blocked
     for came in (_requests, _refusal, _datagrams):
         passes = [came(survey, *way) for way in both]
         if any(passes) and not all(passes):
@@ -183,17 +185,17 @@ def _blocked(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, 
 
 
 def _requests(survey: Survey, sender: Host, receiver: Host) -> bool:
-    """Whether requests for connections came, to which the answers did not."""
+    """Return whether connection requests came, though the answers to them did not."""
     return sender.id in survey.reached.get(receiver.id, Reached()).asked
 
 
 def _refusal(survey: Survey, sender: Host, receiver: Host) -> bool:
-    """Whether a refusal came: sent in answer to what went the other way."""
+    """Return whether a refusal came, which answers a message of the other direction."""
     return any(attempt.outcome == REFUSED for attempt in survey.attempts(receiver, sender))
 
 
 def _datagrams(survey: Survey, sender: Host, receiver: Host) -> bool:
-    """Whether datagrams came."""
+    """Return whether datagrams came."""
     return sender.id in survey.reached.get(receiver.id, Reached()).heard
 
 
@@ -250,7 +252,7 @@ def _stranger(sender: Host, receiver: Host, failed: Iterable[Attempt]) -> Findin
 
 
 def _allow(host: Host, others: Iterable[Host], hook: str) -> str:
-    """The command that lets through what comes from other hosts, or goes to them."""
+    """Return the command that lets packets from other hosts in, or to them out."""
     addresses = list(dict.fromkeys(forms.address(other.announced) for other in others))
     way = "from" if hook == "input" else "to"
     tools = host.firewall.tools
@@ -278,7 +280,7 @@ def _allow(host: Host, others: Iterable[Host], hook: str) -> str:
 
 
 def _by_host(survey: Survey, ways: Mapping[Way, float]) -> Iterator[tuple[Host, list[Way]]]:
-    """Ways that are bad, each at the host that most of them have in common; else at the sender."""
+    """Yield bad ways, grouped by the host that most of them share, or by the sender."""
     left = list(ways)
     while left:
         counts = Counter(host for way in left for host in way)
@@ -290,7 +292,7 @@ def _by_host(survey: Survey, ways: Mapping[Way, float]) -> Iterator[tuple[Host, 
 
 
 def _used(survey: Survey, host: Host) -> str:
-    """The interface at which a host talks to the others."""
+    """Return the interface by which a host talks to the others."""
     return host.interface_of(host.announced) or _reached_at(survey, host)
 
 
@@ -299,7 +301,7 @@ def _arrow(survey: Survey, way: Way) -> str:
 
 
 def _once(survey: Survey) -> Iterator[tuple[Host, Host]]:
-    """Every pair of hosts."""
+    """Yield every pair of hosts once."""
     for number, first in enumerate(survey.hosts):
         for second in survey.hosts[number + 1 :]:
             yield first, second

@@ -1,8 +1,7 @@
 """Calls that may block for ever, each with a deadline.
 
-A name server that is away, or a store that was stopped, blocks for as long as it likes. The call
-runs on a thread of its own. When its time is over the thread is left behind, and ends with the
-process.
+A name server that is away, or a store that was stopped, may block for any time. So the call runs on
+a thread of its own. When its time is over the thread is abandoned, and ends with the process.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T:
-    """What `work` returns or raises.
+    """Return the result of `work`, or raise its error.
 
     Raises:
-        TimeoutError: it did neither in time.
+        TimeoutError: it did not end in time.
     """
     results = _started({0: work})
     try:
@@ -34,8 +33,9 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
 
 
 def all_within(timeout_s: float, works: Mapping[K, Callable[[], T]]) -> dict[K, T]:
-    """What those works return that end in time, side by side. One that raises has no
-    result.
+    """Run several works side by side.
+
+    Return the results of all that end in time without an error.
     """
     results = _started(works)
     deadline, found = time.monotonic() + timeout_s, dict[K, T]()

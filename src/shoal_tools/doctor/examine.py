@@ -1,14 +1,14 @@
-"""The course of an examination. Every host goes through it at once, and it ends whatever happens.
+"""Course of an examination. Every host goes through it at once, and it ends whatever happens.
 
     1  reach     connect to each address of each host; knock with datagrams
     2  paths     latency, clocks, and whether full packets pass, both ways
     3  rates     hosts in pairs, as in a tournament, so that no link is measured twice at a time
-    4  again     pairs that seem slow: a busy host may have been to blame
+    4  again     pairs that seem slow: a busy host may have been the reason
 
-After each part all hosts learn what the others have found, so all come to the same findings.
+After each part all hosts learn the others' results, so all come to the same findings.
 
-Cost: 0.8 s a round of the tournament, at most 8 s in all, and as many rounds as hosts; some 2.5 s
-more where a host cannot be reached.
+Cost: 0.8 s for each round of the tournament, at most 8 s in all, and as many rounds as hosts. It
+takes about 2.5 s more if a host cannot be reached.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shoal_tools.doctor.survey import Attempt, Path, Paths, Rate, Rates, Reached
 from shoal_tools.doctor.wire import TIMEOUT_S, Door, largest, latency, rate, reach
 
 _LOOK_S = 0.2
-_SLACK_S = 4.0  # by which hosts may be late
+_SLACK_S = 4.0  # seconds by which hosts may be late
 _PATH_S = 12.0
 _RATE_S, _ALL_RATES_S = 0.4, 8.0
-_AGAIN = 2  # times
+_AGAIN = 2  # number of repetitions
 
 
 def examined(met: Met, secret: str, expected_bytes_per_s: float) -> Survey:
-    """What the hosts that have met find out about each other.
+    """Let the hosts that have met examine each other. Return the results.
 
     Args:
         met: the hosts.
-        secret: that requests are proved with.
-        expected_bytes_per_s: of every link.
+        secret: the secret that proves requests.
+        expected_bytes_per_s: expected rate of every link.
     """
     if met.circle is None:
         expected = expected_bytes_per_s
@@ -51,7 +51,7 @@ def examined(met: Met, secret: str, expected_bytes_per_s: float) -> Survey:
 
 @final
 class Examination:
-    """Hosts that have met, and examine each other."""
+    """Examination of hosts that have met, as one of them runs it."""
 
     def __init__(self, met: Met, circle: Circle, secret: str, expected_bytes_per_s: float) -> None:
         self.met, self.me, self.circle = met, met.me, circle
@@ -60,7 +60,7 @@ class Examination:
         self.others = [host for host in met.hosts if host.id != met.me.id]
 
     def survey(self) -> Survey:
-        """Go through all of it."""
+        """Run all parts."""
         # 1  reach
         reached = self.circle.gather("reached", self._reached(), TIMEOUT_S + _SLACK_S)
         found = Survey(
@@ -85,7 +85,7 @@ class Examination:
         return found
 
     def _reached(self) -> Reached:
-        """Connect to every other host, and hear who knocks."""
+        """Connect to every other host, and note the hosts that knock."""
         self.met.responder.knock(
             [Door(a.text, other.port) for other in self.others for a in other.addresses]
         )
@@ -101,7 +101,9 @@ class Examination:
             return Reached(attempts, heard, requests.result(), names.result())
 
     def _asking(self, ended: threading.Event) -> tuple[str, ...]:
-        """The hosts whose requests for a connection come, and that do not hear the answer."""
+        """Return the hosts with requests for a connection that come, though our answers do not
+        arrive.
+        """
         addresses = set[str]()
         while not ended.wait(_LOOK_S):
             addresses |= asking(self.me.port)
@@ -110,7 +112,10 @@ class Examination:
         )
 
     def _attempts(self, other: Host) -> list[Attempt]:
-        """Try the address that others are told; where that fails, all the host has."""
+        """Try the address that other hosts are told.
+
+        If that fails, try all addresses of the host.
+        """
         own = {address.text for address in self.me.addresses}
 
         def one(address: str) -> Attempt:
@@ -129,7 +134,7 @@ class Examination:
         ]
 
     def _paths(self, found: Survey) -> Paths:
-        """Measure the way to every host that is reached."""
+        """Measure the way to every host that this one reaches."""
         work = {
             other.id: partial(self._path, way)
             for other in self.others
@@ -148,7 +153,7 @@ class Examination:
     def _measure(
         self, found: Survey, rounds: list[list[tuple[Host, Host]]], seconds: float, key: str
     ) -> None:
-        """Measure pairs, round by round; of several measurements the best counts."""
+        """Measure pairs, round by round. The best of several measurements counts."""
         ways = {(sender.id, receiver.id) for sender, receiver in found.pairs()}
         for number, pairs in enumerate(rounds):
             own = [rate for pair in pairs for rate in self._rates_of(found, *pair, seconds)]
@@ -160,14 +165,14 @@ class Examination:
                     found.rates[way] = max(each.bytes_per_s, found.rates.get(way, 0.0))
 
     def _rates_of(self, found: Survey, first: Host, second: Host, seconds: float) -> Iterator[Rate]:
-        """What this host measures of a pair: both ways, if it is the one that reaches the other."""
+        """Measure a pair on this host: both ways, if it is the one that reaches the other."""
         caller, called = first, second
         if found.way(caller, called) is None:
             caller, called = called, caller
         way, path = found.way(caller, called), found.path(caller, called)
         if caller is not self.me or way is None or path is None:
             return
-        if path.passes is None and path.passes_back is None:  # else a rate says nothing
+        if path.passes is None and path.passes_back is None:  # otherwise a rate would mean nothing
             for outward in (True, False):
                 sender, receiver = (caller, called) if outward else (called, caller)
                 try:
@@ -178,7 +183,7 @@ class Examination:
 
 
 def tournament(hosts: Sequence[Host]) -> Iterator[list[tuple[Host, Host]]]:
-    """Rounds in which every host meets one other, until all have met."""
+    """Yield rounds in which every host meets one other, until all have met."""
     circle: list[Host | None] = [*hosts, *([None] * (len(hosts) % 2))]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -188,5 +193,5 @@ def tournament(hosts: Sequence[Host]) -> Iterator[list[tuple[Host, Host]]]:
 
 
 def directions(first: Host, second: Host) -> set[tuple[str, str]]:
-    """Both directions of a pair."""
+    """Return both directions of a pair."""
     return {(first.id, second.id), (second.id, first.id)}

@@ -1,4 +1,4 @@
-"""What a host says of itself: addresses, names, versions, limits, and what may be in the way."""
+"""Facts that a host reports about itself: addresses, names, versions, limits and obstacles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHAPERS = ("tbf", "htb", "netem", "cake", "hfsc")
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of nftables' that filters what comes in or goes out."""
+    """Chain of nftables that filters incoming or outgoing packets."""
 
     family: str
     table: str
@@ -48,7 +48,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Firewall:
-    """What may filter packets: programs that keep rules, and rules as far as they can be read."""
+    """Possible filters of packets: programs that keep rules, and the rules that can be read."""
 
     tools: tuple[str, ...]
     chains: tuple[Chain, ...] = ()
@@ -58,43 +58,43 @@ class Firewall:
 class Limits:
     """Limits of this process and host."""
 
-    files: int  # open at once
-    most_files: int  # that the process may ask for
+    files: int  # files that may be open at once
+    most_files: int  # limit that the process may ask for
     shared_bytes: int
     shared_free_bytes: int
 
 
 @dataclass(frozen=True)
 class Interfaces:
-    """The network interfaces of a host."""
+    """Network interfaces of a host."""
 
     names: tuple[str, ...]
-    asked: tuple[str, ...]  # those in GLOO_SOCKET_IFNAME
+    asked: tuple[str, ...]  # names in GLOO_SOCKET_IFNAME
     mtus: dict[str, int]
-    shaped: tuple[str, ...]  # those whose rate tc limits
+    shaped: tuple[str, ...]  # interfaces with a rate that tc limits
 
 
 @dataclass(frozen=True)
 class Host:
     """One host, as a process on it sees it."""
 
-    id: str  # of its doctor
+    id: str  # id of its doctor
     rank: int
     name: str
     machine: str  # equal for processes that share a network
     addresses: tuple[Address, ...]
     announced: str  # the address that others are told; "" for none
     interfaces: Interfaces
-    names: dict[str, tuple[str, ...]]  # of hosts, and the addresses that they lead to here
-    port: int  # the doctor's
+    names: dict[str, tuple[str, ...]]  # addresses that names of hosts lead to on this host
+    port: int  # the doctor's port
     versions: Versions
     limits: Limits
     firewall: Firewall
     taken: tuple[Taken, ...] = ()
-    pinned: str = ""  # what the environment says of the processor's instructions
+    pinned: str = ""  # environment variables that restrict the processor's instructions
 
     def interface_of(self, address: str) -> str:
-        """The interface that has this address, or ""."""
+        """Return the interface that has this address, or ""."""
         return next((each.interface for each in self.addresses if each.text == address), "")
 
     @property
@@ -104,7 +104,7 @@ class Host:
 
 
 def resolved(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The addresses that names of hosts lead to here; none where they lead nowhere in time."""
+    """Return the addresses that names of hosts lead to here; none if they lead nowhere in time."""
     wanted = {name: partial(_addresses, name) for name in hosts if name}
     found = all_within(_NAMES_S, wanted)
     return {name: found.get(name, ()) for name in wanted}
@@ -113,12 +113,12 @@ def resolved(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
 def here(
     id: str, port: int, *, rank: int = 0, name: str, asked: str, towards: str, known: Iterable[str]
 ) -> Host:
-    """What this host says of itself.
+    """Collect this host's report about itself.
 
     Args:
-        id, port: of its doctor.
+        id, port: id and port of its doctor.
         rank: its number among the hosts.
-        name: what it is called.
+        name: its name.
         asked: interfaces that the user asks for, with commas (GLOO_SOCKET_IFNAME).
         towards: the address or name of a host that it must reach; "" for none.
         known: names of hosts that a start uses.
@@ -149,7 +149,7 @@ def here(
 
 
 def machine() -> str:
-    """This machine's network: equal for processes that reach each other by their loopback."""
+    """Return a name of this machine's network: equal for processes that share a loopback."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/thread-self/ns/net').st_ino}"
@@ -162,7 +162,9 @@ def _addresses(name: str) -> tuple[str, ...]:
 
 
 def _announced(asked: tuple[str, ...], towards: str, addresses: tuple[Address, ...]) -> str:
-    """The address that others are told: of the interface that was asked for, or towards a host."""
+    """Choose the address to tell others: of the requested interface, or of the way towards a
+    host.
+    """
     for interface in asked:
         found = [each.text for each in addresses if each.interface == interface]
         if found:
@@ -197,7 +199,7 @@ def _firewall() -> Firewall:
 
 
 def _chains() -> Iterator[Chain]:
-    """nftables' chains, which only root may read."""
+    """Yield nftables' chains, which only root may read."""
     try:
         listed = json.loads(_said("nft", "--json", "list", "chains") or "{}")
     except ValueError:
@@ -216,7 +218,7 @@ def _shaped(interfaces: Iterable[str]) -> Iterator[str]:
 
 
 def _said(*command: str) -> str:
-    """What a program prints, or "" where it is not there, fails, or takes too long."""
+    """Return a program's output, or "" if it does not exist, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return ""
     with suppress(OSError, subprocess.SubprocessError):

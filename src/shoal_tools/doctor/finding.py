@@ -1,10 +1,10 @@
-"""What is wrong, where, and the one command that mends it."""
+"""Findings: each names a fault, its place, and the one command that mends it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHECKS = {  # what is looked at, by the names that --ignore takes
+CHECKS = {  # questions of all checks, by the names that --ignore takes
     "start": "does every rank come to the start",
     "names": "do names of hosts lead to hosts",
     "ipv6": "has every host an IPv4 address",
@@ -23,15 +23,15 @@ CHECKS = {  # what is looked at, by the names that --ignore takes
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """Fault that a check has found.
 
     Args:
-        check: which check found it, one of `CHECKS`.
-        what: in one sentence.
+        check: the check that found it, one of `CHECKS`.
+        what: the fault, in one sentence.
         where: the host, or the hosts.
-        got: what was seen.
+        got: the facts that were seen.
         mend: the command that mends it.
-        on: where to run that command, if not at `where`.
+        on: the place to run that command, if not `where`.
     """
 
     check: str

@@ -1,8 +1,8 @@
-"""Words of a proposed command, each held to its form.
+"""Words of a proposed command, each checked for its form.
 
-Hosts tell each other their addresses, interfaces and names, and people paste the command that is
-made of them into a root shell. So a word that has not the form of an address, an interface and so
-on is not in a command. A word in capitals stands in its place, which the reader has to fill in.
+Hosts tell each other their addresses, interfaces and names, and people paste the resulting command
+into a root shell. So a word that does not have the form of an address, an interface and so on is
+left out. A word in capitals replaces it, which the reader has to fill in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,63}")
 
 
 def address(text: str) -> str:
-    """Return an IP address, also one with its interface behind a %, or ADDRESS."""
+    """Return an IP address, perhaps with its interface after a %, or ADDRESS."""
     bare, percent, scope = text.partition("%")
     try:
         ipaddress.ip_address(bare)
@@ -41,5 +41,5 @@ def host(text: str) -> str:
 
 
 def version(text: str) -> str:
-    """Return a version as pip and uv take it, or VERSION."""
+    """Return a version in the form for pip and uv, or VERSION."""
     return text if _VERSION.fullmatch(text) else "VERSION"

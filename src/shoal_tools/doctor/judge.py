@@ -1,4 +1,4 @@
-"""All checks on what was found."""
+"""Runs all checks on a survey."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CHECKS: tuple[Callable[[Survey], Iterator[Finding]], ...] = (
 def judged(
     survey: Survey, met: Collection[Finding] = (), ignored: Collection[str] = ()
 ) -> list[Finding]:
-    """The findings, those first that keep a start from happening.
+    """Return the findings. Faults that prevent a start come first.
 
     Args:
-        survey: what was found.
-        met: findings of how the hosts met.
+        survey: the results of the examination.
+        met: findings about the meeting of the hosts.
         ignored: checks that are left out.
     """
     findings = [*met, *(finding for check in _CHECKS for finding in check(survey))]

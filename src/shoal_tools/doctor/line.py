@@ -3,10 +3,10 @@
     key      HMAC(the job's token; "shoal doctor", both sides' random numbers, the responder's id)
     line     HMAC(key; the side that speaks, the line's number, text) and the text
 
-Each side has chosen one of the numbers, so lines of another connection do not pass in this one. Nor
-does a line that comes twice, in another order, or back to its own side.
+Each side has chosen one of the numbers, so lines of another connection do not pass in this one. A
+line that comes twice, in another order, or back to its own side does not pass either.
 
-Cost: 80 bytes and some microseconds a line. Guarded by tests/tools/doctor/test_line.py.
+Cost: 80 bytes and some microseconds for each line. Guarded by tests/tools/doctor/test_line.py.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 DOMAIN = b"shoal doctor\0"  # the first word under a signature, which no other protocol has
 _MOST_LINE = 1 << 18
-_MOST_UNPROVED = 1 << 10  # bytes of a line of somebody without a proof
+_MOST_UNPROVED = 1 << 10  # bytes of a line from a side without a proof
 _PROOF = 64  # hexadecimal digits
 
 
 class UnprovedError(ConnectionError):
-    """A line without the right signature: another token, or a stranger."""
+    """Error about a line without the right signature: another token, or a stranger."""
 
 
 def new_number() -> str:
-    """Return a random number that nobody has had before."""
+    """Return a random number that was never used before."""
     return secrets.token_hex(16)
 
 
@@ -43,30 +43,30 @@ def datagram(secret: str, id: str) -> bytes:
 
 
 def datagram_id(secret: str, data: bytes) -> str | None:
-    """Return the id in a datagram; None where the signature is another one."""
+    """Return the id in a datagram; None if the signature is another one."""
     id = data[:-32].decode(errors="replace")
     return id if hmac.compare_digest(data, datagram(secret, id)) else None
 
 
 @final
 class Line:
-    """A connection that carries lines of JSON, and gives up after its time."""
+    """Connection that carries lines of JSON, and gives up after its time."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.connection = connection
         self.timeout_s = timeout_s
         self.rest = b""
         self._key: bytes | None = None
-        self._names = b"", b""  # this side, and the other
-        self._said = self._heard = 0  # signed lines
+        self._names = b"", b""  # names of this side, and of the other
+        self._said = self._heard = 0  # number of signed lines
         connection.settimeout(timeout_s)
 
     def sign(self, key: bytes, names: tuple[bytes, bytes]) -> None:
         """Sign and check all lines from now on.
 
         Args:
-            key: of this connection.
-            names: of this side and the other one, which must differ.
+            key: the key of this connection.
+            names: names of this side and the other one, which must differ.
         """
         self._key, self._names = key, names
 
@@ -82,8 +82,8 @@ class Line:
         """Return the next value.
 
         Raises:
-            UnprovedError: its signature is not right.
-            OSError: it did not come in time, or is none of this kind.
+            UnprovedError: its signature is wrong.
+            OSError: it did not come in time, or is not of this kind.
         """
         text = self._line()
         if self._key is not None:
@@ -93,7 +93,7 @@ class Line:
             self._heard += 1
         try:
             return msgspec.json.decode(text, type=kind)
-        except Exception as error:  # a stranger's bytes raise any kind
+        except Exception as error:  # a stranger's bytes may raise any error
             raise ConnectionError(f"no {kind.__name__}: {error}") from None
 
     def _line(self) -> bytes:

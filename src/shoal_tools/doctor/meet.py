@@ -1,11 +1,11 @@
-"""How the hosts of an examination find each other: as ranks, as named peers, or not at all.
+"""Meeting of an examination's hosts: as ranks, as named peers, or alone.
 
-    ranks   the launcher's environment says where the store of the job is; a host a doctor, that
-            of its lowest rank
+    ranks   the launcher's environment names the store of the job; each host has one doctor, on its
+            lowest rank
     peers   names on the command line, and one port on all hosts; no launcher is needed
-    alone   what one host says of itself
+    alone   one host reports on itself
 
-Whoever does not come is a finding, and the others go on without it.
+A host that does not come is a finding, and the others go on without it.
 """
 
 from __future__ import annotations
@@ -46,67 +46,67 @@ from shoal_tools.doctor.wire import (
     reach,
 )
 
-PORT = 29490  # of doctors that are named on the command line
+PORT = 29490  # port of doctors that are named on the command line
 SCOPE = "shoal-doctor"
 _STORE_S = 8.0
 _AGAIN_S = 0.2
-_SLACK_S = 10.0  # by which peers may be late
+_SLACK_S = 10.0  # seconds by which peers may be late
 _HOST = "host"
 OTHER_TOKEN = "another token"
 
 
 @dataclass(frozen=True)
 class Met:
-    """Who came, as one host knows it."""
+    """Hosts that came, as one host knows them."""
 
     me: Host
-    hosts: tuple[Host, ...]  # in the order of ranks, one for each machine
+    hosts: tuple[Host, ...]  # hosts in the order of ranks, one for each machine
     responder: Responder
-    size: int  # hosts, or ranks, that were to come
-    circle: Circle | None = None  # None where there is nobody to talk to
+    size: int  # number of hosts, or ranks, that were expected
+    circle: Circle | None = None  # None if there is no other host to talk to
     board: Board | None = None
     findings: tuple[Finding, ...] = ()
 
     @property
     def takes_part(self) -> bool:
-        """Whether this process examines its host, which others of its ranks may do."""
+        """Whether this process examines its host. Other ranks on it do not."""
         return any(host.id == self.me.id for host in self.hosts)
 
     @property
     def speaks(self) -> bool:
-        """Whether people read what this process prints: each peer's, and the first of ranks'."""
+        """Whether people read this process's output: every peer's, and the first rank's."""
         return not isinstance(self.board, StoreBoard) or self.hosts[0].id == self.me.id
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """Said by a peer that searches no longer."""
+    """Message of a peer that has ended its search."""
 
     ready: bool = True
 
 
 @dataclass(frozen=True)
 class _Roll:
-    """The ranks that came."""
+    """Ranks that came."""
 
     ranks: tuple[int, ...]
 
 
 def alone(name: str, asked: str, secret: str) -> Met:
-    """One host, which has nobody to talk to."""
+    """Meet with this host alone, without others to talk to."""
     responder = Responder((0,), secret, "127.0.0.1")
     me = here(responder.id, responder.ports[0], name=name, asked=asked, towards="", known=[name])
     return Met(me, (me,), responder, 1)
 
 
 def among_ranks(seat: Seat, secret: str, wait_s: float, attempt: str = "0") -> Met:
-    """The ranks of a job, as their launcher says.
+    """Meet with the ranks of a job, by the launcher's variables.
 
     Args:
-        seat: what the launcher says of this rank, with a `meeting`.
+        seat: this rank's place from the launcher, with a `meeting`.
         secret: the job's token.
         wait_s: seconds to wait for ranks.
-        attempt: of the launcher, which may start ranks again and keep their store.
+        attempt: the launcher's attempt: it may start ranks again and keep their store.
     """
     meeting = seat.meeting
     assert meeting is not None
@@ -134,15 +134,15 @@ def among_ranks(seat: Seat, secret: str, wait_s: float, attempt: str = "0") -> M
 def among_peers(
     name: str, peers: Sequence[str], asked: str, secret: str, wait_s: float, port: int = PORT
 ) -> Met:
-    """Hosts that are named, by each other or all alike; this one may be among the names.
+    """Meet with named hosts. Each host names the others, or all hosts get the same list.
 
     Args:
-        name: of this host.
-        peers: names or addresses.
+        name: the name of this host.
+        peers: names or addresses of hosts.
         asked: interfaces that the user asks for (GLOO_SOCKET_IFNAME).
         secret: a token, if there is one.
         wait_s: seconds to wait for the other hosts' doctors.
-        port: the same on all hosts.
+        port: the doctors' port, the same on all hosts.
     """
     try:
         responder = Responder((port, 0), secret)
@@ -174,12 +174,14 @@ def among_peers(
     me = next(host for host in hosts if host.id == me.id)
     circle = Circle(search.board, me.id, [host.id for host in hosts if host is not me])
     size = len(set(peers) - {name, typed}) + 1
-    circle.gather("ready", _Ready(), wait_s + _SLACK_S)  # some search longer than others
+    circle.gather("ready", _Ready(), wait_s + _SLACK_S)  # some hosts search longer than others
     return Met(me, hosts, responder, size, circle, search.board, tuple(search.missing(others)))
 
 
 def _others(name: str, peers: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], str]:
-    """The peers that are other hosts, with their addresses; and what this host is called there."""
+    """Return the peers that are other hosts, with their addresses; and the peers' name for this
+    host.
+    """
     own = {address.text for address in own_addresses()}
     known = resolved(peers)
     others, typed = {}, name
@@ -194,17 +196,17 @@ def _others(name: str, peers: Sequence[str]) -> tuple[dict[str, tuple[str, ...]]
 
 @final
 class _Search:
-    """Looks for the doctors of peers, until all are found or the time is over."""
+    """Search for the doctors of peers, until all are found or the time is over."""
 
     def __init__(self, me: Host, responder: Responder, secret: str, port: int) -> None:
         self.board = PeerBoard(responder, secret)
-        self.hosts = dict[str, Host]()  # by the names that were given
-        self._outcomes = dict[str, str]()  # how the last attempt at a peer ended
+        self.hosts = dict[str, Host]()  # found hosts, by the names on the command line
+        self._outcomes = dict[str, str]()  # outcome of the last attempt at each peer
         self._me, self._responder, self._secret, self._port = me, responder, secret, port
         self._text = msgspec.json.encode(me).decode()
 
     def run(self, others: Mapping[str, Sequence[str]], wait_s: float) -> None:
-        """Find those peers, by their addresses."""
+        """Find these peers by their addresses."""
         self._responder.outbox[_HOST] = self._text
         deadline = time.monotonic() + wait_s
         while pending := [peer for peer in others if peer not in self.hosts]:
@@ -213,14 +215,14 @@ class _Search:
             came = {peer: self._came(others[peer]) for peer in pending}
             self._try(pending, others)
             for peer, host in came.items():
-                if host is not None:  # it reaches this host, which does not reach it
+                if host is not None:  # it reaches this host, but this host does not reach it
                     self.hosts.setdefault(peer, host)
             if time.monotonic() > deadline:
                 return
             time.sleep(_AGAIN_S)
 
     def missing(self, others: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-        """What kept those from being found that were not."""
+        """Yield a finding for each peer that was not found."""
         for peer, addresses in others.items():
             if peer not in self.hosts:
                 outcome = self._outcomes.get(peer, NO_ANSWER)
@@ -240,7 +242,7 @@ class _Search:
                 self._outcomes[peer] = answer
 
     def _ask(self, door: Door) -> Host | str:
-        """The host whose doctor answers there, or how it failed."""
+        """Return the host with the doctor that answers there, or the reason of the failure."""
         outcome, _ = reach(door, "")
         if outcome:
             return outcome
@@ -257,7 +259,7 @@ class _Search:
         return host
 
     def _came(self, addresses: Sequence[str]) -> Host | None:
-        """The host at those addresses, where it has found this one first."""
+        """Return the host at these addresses, if it has found this one first."""
         for key, text in list(self._responder.inbox.items()):
             if key.endswith(f"/{_HOST}"):
                 with suppress(msgspec.MsgspecError):
@@ -268,7 +270,7 @@ class _Search:
 
 
 def _called(me: Host, meeting: Meeting, values: Values, responder: Responder, wait_s: float) -> Met:
-    """Wait for the other ranks, and agree with them on who came."""
+    """Wait for the other ranks, and agree with them on the ranks that came."""
     board = StoreBoard(values, str(meeting.rank))
     board.post(_HOST, me)
     ranks, deadline = [str(rank) for rank in range(meeting.size)], time.monotonic() + wait_s
@@ -292,7 +294,7 @@ def _called(me: Host, meeting: Meeting, values: Values, responder: Responder, wa
 
 
 def _store(me: Host, meeting: Meeting, hold: bool, wait_s: float) -> Store | Finding:
-    """The store of the job, or why there is none."""
+    """Return the store of the job, or a finding why there is none."""
     address, port = meeting.address, meeting.port
     if hold:
         try:
@@ -345,7 +347,7 @@ def _cannot_hold(me: Host, address: str, port: int, error: Exception) -> Finding
 
 
 def _no_store(me: Host, meeting: Meeting, outcome: str) -> Finding:
-    """Why the ranks' meeting place is not reached."""
+    """Return the finding that the ranks' meeting place cannot be reached."""
     address, port = meeting.address, meeting.port
     where, what = f"{me.name} → {address}", f"{me.name} does not reach the ranks' meeting place"
     got = f"{address}:{port}: {outcome}"
@@ -364,7 +366,7 @@ def _route_to(me: Host, address: str) -> str:
 
 
 def _no_doctor(me: Host, peer: str, address: str, port: int, outcome: str, heard: bool) -> Finding:
-    """Why a peer was not found."""
+    """Return the finding that a peer was not found."""
     where, got = f"{me.name} → {peer}", f"{address}:{port}: {outcome}"
     if outcome == NO_ANSWER:
         what = f"{me.name} does not reach {peer}: it is down, or a firewall drops what comes"
@@ -397,7 +399,7 @@ def _no_rank(me: Host, rank: int, size: int) -> Finding:
 
 
 def _open(me: Host, port: int) -> str:
-    """The command that opens a port, on a host that is taken to be like this one."""
+    """Return the command that opens a port, on a host that is assumed to be like this one."""
     if "ufw" in me.firewall.tools:
         return f"ufw allow {port}/tcp"
     if "firewall-cmd" in me.firewall.tools:
@@ -406,13 +408,13 @@ def _open(me: Host, port: int) -> str:
 
 
 def _route(me: Host, address: str) -> str:
-    """The command that adds a route to another host."""
+    """Return the command that adds a route to another host."""
     device = next((each.interface for each in me.outer), "eth0")
     return f"ip route add {forms.host(address)} dev {forms.interface(device)}"
 
 
 def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts with numbers in their order, and with their addresses where names are alike."""
+    """Number the hosts in their order, and add addresses to equal names."""
     counts = Counter(host.name for host in hosts)
     return tuple(
         replace(

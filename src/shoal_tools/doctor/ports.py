@@ -1,4 +1,4 @@
-"""Ports of this host, as the kernel lists them: who listens, and who asks to connect."""
+"""Ports of this host, as the kernel lists them, with the programs and hosts that use them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-TORCHRUN_PORT = 29500  # where ranks meet by default
+TORCHRUN_PORT = 29500  # port where ranks meet by default
 _LISTENS, _ASKED = "0A", "03"  # states of sockets, in /proc/net/tcp
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A port that a start needs, and who listens there."""
+    """Port that a start needs, and the process that listens there."""
 
     port: int
     pid: int
@@ -24,7 +24,7 @@ class Taken:
 
 
 def listener_at(port: int) -> Taken | None:
-    """Who listens at a port of this host, if anybody does."""
+    """Return the process that listens at a port of this host, if there is one."""
     inodes = {f"socket:[{fields[9]}]" for fields in _sockets(port, _LISTENS)}
     if not inodes:
         return None
@@ -38,7 +38,7 @@ def listener_at(port: int) -> Taken | None:
 
 
 def taken_ports(ports: Iterable[int]) -> Iterator[Taken]:
-    """Those where somebody listens who is not the launcher of this process."""
+    """Yield the ports that a process other than a launcher of this one has taken."""
     launchers = set(_ancestors())
     for port in ports:
         taken = listener_at(port)
@@ -47,12 +47,12 @@ def taken_ports(ports: Iterable[int]) -> Iterator[Taken]:
 
 
 def asking(port: int) -> set[str]:
-    """Addresses whose request for a connection has come, and that have not heard the answer."""
+    """Return the addresses of requests for a connection that have not received our answer."""
     return {_address(fields[2].partition(":")[0]) for fields in _sockets(port, _ASKED)}
 
 
 def _sockets(port: int, state: str) -> Iterator[list[str]]:
-    """The kernel's rows of the sockets at a port that are in a state."""
+    """Yield the kernel's rows of the sockets at a port that are in a state."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path("/proc/thread-self/net", table).read_text().splitlines()[1:]:
@@ -62,7 +62,7 @@ def _sockets(port: int, state: str) -> Iterator[list[str]]:
 
 
 def _address(digits: str) -> str:
-    """An address as the kernel writes it: words of four bytes, each with its last byte first."""
+    """Decode an address of the kernel's: words of four bytes, each with its last byte first."""
     packed = bytes.fromhex(digits)
     words = struct.unpack(f"<{len(packed) // 4}I", packed)
     packed = struct.pack(f">{len(words)}I", *words)

@@ -1,4 +1,4 @@
-"""What people read: the hosts, the ways between them, and each finding with what mends it."""
+"""Text for people: the hosts, the ways between them, and each finding with its cure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_tools.doctor.facts import Host
 from shoal_tools.doctor.finding import CHECKS, Finding
 from shoal_tools.doctor.survey import Survey
 
-_MOST_WAYS = 20  # of a table that is to fit one screen
+_MOST_WAYS = 20  # most rows of a table, so that it fits one screen
 
 
 def show(
@@ -35,7 +35,7 @@ def show(
         console: the terminal.
         survey: all facts of the hosts.
         findings: faults, each with its cure.
-        seconds: that the examination took.
+        seconds: duration of the examination.
         ignored: checks that are left out.
         verbose: whether every check gets a line.
     """
@@ -111,7 +111,7 @@ def _way(survey: Survey, sender: Host, receiver: Host) -> tuple[str, str, str, s
 
 def _show_finding(console: Console, finding: Finding) -> None:
     console.print(_shown(f"{finding.check}: {finding.what}", style="bold"))
-    # what is to be copied is not wrapped: a line break in a command breaks it
+    # text to copy is not wrapped, because a line break would break a command
     for key, value in {
         "where": finding.where,
         "got": finding.got,
@@ -132,5 +132,5 @@ def _add(table: Table, *texts: str) -> None:
 
 
 def _shown(text: str, style: str = "") -> Text:
-    """Return a text of another host's, without markup and characters that a terminal obeys."""
+    """Return a text from another host, without markup and characters that a terminal obeys."""
     return Text(printable(text), style=style)

@@ -1,4 +1,4 @@
-"""All that the hosts of an examination have found, as plain data: what the checks judge."""
+"""Survey of an examination: the results of all hosts as plain data, which the checks judge."""
 
 from __future__ import annotations
 
@@ -10,47 +10,49 @@ from shoal_tools.doctor.facts import Host
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to reach a host at one of its addresses."""
+    """Attempt to reach a host at one of its addresses."""
 
-    host: str  # its id
+    host: str  # the other host's id
     address: str
-    outcome: str  # "" where it is there, or how it failed (wire.py)
+    outcome: str  # "" if the host is there, or the failure (wire.py)
     source: str  # the own address that leads there
     port: int = 0
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What one host has seen of the others."""
+    """Contacts of one host with the others."""
 
     attempts: tuple[Attempt, ...] = ()
-    heard: tuple[str, ...] = ()  # ids of hosts whose datagrams came
-    asked: tuple[str, ...] = ()  # ids of hosts whose requests came, and not our answers
-    names: dict[str, tuple[str, ...]] = field(default_factory=dict)  # theirs, as resolved here
+    heard: tuple[str, ...] = ()  # ids of hosts from which datagrams came
+    # ids of hosts with requests that came, though our answers did not arrive
+    asked: tuple[str, ...] = ()
+    # addresses of the other hosts' names, as resolved here
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Path:
-    """The way from one host to another, as the first measures it."""
+    """Way from one host to another, as the first host measures it."""
 
-    host: str  # the other's id
+    host: str  # the other host's id
     address: str
-    latency_s: float  # there and back
-    ahead_s: float  # how far its clock is ahead
-    passes: int | None  # the largest packet that passes; None where all do
+    latency_s: float  # seconds there and back
+    ahead_s: float  # seconds by which its clock is ahead
+    passes: int | None  # the largest packet that passes; None if all pass
     passes_back: int | None
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The ways from one host."""
+    """Ways from one host."""
 
     paths: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a connection from one host to another carries."""
+    """Rate of a connection from one host to another."""
 
     sender: str
     receiver: str
@@ -59,51 +61,52 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one host has measured."""
+    """Rates that one host has measured."""
 
     rates: tuple[Rate, ...] = ()
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found, on all hosts that took part."""
+    """Results of an examination, from all hosts that took part."""
 
-    me: str  # the host that keeps this
-    hosts: tuple[Host, ...]  # in the order of ranks
-    reached: dict[str, Reached] = field(default_factory=dict)  # by host
+    me: str  # the host that keeps this object
+    hosts: tuple[Host, ...]  # hosts in the order of ranks
+    reached: dict[str, Reached] = field(default_factory=dict)  # results by host
     paths: dict[str, Paths] = field(default_factory=dict)
     rates: dict[tuple[str, str], float] = field(
         default_factory=dict
-    )  # bytes/s, by sender, receiver
-    lost: dict[str, str] = field(default_factory=dict)  # hosts that went silent, and when
-    size: int = 1  # hosts that were to come
-    expected_bytes_per_s: float = 0.0  # of every link
+    )  # bytes a second, by sender and receiver
+    # hosts that went silent, with the last key that was missing
+    lost: dict[str, str] = field(default_factory=dict)
+    size: int = 1  # number of expected hosts
+    expected_bytes_per_s: float = 0.0  # expected rate of every link
 
     def host(self, id: str) -> Host:
-        """The host of that id (KeyError if there is none)."""
+        """Return the host of that id (KeyError if there is none)."""
         for host in self.hosts:
             if host.id == id:
                 return host
         raise KeyError(id)
 
     def pairs(self) -> Iterator[tuple[Host, Host]]:
-        """Every host with every other one, both ways."""
+        """Yield every host with every other one, both ways."""
         for sender in self.hosts:
             for receiver in self.hosts:
                 if sender is not receiver:
                     yield sender, receiver
 
     def attempts(self, sender: Host, receiver: Host) -> tuple[Attempt, ...]:
-        """How one host tried to reach another; none where it did not tell."""
+        """Return the attempts of one host to reach another; none if it did not report."""
         reached = self.reached.get(sender.id, Reached())
         return tuple(each for each in reached.attempts if each.host == receiver.id)
 
     def way(self, sender: Host, receiver: Host) -> Attempt | None:
-        """How one host reaches another, if it does."""
+        """Return the attempt by which one host reaches another, if it does."""
         attempts = self.attempts(sender, receiver)
         return next((attempt for attempt in attempts if not attempt.outcome), None)
 
     def path(self, sender: Host, receiver: Host) -> Path | None:
-        """The way from one host to another, as the first has measured it."""
+        """Return the way from one host to another, as the first has measured it."""
         paths = self.paths.get(sender.id, Paths()).paths
         return next((path for path in paths if path.host == receiver.id), None)

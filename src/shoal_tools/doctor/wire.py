@@ -1,17 +1,17 @@
-"""What passes between two hosts: plain TCP, small requests, and a time-out on every wait.
+"""Wire between two hosts: plain TCP, small requests, and a time-out on every wait.
 
     caller                         responder, on every host
-      │ ── connect ──────────────────▶ │   1  how this ends says most of what there is to say
-      │ ◀──────── id, number ───────── │   2  is it the host that was meant?
+      │ ── connect ──────────────────▶ │   1  the way in which this ends already tells most
+      │ ◀──────── id, number ───────── │   2  shows whether it is the right host
       │ ── number, proof, request ───▶ │   3  signed with the job's token, if there is one,
-      │ ◀────────── proof ──────────── │   4  and so is all that comes back (line.py)
+      │ ◀────────── proof ──────────── │   4  and so are all answers (line.py)
       │ ◀───────── answer ───────────▶ │   5  a clock's reading, or bytes in one direction
 
-Requests travel in segments of 500 bytes, which pass everywhere; only what measures the network uses
-full ones. So hosts go on talking across a link on which full packets are lost.
+Requests travel in segments of 500 bytes, which pass everywhere. Only measurements of the network
+use full segments. So hosts can still talk across a link that loses full packets.
 
-Cost: a thread a connection, at most 64 requests at a time. A request moves a megabyte or two
-seconds' worth. Callers without a proof are put out, the oldest first, where there are 128 of them.
+Cost: one thread for each connection, at most 64 requests at a time. A request moves a megabyte, or
+the data of two seconds. If there are 128 callers without a proof, the oldest is disconnected.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from shoal_tools.doctor.line import (
 from shoal_tools.launch.entrance import Entrance
 
 SEGMENT = 500  # bytes of a TCP segment that every network passes
-TIMEOUT_S = 2.5  # of one attempt: TCP asks again after 1 s, and once more after 3 s
+TIMEOUT_S = 2.5  # seconds of one attempt: TCP asks again after 1 s, and once more after 3 s
 _REQUEST_S = 3.0
 _MOST_BYTES = 1 << 20
 _MOST_S = 2.0
 _MOST_CALLERS, _MOST_UNPROVED = 64, 128
-_TRIES = 3  # calls, where one is put out among strangers
+_TRIES = 3  # calls, because one may be disconnected among strangers
 _PINGS = 15
-_BLOCK = 1 << 15  # that is to pass whole: some tens of full packets
-_HEADERS = {False: 40, True: 60}  # of IPv4 and IPv6 with TCP
-_SIZES = (8000, 4000, 1500, 1492, 1472, 1450, 1420, 1400, 1360, 1280, 1000, 576)  # of packets
+_BLOCK = 1 << 15  # bytes that must all pass: some tens of full packets
+_HEADERS = {False: 40, True: 60}  # header bytes of IPv4 and IPv6 with TCP
+_SIZES = (8000, 4000, 1500, 1492, 1472, 1450, 1420, 1400, 1360, 1280, 1000, 576)  # sizes of packets
 _KNOCKS, _KNOCK_S = 3, 0.3
 
 NO_ANSWER, REFUSED, NO_ROUTE, FORBIDDEN = "no answer", "refused", "no route", "forbidden"
@@ -62,7 +62,7 @@ _CALLER, _RESPONDER = b"caller", b"responder"
 
 @dataclass(frozen=True)
 class Door:
-    """Where a responder listens."""
+    """Address and port at which a responder listens."""
 
     address: str
     port: int
@@ -97,12 +97,12 @@ class _PeerRequest:
 
 @final
 class Responder:
-    """Answers other doctors, until it is closed.
+    """Responder that answers other doctors, until it is closed.
 
     Args:
-        ports: to listen at; 0 is any that is free.
-        secret: what requests are proved with.
-        address: to listen at; all of this host's by default.
+        ports: ports to listen at; 0 is any free port.
+        secret: the secret that proves requests.
+        address: the address to listen at; by default all of this host's.
 
     Raises:
         OSError: a port is taken.
@@ -110,9 +110,9 @@ class Responder:
 
     def __init__(self, ports: tuple[int, ...], secret: str, address: str = "") -> None:
         self.id = secrets.token_hex(8)
-        self.outbox: dict[str, str] = {}  # for others to get
-        self.inbox: dict[str, str] = {}  # what others have put
-        self.heard: set[str] = set()  # ids, or addresses, whose datagrams have come
+        self.outbox: dict[str, str] = {}  # values for others to get
+        self.inbox: dict[str, str] = {}  # values that others have put
+        self.heard: set[str] = set()  # ids, or addresses, of hosts with datagrams that have come
         self._secret = secret
         self._callers = threading.Semaphore(_MOST_CALLERS)
         servers = [_server(address, port) for port in ports]
@@ -131,7 +131,7 @@ class Responder:
         self._datagrams.close()
 
     def knock(self, doors: list[Door]) -> None:
-        """Send datagrams to other responders, which need no connection; returns at once."""
+        """Send datagrams to other responders, which need no connection. This returns at once."""
         said = datagram(self._secret, self.id)
 
         def send() -> None:
@@ -144,22 +144,24 @@ class Responder:
         threading.Thread(target=send, name="shoal-doctor-knock", daemon=True).start()
 
     def _place(self, door: Door) -> tuple[str, int]:
-        """Where a datagram goes: a socket for both kinds takes IPv4 addresses as IPv6 ones."""
+        """Return the address for a datagram: a socket for both kinds takes IPv4 addresses as IPv6
+        ones.
+        """
         both = self._datagrams.family == socket.AF_INET6 and not door.is_ipv6
         return f"::ffff:{door.address}" if both else door.address, door.port
 
     def _listen(self) -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # the socket is closed
             while True:
                 data, place = self._datagrams.recvfrom(256)
                 if not place:
-                    return  # closed
+                    return  # the socket is closed
                 id = datagram_id(self._secret, data)
                 if id is not None and len(self.heard) < 10_000:
                     self.heard |= {id, plain(place[0])}
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError):  # strangers, and callers that have left
+        with suppress(OSError):  # strangers may come, and callers may leave
             line = Line(connection, _REQUEST_S)
             greeting = _Greeting(self.id, new_number())
             line.say(greeting)  # 2
@@ -168,8 +170,9 @@ class Responder:
             try:
                 line.hear(str)
             except UnprovedError:
-                line.say("")  # says to a caller with another token that it need not try again
-                while connection.recv(1 << 16):  # closing with unread bytes would take that back
+                line.say("")  # tells a caller with another token that it need not try again
+                # closing with unread bytes would cancel that message
+                while connection.recv(1 << 16):
                     pass
                 return
             if self._entrance.admit(connection) and self._callers.acquire(blocking=False):
@@ -194,7 +197,7 @@ class Responder:
         elif request.kind == "fill":
             line.say(rate_in(line.connection, seconds))
             with suppress(OSError):
-                line.hear(str)  # the caller has what it wants, and closes
+                line.hear(str)  # the caller has its result, and closes
         elif request.kind == "drain":
             pour(line, seconds)
         elif request.kind == "put" and len(self.inbox) < 10_000:
@@ -207,13 +210,14 @@ class Responder:
 def reach(
     door: Door, wanted: str, timeout_s: float = TIMEOUT_S, secret: str | None = None
 ) -> tuple[str, str]:
-    """Return how a connection to a responder ends: "" where it is there; and the own address used.
+    """Return the outcome of a connection to a responder, "" if it is there; and the own address
+    used.
 
     Args:
-        door: where it listens.
-        wanted: its id; "" for any.
-        timeout_s: to wait at most.
-        secret: that it has to prove; None: whoever says this id is taken for it.
+        door: the responder's door.
+        wanted: the responder's id; "" for any.
+        timeout_s: seconds to wait at most.
+        secret: the secret that it has to prove; None: any side that gives this id is accepted.
     """
     source = ""
     for _ in range(_TRIES):
@@ -230,13 +234,13 @@ def reach(
                 return UNPROVED, source
             except TimeoutError:
                 break
-            except OSError:  # put out among strangers, or no doctor
+            except OSError:  # disconnected among strangers, or not a doctor
                 continue
     return ANOTHER, source
 
 
 def connects(door: Door, timeout_s: float = TIMEOUT_S) -> str:
-    """How a connection to anybody's port ends: "" where it is made."""
+    """Return the outcome of a connection to any port: "" if it is made."""
     try:
         _connected(door, timeout_s, SEGMENT).close()
     except OSError as error:
@@ -245,7 +249,7 @@ def connects(door: Door, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def latency(door: Door, secret: str) -> tuple[float, float]:
-    """Seconds to the responder and back, the median; and how far its clock is ahead of this one.
+    """Return the median seconds to the responder and back, and the seconds that its clock is ahead.
 
     Raises:
         OSError: it does not answer.
@@ -262,16 +266,16 @@ def latency(door: Door, secret: str) -> tuple[float, float]:
 
 
 def largest(door: Door, secret: str, outward: bool, mtu: int) -> int | None:
-    """The largest packet that passes, in bytes; None where the largest that hosts send does.
+    """Return the largest packet that passes, in bytes; None if the largest that hosts send does.
 
     Args:
-        door: where the responder listens.
-        secret: that requests are proved with.
-        outward: towards it, or else from it.
+        door: the responder's door.
+        secret: the secret that proves requests.
+        outward: whether packets go towards the responder, not from it.
         mtu: the largest packet that this host sends.
 
     Raises:
-        OSError: the responder does not answer; it is 0 bytes where it does, and nothing passes.
+        OSError: the responder does not answer. If it does and no packet passes, the result is 0.
     """
     if _passes(door, secret, outward, None):
         return None
@@ -285,13 +289,13 @@ def largest(door: Door, secret: str, outward: bool, mtu: int) -> int | None:
 
 
 def rate(door: Door, secret: str, outward: bool, seconds: float) -> float:
-    """Bytes per second that a connection carries.
+    """Return the bytes per second that a connection carries.
 
     Args:
-        door: where the responder listens.
-        secret: that requests are proved with.
-        outward: towards it, or else from it.
-        seconds: to measure.
+        door: the responder's door.
+        secret: the secret that proves requests.
+        outward: whether bytes go towards the responder, not from it.
+        seconds: duration of the measurement.
 
     Raises:
         OSError: the responder does not answer.
@@ -304,19 +308,19 @@ def rate(door: Door, secret: str, outward: bool, seconds: float) -> float:
 
 
 def put(door: Door, secret: str, key: str, value: str) -> None:
-    """Leave a value with a responder (OSError where it does not answer)."""
+    """Leave a value with a responder (OSError if it does not answer)."""
     with _Call(door, _PeerRequest("put", key=key, value=value), secret) as call:
         call.line.hear(str)
 
 
 def get(door: Door, secret: str, key: str) -> str:
-    """A value that a responder has, or "" (OSError where it does not answer)."""
+    """Return a value that a responder has, or "" (OSError if it does not answer)."""
     with _Call(door, _PeerRequest("get", key=key), secret) as call:
         return call.line.hear(str)
 
 
 def outcome(error: OSError) -> str:
-    """How a connection failed, in two words."""
+    """Describe the failure of a connection in two words."""
     if isinstance(error, TimeoutError):
         return NO_ANSWER
     if isinstance(error, ConnectionRefusedError):
@@ -329,18 +333,20 @@ def outcome(error: OSError) -> str:
 
 
 def plain(address: str) -> str:
-    """An IPv4 address as such, where a socket for both kinds tells it as an IPv6 one."""
+    """Return an IPv4 address in its own form, if a socket for both kinds has written it as an IPv6
+    one.
+    """
     return address.removeprefix("::ffff:")
 
 
 @final
 class _Call:
-    """A connection on which a request was made, and both sides have proved that they know a secret.
+    """Connection with a request, on which both sides have proved that they know a secret.
 
     Args:
-        door: where the responder listens.
-        request: to make.
-        secret: to prove.
+        door: the responder's door.
+        request: the request to make.
+        secret: the secret to prove.
         segment: bytes of a TCP segment; None for full ones.
     """
 
@@ -367,7 +373,7 @@ class _Call:
 def _opened(
     connection: socket.socket, request: _PeerRequest, secret: str | None, timeout_s: float
 ) -> tuple[Line, str]:
-    """Hear a responder's id and, with a secret, make a request that both sides prove.
+    """Receive a responder's id. With a secret, also make a request that both sides prove.
 
     Returns:
         The connection, and the responder's id.
@@ -423,12 +429,13 @@ def _server(address: str, port: int) -> socket.socket:
 
 
 def _datagrams(address: str, port: int) -> socket.socket:
-    """A socket for datagrams of both kinds, at the same number as the responder's first port."""
+    """Open a socket for datagrams of both kinds, at the number of the responder's first port."""
     both = not address and socket.has_dualstack_ipv6()
     datagrams = socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_DGRAM)
     if both:
         datagrams.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    with suppress(OSError):  # taken: nobody's datagrams are heard, which is not said of anybody
+    # the port is taken: then no datagrams are heard, which is no sign against any host
+    with suppress(OSError):
         datagrams.bind((address, port))
     return datagrams
 
