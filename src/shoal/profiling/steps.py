@@ -254,7 +254,7 @@ def _measure_on(
 
 
 def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
-    """Seconds of a step on the rank that was slowest in it, of as many steps as make a turn."""
+    """Return a step's seconds on its slowest rank, over as many steps as make a turn."""
     count = len(ranks[0])
     size = min(count, turn)
     groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
@@ -262,7 +262,7 @@ def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
 
 
 def _agree(seconds: Sequence[float]) -> bool:
-    """Whether each third of the steps says the same as the others; of two, each half."""
+    """Return whether each third of the steps says the same as the others; of two, each half."""
     parts = min(3, len(seconds))
     if parts < 2:
         return False

@@ -1,4 +1,4 @@
-"""Counts of torch's own losses, seen in one call, so that nobody need give a `count`.
+"""Counts of torch's own losses, seen in one call, so that you need not pass a `count`.
 
     call    one cross_entropy, nll_loss or linear_cross_entropy gives the loss: a mean over the
             targets that it does not ignore, each with the weight of its class
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.core.errors import UsageError
 from shoal.core.terms import Targets
 
-_USUAL = -100  # the target that torch ignores if nobody says another
+_USUAL = -100  # the target that torch ignores by default
 _LOSSES = (F.cross_entropy, F.nll_loss, getattr(F, "linear_cross_entropy", F.nll_loss))
 Path = tuple[int | str, ...]
 
