@@ -1,4 +1,4 @@
-"""Figures of an earlier start of the same job: its links, the times of its model, and its plan.
+"""Figures from an earlier start of the same job: its links, the times of its model, and its plan.
 
     1  key      all that the figures depend on, of every rank
     2  read     rank 0 looks into its cache folder, and gives the figures to the other ranks

@@ -84,7 +84,7 @@ def _read_bytes(text: str) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """All options beside model, loss, optimizer and sample. `parallelize` explains each of them."""
+    """Options apart from model, loss, optimizer and sample. `parallelize` explains each of them."""
 
     plan: Plan | str | Path = option(AUTO, compared=None)
     pins: Mapping[str, str] | None = option(

@@ -53,7 +53,7 @@ from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut
 
-# fields of a plan that ranks compare, beside its choices and placement
+# fields of a plan that ranks do not compare here; choices and placement are compared apart
 _NOT_COMPARED = ("choices", "placement", "predicted_s")
 _STATE = "state of optimizer"  # its number follows
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"

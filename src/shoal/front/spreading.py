@@ -214,7 +214,7 @@ def how_profiled(request: Request, micro_batches: int | None) -> ProfileOptions:
 
     Args:
         request: the request.
-        micro_batches: number per batch; None if the end of the model is not elsewhere.
+        micro_batches: number per batch; None if this rank runs the end of the model itself.
     """
     options, draft = request.options, request.draft
     row_parts: int | None = draft.micro_batches if is_pipelined(draft) else 1
@@ -231,7 +231,7 @@ def how_profiled(request: Request, micro_batches: int | None) -> ProfileOptions:
 
 
 def _micro_batches(session: Session, request: Request) -> int | None:
-    """Return the micro-batches per batch; None if the end of this model is not elsewhere."""
+    """Return the micro-batches per batch; None if this rank runs the end of the model itself."""
     tail = session.other(TailHosts)
     return None if tail is None or tail.calls > 1 else request.draft.micro_batches
 

@@ -97,7 +97,7 @@ def check_parameter(optimizer: Optimizer, parameter: Tensor, state: Any, where: 
         raise wrong_form(where, state, "the state of a parameter")
     for key, value in state.items():
         if key == "momentum_buffer" and value is None:
-            continue  # SGD's before its first step
+            continue  # SGD has none before its first step
         if key in _LIKE_PARAMETER:
             shape = value.shape if isinstance(value, Tensor) else None
             if shape != parameter.shape:

@@ -219,9 +219,7 @@ class StepSimulation:
         self._crossing_s = 0.0  # seconds in backward
 
     def run(self, late: int | None = None) -> Timeline:
-        """Return the timeline. `late` sites at servers come back first, by default all late
-        ones.
-        """
+        """Return the timeline. `late` sites at servers come back first: None means all."""
         lanes = self._lanes
         flights = self._backward()
         backward_s = lanes.now_s

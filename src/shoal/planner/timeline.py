@@ -211,9 +211,7 @@ class Predictor:
         ).with_periods(self.periods)
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
-        """Return the busiest rank's bytes between steps: parameters, state, gradients and
-        buckets.
-        """
+        """Return the bytes of parameters, state, gradients and buckets on the fullest rank."""
         plan = self._plan(choices, bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._compute.total_nbytes
         held = 0.0

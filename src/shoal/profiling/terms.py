@@ -161,6 +161,9 @@ def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
     """Return the terms that every rank's sample shows, the same for all.
 
     `of_batch` says that only the whole batch can be counted.
+
+    Raises:
+        SampleError: the loss is a sum over rows and of something else.
     """
     kinds = {rank.kind for rank in ranks}
     if NEITHER in kinds:
