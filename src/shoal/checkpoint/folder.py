@@ -1,6 +1,6 @@
 """Folders that exist whole or not at all, whatever ends the process that writes them.
 
-    1  write     into NAME.tmp-HOST-PROCESS-NUMBER beside it; each file is flushed to the disk
+    1  write     into NAME.tmp-HOST-PROCESS-NUMBER next to it; each file is flushed to the disk
     2  flush     the folder itself
     3  rename    to NAME, in one step of the file system; over an older one, both change places
     4  flush     the parent, so that the name lasts
@@ -50,7 +50,7 @@ def as_path(path: Any, call: str) -> Path:
             expected="a text or a pathlib.Path, which is not empty",
             do='give for instance "run"',
         )
-    if "://" in text:  # else a folder of that name would be made here
+    if "://" in text:  # otherwise a folder of that name would be made here
         raise UsageError(
             f"{call} takes the path of a folder on this host",
             got=text[:80],
@@ -84,7 +84,7 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block fails, the new folder is removed, and an older folder of that name stays.
 
     Raises:
-        UsageError: something else than a checkpoint has that name.
+        UsageError: a file or folder that is no checkpoint has that name.
         OSError: the file system refuses.
     """
     path = Path(os.path.realpath(path))

@@ -4,7 +4,7 @@
                    2  all is copied into files in the host's memory
     a thread       3  ranks tell the sizes of their pieces, and whether all went well
                    4  pieces go to a rank of the next host, in chunks, spread over the time there is
-                   5  hosts compare their checksums with rank 0's: where they differ, rank 0 sends
+                   5  hosts compare their checksums with rank 0's: if they differ, rank 0 sends
                       its own
                    6  ranks tell whether all went well; then each writes its marks
 

@@ -1,7 +1,7 @@
 """Marks: small files that name the generation of the files next to them.
 
     rank-3.json    for rank-3.safetensors: the pieces that rank 3 has of tensors and states
-    whole.json     beside state.json and the files of whole tensors
+    whole.json     for state.json and the files of whole tensors
 
 A generation is a snapshot of all ranks at one step. Its marks are written last, once all ranks have
 agreed that every host has its files. They are removed before a file is written again. So an

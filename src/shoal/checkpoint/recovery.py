@@ -2,7 +2,7 @@
 
     1  each host's first rank looks at the marks of its two slots, and names them
     2  the newest generation of this run is taken of which, together, hosts have everything
-    3  it is read and its checksums are compared; else the one before it is tried
+    3  it is read and its checksums are compared; if they differ, the one before is tried
     4  hosts are sent the units that they do not have, once a host
     5  pieces are put together, whole tensors join them, and all is a checkpoint as any
 

@@ -117,7 +117,7 @@ class Snapshot:
                 collective.
 
         Raises:
-            UsageError: something else has that name.
+            UsageError: another file or folder has that name.
             OSError: the file system refuses.
         """
         try:

@@ -1,6 +1,6 @@
 """state.json: everything in a checkpoint except the elements of its tensors.
 
-    format, version    of the checkpoint, whatever else changes
+    format, version    of the checkpoint, in every version
     crc32              of `state`, written as JSON without spaces
     state              objects · random · models · features · step · files · written_by
 

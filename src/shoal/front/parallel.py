@@ -162,7 +162,8 @@ def parallelize(
               gradient to read or to clip. With local steps it counts rounds of them.
             * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline, or
               if the end of the model has hosts of its own ("stage", 4 by default). In a pipeline
-              that you pin it is 1 by default. Else the planner finds it. Other plans have no parts.
+              that you pin it is 1 by default. Otherwise the planner finds it. Other plans have no
+                  parts.
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger

@@ -152,7 +152,7 @@ def _why_not(session: Session, model: nn.Module) -> str:
 
 
 def _better(present: Found, asked: Request, outcome: Outcome) -> Plan:
-    """Return the best plan by the facts if it gains enough, else the present one as it is."""
+    """Return the best plan by the facts if it gains enough, or else the present one."""
     profile, cluster = present.profile, present.cluster
     facts = replace(asked.facts, topology=cluster.topology, profile=profile, cluster=cluster)
     made = chosen(asked, facts, anew=True)

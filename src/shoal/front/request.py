@@ -67,7 +67,7 @@ class Request:
         options: the options as they were given.
         features: features of training, in their order: asked for, of the given plan, or always
             there.
-        draft: the given plan, else the pinned layers, with the additions of features.
+        draft: the given plan, or the pinned layers, with the additions of features.
         facts: the facts that are known before anything is measured.
         usable: names of the strategies that the planner may use: no feature refuses them.
     """
@@ -103,7 +103,7 @@ class Request:
 def checked(
     options: Options, model: Any, loss_fn: Any, optimizer: Any, session: Session
 ) -> Request:
-    """Refuse arguments that cannot be parallelised, else return the request."""
+    """Refuse arguments that cannot be parallelised. Otherwise return the request."""
     optimizers = listed(optimizer)
     check_functions(options, loss_fn)
     loss = given_loss(options.compute_loss, loss_fn)
@@ -185,7 +185,7 @@ def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts)
 
 
 def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
-    """Refuse a feature that is asked for beside a plan that says otherwise."""
+    """Refuse a feature that contradicts the given plan."""
     for feature in asked:
         if feature.plan(given, facts) != given:
             raise PlanError(

@@ -244,7 +244,7 @@ def _attached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Attached]]:
 
 
 def _go_on(known: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Weigh rows as before if as many ranks go on, because else the last bit may differ."""
+    """Weigh rows as before if as many ranks go on, because otherwise the last bit may differ."""
     for path, model in _models(objects):
         usual, ranks = (known.get(path, {}).get(name) for name in ("usual_rows", "ranks"))
         if usual is None:

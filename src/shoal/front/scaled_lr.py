@@ -151,7 +151,7 @@ def _warmed(start: float, length: int, step: int) -> float:
 
 
 def _multiply(group: dict[str, Any], factor: float, *names: str) -> None:
-    """Multiply rates of a group, in place where they are tensors."""
+    """Multiply rates of a group, in place if they are tensors."""
     for name in names:
         if isinstance(group.get(name), Tensor):
             group[name].mul_(factor)

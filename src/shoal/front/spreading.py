@@ -182,7 +182,7 @@ def follow(
         session: the ranks.
         job: the model, its loss and its optimizers.
         found: the plan, and the facts that it was made from.
-        again: the request, and a fact that was found beside the profile.
+        again: the request, and a fact that the sample showed.
         values: rank 0's values that differ between ranks.
         before: the hooks of the plan before, which has been released.
     """
@@ -198,7 +198,7 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
-    torch.clear_autocast_cache()  # within autocast it has casts of the weights as they were
+    torch.clear_autocast_cache()  # within autocast the cache holds casts of the old weights
     if cuts(plan):
         give_back_freed()
     for optimizer in job.optimizers:

@@ -119,7 +119,7 @@ def check_plain(value: Any, saved: Any, path: str) -> None:
 
 
 def _check_alike(own: Any, saved: Any, where: str) -> None:
-    """Refuse text where numbers are, and so on for lists and dicts. Let all else pass."""
+    """Refuse text in place of numbers, and so on for lists and dicts. Let other values pass."""
     if _is_number(own):
         if not _is_number(saved):
             raise wrong_form(where, saved, "a number")

@@ -238,8 +238,8 @@ def _check_members(own: Any, saved: Any, path: str) -> None:
 class _Named:
     """An optimizer's parameters, and their names.
 
-    They have their names in the first module that has them all. Where there is none the way to the
-    module comes first, and where no module has one it is numbered.
+    They have their names in the first module that has them all. If no module has them all, the way
+    to a module comes first. A parameter in no module gets a number.
     """
 
     parameters: tuple[nn.Parameter, ...]

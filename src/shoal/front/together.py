@@ -1,9 +1,9 @@
-"""`mean` and `gather`: values of all ranks for scripts, where each has rows of its own.
+"""`mean` and `gather`: values of all ranks for scripts, in which each rank has its own rows.
 
 Collectives over the session's channel of the ranks that train, for a loss or an accuracy now and
-then. Every rank tells every other its value or its form beside a label, so that a rank that is at
-something else is told, and so are the others. Alone, also before `init`, they send nothing.
-A loss may be computed of gathered rows: see gathering.py.
+then. Every rank sends every other its value or its form, with a label. So if a rank makes another
+call, all ranks get an error. A lone process, also before `init`, sends nothing. A loss may be
+computed from gathered rows: see gathering.py.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
 
 
 def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, float] | None:
-    """Return the plain plan beside a pipeline; beside any other plan of one step, a pipeline."""
+    """Return the plain plan as a pipeline's rival, and a pipeline as another plan's rival."""
     if cluster.size == 1 or not plan.in_step:
         return None
     if is_dealt(plan):

@@ -213,8 +213,8 @@ def _least(
     """Return the least cost of runs from the first place to the last, and their begins.
 
     Args:
-        costs: of each run, by the places where it begins and ends.
-        joined: makes one cost of two.
+        costs: the cost of each run, by the places where it begins and ends.
+        joined: joins two costs.
     """
     (first, *others), begins = costs, []
     best = first[0]

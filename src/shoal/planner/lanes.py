@@ -67,7 +67,7 @@ class Speeds:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        # one processor is a main thread as it was profiled
+        # one processor is the share of a main thread in the profile
         self.processors = max(1.0, cluster.cores_per_rank)
         self._duplex = cluster.duplex
         self._known: dict[Any, tuple[list[float], float, float]] = {}

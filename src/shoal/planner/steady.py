@@ -1,4 +1,4 @@
-"""Takes a simpler plan if the best one leads by less than predictions are sure of.
+"""Takes a simpler plan if the best one's lead is smaller than the error of predictions.
 
 Times vary from one start to the next, and so does the plan with the shortest prediction. Results
 agree to rounding, but one plan lets a rank act alone, and another does not. So a plan with owners

@@ -185,7 +185,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """The state beside the gradients that ranks agree on in backward: its cost and its turn."""
+    """State that ranks agree on in backward, apart from gradients: its cost and its turn."""
 
     phase: Phase | None = None  # None: there is no such state
     goes_last: bool = False  # it goes after the gradients, or else before them
@@ -203,7 +203,7 @@ class _Flight:
 
 @final
 class StepSimulation:
-    """A predicted step: its sites run on lanes, beside the compute of the main thread."""
+    """A predicted step: its sites run on lanes, next to the compute of the main thread."""
 
     def __init__(
         self,

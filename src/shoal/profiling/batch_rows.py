@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.contracts.batch import DEPTH, OPAQUE, mapped
 
-LENGTH = "#"  # a path has this where it enters a list
+LENGTH = "#"  # the step of a path into a list
 Path = tuple[int | str, ...]
 Size = tuple[int, ...]
 

@@ -113,7 +113,7 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
     """Compare the ranks' models layer by layer, and the kinds of devices that they are on.
 
     Raises:
-        RanksDiffer: on every rank, naming the first layer that differs and the rank where it does.
+        RanksDiffer: on every rank. The error names the first layer that differs, and its rank.
     """
     signatures = layer_signatures(model)
     devices = ", ".join(sorted({parameter.device.type for parameter in model.parameters()}))

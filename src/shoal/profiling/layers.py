@@ -87,14 +87,14 @@ def profile_model(
     """Measure a training step of the model on one batch, on all ranks at once.
 
     Args:
-        model: any module; it is run in training mode and left as it was.
-        loss_fn: takes (output, y) and returns a scalar; None where there is a `compute_loss`, or
+        model: any module; it runs in training mode, and is left unchanged.
+        loss_fn: takes (output, y) and returns a scalar; None if there is a `compute_loss`, or
             the model returns its own loss.
         optimizers: the model's optimizers. Their step is measured on copies.
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of
             keyword arguments. With a `compute_loss`, a batch as this function takes it.
         comm: the ranks that measure together; with one rank nothing is exchanged.
-        options: what else to measure, and how.
+        options: further things to measure, and settings.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.

@@ -58,7 +58,7 @@ def probe_link(
 
     Returns:
         The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the
-        whole process's: where ranks are threads it counts them all. With one rank there is nothing
+        whole process's: if ranks are threads, it counts them all. With one rank there is nothing
         to measure: no latency, no limit. If one host holds more than half of the ranks, some of
         them must send within it, and the measured share of the others is too large.
     """

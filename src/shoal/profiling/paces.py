@@ -6,11 +6,11 @@ As many buckets are in flight as there are lanes, back to back, small ones and l
                                       = messages in a row · round_s + lanes · bytes · byte_s
     processor seconds of one bucket   = messages in a row · round_s + bytes · byte_s
 
-Processor time is short beside the clock's grain, so no byte is taken to cost less than one of the
-link's own messages. Nobody computes meanwhile. Ranks that share cores do not keep step: when the
-last of them comes to a gradient the others wait for it, and their processors are free. (Measured
-with every rank computing, on four ranks and two cores, an all-reduce of 64 KB took anything from 2
-to 400 ms: no figure to plan with.)
+Processor time is short compared with the clock's grain, so a byte never counts for less than a byte
+of the link's own messages. No rank computes meanwhile. Ranks that share cores do not keep step:
+when the last of them comes to a gradient the others wait for it, and their processors are free.
+(Measured with every rank computing, on four ranks and two cores, an all-reduce of 64 KB took
+anything from 2 to 400 ms: no figure to plan with.)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def probe_paces(
 
     Returns:
         By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends
-        nothing. The processor time is the whole process's: where ranks are threads it counts them
+        nothing. The processor time is the whole process's: if ranks are threads, it counts them
         all.
     """
     with side_threads(len(lanes), "probe lane") as pool:
@@ -281,7 +281,7 @@ def probe_duplex(
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of this thread's own, to its end, where a device has streams."""
+    """Compute on a stream of this thread's own, to its end, if the device has streams."""
     if device.type == "cpu":
         yield
         return

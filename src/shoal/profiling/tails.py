@@ -110,7 +110,7 @@ def tail_of(layers: Iterable[LayerProfile]) -> Tail | None:
 
 @final
 class TailProbe(Probe):
-    """Finds the end of the model that a layer is in, where there are hosts that may run it."""
+    """Finds the end of the model that a layer is in, if there are hosts that may run it."""
 
     def measure(self, layer: Layer, trial: Trial) -> TailFacts:
         tails = trial.once(Tails.find)

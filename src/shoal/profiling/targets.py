@@ -5,7 +5,7 @@
     place   the same targets in the batch, where training can count them
 
 Class probabilities as targets have no such count: torch divides these by the number of rows, with
-class weights, too. Costs one call of the loss, and in training a sum over the targets.
+class weights, too. The cost is one call of the loss, and in training a sum over the targets.
 """
 
 from __future__ import annotations

@@ -426,7 +426,7 @@ def _places(
 
 
 def _dims_of(size: Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the dimensions of these sizes in this order, else dimensions of the same product.
+    """Return the dimensions of these sizes in this order, or dimensions of the same product.
 
     Such a product has the first dimension in it, or features could be as many by chance.
     """

@@ -8,8 +8,8 @@ make other losses. Two trials tell:
     parts    the loss of two unlike parts of these rows. The rows are in the order of their targets,
              and the parts of other sizes on each rank, so that a sum over ranks inside shows, too
 
-Nothing is said of a loss that differs from call to call, of one that does not take parts, and of
-numbers that are not finite. Costs seven calls of the loss on at most 24 rows.
+The trials tell nothing about a loss that differs from call to call, a loss that does not take
+parts, and numbers that are not finite. They cost seven calls of the loss on at most 24 rows.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def in_order(number: int, tensor: Tensor | None, most: int = FEW) -> list[int]:
 
 
 def _size(number: int, rank: int) -> int:
-    """Return the size of the first part: at least 2 rows where there are 4 of them."""
+    """Return the size of the first part: at least 2 rows if there are 4."""
     least = min(2, number // 2)
     return max(least, min(number - least, number * (1 + rank % 3) // 4))
 

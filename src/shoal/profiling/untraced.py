@@ -1,7 +1,8 @@
 """Runs training steps on a model and leaves no trace: its state is the same, bit for bit.
 
-Held: all that the model, the loss, the sample and the optimizers' settings refer to (traces.py),
-and the random state of torch, `random` and numpy. Costs one copy of it for as long as it lasts.
+It restores everything that the model, the loss, the sample and the optimizers' settings refer to
+(traces.py), and the random state of torch, `random` and numpy. The cost is one copy of all this
+while the steps run.
 """
 
 from __future__ import annotations

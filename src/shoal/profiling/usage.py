@@ -142,7 +142,7 @@ def outside_use(
 def unlike(layer: Layer, *, rowwise: bool, use: WeightUse = UNUSED) -> str:
     """Return why a layer's own forward and backward are not as torch has them, or ''.
 
-    Where a layer is `rowwise`, its own forward may be any.
+    If a layer is `rowwise`, its own forward may be any.
     """
     is_product = use.served and type(layer.module) not in _OWN_FUNCTION
     own = "" if rowwise or is_product else _unlike_torch(layer.module, use.reason)

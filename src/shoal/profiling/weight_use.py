@@ -34,7 +34,7 @@ class WeightUse(Facts):
     Args:
         served: whether multiplying its input with the weight is its only use.
         reason: why it does more, or why that is not known; '' for an nn.Linear.
-        turned: whether its output is x·W; else it is x·Wᵀ.
+        turned: whether its output is x·W, and not x·Wᵀ.
         adds_late: whether the bias is added after the product.
         weight, bias: names of the layer's parameters; '' without a bias.
         like: the class in torch.nn that the layer may work like.
