@@ -17,6 +17,9 @@ def plan_of(model: nn.Module) -> Plan | None:
     That is so if the model is not parallelised, in one process, after `unparallelize`, and, without
     a sample, before the first batch. See `is_parallelized`.
 
+    Print it, or let one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`. You may
+    have compiled the model since.
+
     Examples:
         >>> import shoal, torch
         >>> alone = shoal.init().size == 1
