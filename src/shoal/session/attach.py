@@ -115,7 +115,7 @@ def attach(
     return loss, Attached(
         running,
         prepared.plan,
-        profile,  # unknown if nothing was measured
+        profile,  # type: ignore[arg-type]  # unknown if nothing was measured
         cluster,  # type: ignore[arg-type]
         prepared.features,
         parts,
