@@ -1,1 +1,1 @@
-"""What a checkpoint is made of: the format of its files, and how a folder gets them whole."""
+"""Checkpoints: the format of their files, and the way in which a folder gets them whole."""

@@ -1,4 +1,4 @@
-"""Writes one checkpoint after another beside training, on a thread that gives way to others."""
+"""Writes one checkpoint after another during training, on a thread that gives way to others."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-_NICER = 5  # of the thread, where the system knows of such
+_NICER = 5  # the thread is nicer by this, if the system can set it
 
 
 @final
 class Background:
-    """At most one write at a time.
+    """Makes at most one write at a time.
 
     Args:
-        failed: is told of an error, on that thread.
+        failed: a function that receives an error, on that thread.
     """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._thread: threading.Thread | None = None
         self._alone = True
-        self._error: BaseException | None = None  # of the last write
+        self._error: BaseException | None = None  # error of the last write
 
     @property
     def is_busy(self) -> bool:
-        """Whether a write goes on."""
+        """Whether a write is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None], *, alone: bool) -> None:
-        """Begin a write, once the one before is done; `alone` where it needs no other rank."""
+        """Begin a write, once the one before is done. `alone` says that it needs no other rank."""
         self.wait()
         self._error, self._alone = None, alone
         name = "shoal-checkpoint"
@@ -46,10 +46,11 @@ class Background:
         if self._thread is not None and (self._alone or not broken):
             self._thread.join()
             self._thread = None
-            atexit.unregister(self._at_exit)  # which would keep all that there is to save
+            # the registration would keep everything alive that there is to save
+            atexit.unregister(self._at_exit)
 
     def finish(self) -> None:
-        """Wait until nothing is being written; raise the error of the last write, once."""
+        """Wait until nothing is being written. Raise the error of the last write, once."""
         self.wait()
         error, self._error = self._error, None
         if error is not None:
@@ -59,7 +60,7 @@ class Background:
         self.wait(broken=getattr(sys, "last_value", None) is not None)
 
     def _run(self, work: Callable[[], None]) -> None:
-        with suppress(OSError):  # of this thread alone, on Linux
+        with suppress(OSError):  # the priority is this thread's alone, on Linux
             own = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)
         try:

@@ -1,8 +1,8 @@
-"""When the next checkpoint is due, though ranks must decide it together and seldom talk.
+"""The time when the next checkpoint is due, although ranks must decide it together and seldom talk.
 
 Rank 0's clock decides. Ranks agree on the number of the step at which they decide next, by the
-measured time of a step: half of what is left, and so many seconds at most. So most steps cost
-nothing, and neither a checkpoint nor what a signal asks for comes later than by these seconds.
+measured time of a step: after half of the remaining time, but at most so many seconds. So most
+steps cost nothing, and a checkpoint, or the effect of a signal, is late by at most these seconds.
 Guarded by tests/checkpoint/test_clock.py.
 """
 
@@ -17,12 +17,12 @@ _MOST_STEPS = 10_000
 
 @final
 class CheckpointClock:
-    """Clock of one rank that says when a checkpoint is due.
+    """A rank's clock, which tells when a checkpoint is due.
 
     Args:
         every_s: seconds from one checkpoint to the next.
-        late_s: seconds between two decisions, at most.
-        now: the time in seconds.
+        late_s: the most seconds between two decisions.
+        now: a function that returns the time in seconds.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class CheckpointClock:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time."""
+        """Return whether a checkpoint is due."""
         return self._now() - self._last_s >= self._every_s
 
     def saved(self) -> None:
-        """A checkpoint begins now."""
+        """Note that a checkpoint begins now."""
         self._last_s = self._now()
 
     def next_decision(self, step: int) -> int:
-        """The step at which to decide next, as seen from this one."""
+        """Return the step at which to decide next, as seen from this step."""
         now_s = self._now()
         steps = step - self._decided_at
         step_s = (now_s - self._decided_s) / steps if steps > 0 else self._late_s

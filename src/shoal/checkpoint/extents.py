@@ -1,4 +1,4 @@
-"""Named pieces with offsets: which elements of a whole tensor a rank has, whoever reads it later.
+"""Named pieces with offsets: which elements of a whole tensor a rank has, for any later reader.
 
     whole    shape, and the strides that it has in memory
     piece    size, strides and offset in the memory of the whole
@@ -24,14 +24,14 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Extent:
-    """The place of a piece in its whole tensor, in elements.
+    """The place of a piece in its whole tensor, counted in elements.
 
     Args:
-        shape: of the whole.
+        shape: shape of the whole.
         layout: strides of the whole.
-        size: of the piece.
-        stride: of the piece, in the memory of the whole.
-        offset: of the piece's first element, likewise.
+        size: size of the piece.
+        stride: strides of the piece, in the memory of the whole.
+        offset: place of the piece's first element in that memory.
     """
 
     shape: Sizes
@@ -93,10 +93,10 @@ def _last(size: Sizes, stride: Sizes) -> int:
 @final
 @dataclass
 class Owned:
-    """A value of an optimizer's state, of which this rank owns pieces or all.
+    """A value of an optimizer's state. This rank owns pieces of it, or all of it.
 
     Args:
-        pieces: each with its place. Without a place it is the value itself.
+        pieces: each piece with its place. Without a place, it is the value itself.
     """
 
     pieces: list[tuple[Extent | None, Any]] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Joining:
         """Put a piece in its place.
 
         Raises:
-            ValueError: it is a piece of another tensor.
+            ValueError: the piece belongs to another tensor.
         """
         form = extent.shape, extent.layout, piece.dtype
         if form != self._form or not extent.is_sound() or piece.numel() != extent.numel:
@@ -137,7 +137,7 @@ class Joining:
         """Return the tensor.
 
         Raises:
-            ValueError: some of it is missing.
+            ValueError: a piece is missing.
         """
         shape, layout, _ = self._form
         if self._there != len(self._memory):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint on every rank: from where it is seen, and else from a rank that sees it."""
+"""Reading a checkpoint on every rank: from its folder, or else from a rank that sees the folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def newest(comm: Comm, folder: Path) -> tuple[Path, str] | None:
     """Return the newest checkpoint of a run, and words about it (a collective).
 
     Ranks may see folders of their own. Then the checkpoint of most steps counts, whichever rank
-    sees it, because the host of rank 0 may be another one than at the start before.
+    sees it, because rank 0 may be on another host than at the start before.
 
     Args:
         comm: the ranks.
@@ -45,15 +45,15 @@ def newest(comm: Comm, folder: Path) -> tuple[Path, str] | None:
 
 
 def fetched(comm: Comm, path: Any, keywords: Collection[str]) -> Saved:
-    """The checkpoint of that name (a collective).
+    """Return the checkpoint of that name (a collective).
 
     Args:
-        comm: all who load it.
+        comm: all ranks that load it.
         path: its folder.
-        keywords: of the objects that are asked for. Files of others are not sent.
+        keywords: keywords of the objects to load. Files of other objects are not sent.
 
     Raises:
-        UsageError: no rank sees it, or ranks see different ones.
+        UsageError: no rank sees the checkpoint, or ranks see different ones.
     """
     path, folder, own_text = agreed(comm, lambda: _seen(path), _READING)
     texts = comm.gather_objects(own_text, _READING)
@@ -108,7 +108,7 @@ def _content(path: Path) -> bytes:
 
 
 def _sent(comm: Comm, seeing: Sequence[int], folder: Path | None, name: str) -> bytes | None:
-    """A file's bytes, on the ranks that do not see it; None on others."""
+    """Return a file's bytes, on the ranks that do not see it; None on others."""
     first = seeing[0]
     missing = [rank for rank in range(comm.size) if rank not in seeing]
 

@@ -1,6 +1,6 @@
-"""Folders that are there whole or not at all, whatever ends the process that writes them.
+"""Folders that exist whole or not at all, whatever ends the process that writes them.
 
-    1  write     into NAME.tmp-HOST-PROCESS-NUMBER beside it; each file is flushed to the disk
+    1  write     into NAME.tmp-HOST-PROCESS-NUMBER next to it; each file is flushed to the disk
     2  flush     the folder itself
     3  rename    to NAME, in one step of the file system; over an older one, both change places
     4  flush     the parent, so that the name lasts
@@ -50,7 +50,7 @@ def as_path(path: Any, call: str) -> Path:
             expected="a text or a pathlib.Path, which is not empty",
             do='give for instance "run"',
         )
-    if "://" in text:  # else a folder of that name would be made here
+    if "://" in text:  # otherwise a folder of that name would be made here
         raise UsageError(
             f"{call} takes the path of a folder on this host",
             got=text[:80],
@@ -73,18 +73,18 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file of that name is in the folder where it is looked for."""
+    """Return whether a file of that name lies in the folder where it is looked for."""
     return bool(name) and name.isprintable() and "/" not in name
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new folder to write into, which gets that name at the end, or that of a link's target.
+    """Yield a new folder to write into. At the end it gets the name, or a link target's.
 
-    If the block fails the folder is removed, and what had the name before stays.
+    If the block fails, the new folder is removed, and an older folder of that name stays.
 
     Raises:
-        UsageError: there is something at that name that is no checkpoint.
+        UsageError: a file or folder that is no checkpoint has that name.
         OSError: the file system refuses.
     """
     path = Path(os.path.realpath(path))
@@ -110,7 +110,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Bring a folder to the disk: what names it has."""
+    """Flush a folder to the disk, with the names in it."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -119,7 +119,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, durably, in the place of an older one."""
+    """Write a small file, durably, and replace an older one."""
     new = _marked(path, _TMP)
     try:
         with open(new, "w", encoding="utf-8") as file:
@@ -140,8 +140,8 @@ def _rename(folder: Path, path: Path) -> None:
     if _changed_places(folder, path):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    # A file system that cannot do it in one step. If the process ends in between, `found` knows
-    # the older one by its name.
+    # Some file systems cannot do it in one step. If the process ends in between, `found` knows the
+    # older folder by its name.
     old = _marked(path, _OLD)
     path.rename(old)
     try:
@@ -162,7 +162,7 @@ def _changed_places(one: Path, other: Path) -> bool:
 
 
 def found(path: Path) -> Path | None:
-    """The checkpoint of that name; None where there is none."""
+    """Return the checkpoint of that name; None if there is none."""
     path = Path(os.path.realpath(path))
     if (path / STATE).is_file():
         return path
@@ -188,7 +188,7 @@ def unreadable(path: Path | str, error: OSError) -> UsageError:
 
 
 def clean(path: Path) -> None:
-    """Remove what a process of this host that has ended left of its work on that name."""
+    """Remove leftovers at that name, if their process ran on this host and has ended."""
     for left in _beside(path, _TMP):
         host, _, rest = left.name.partition(_TMP)[2].rpartition("-")[0].rpartition("-")
         if host == _host() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
@@ -206,7 +206,7 @@ def passing() -> Path:
 
 
 def clean_run(folder: Path, name: str) -> None:
-    """Remove the work of killed jobs from a run's folder, and nothing that Shoal did not make.
+    """Remove the work of killed jobs from a run's folder, but nothing that Shoal did not make.
 
     Args:
         folder: the run's folder, which this process alone writes.
@@ -224,7 +224,7 @@ def gone(path: Path) -> Path:
 
 
 def _beside(path: Path, mark: str) -> Iterator[Path]:
-    """What has that name and a mark behind it."""
+    """Yield the paths next to this one with its name and then a mark."""
     return path.parent.glob(f"{glob.escape(path.name)}{mark}*")
 
 
@@ -238,7 +238,7 @@ def remove(path: Path) -> None:
 
 
 def _marked(path: Path, mark: str) -> Path:
-    """A new name beside, which says whose it is."""
+    """Return a new name next to this one, with its host and process."""
     return path.with_name(f"{path.name}{mark}{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 

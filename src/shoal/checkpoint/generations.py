@@ -4,7 +4,7 @@
                    2  all is copied into files in the host's memory
     a thread       3  ranks tell the sizes of their pieces, and whether all went well
                    4  pieces go to a rank of the next host, in chunks, spread over the time there is
-                   5  hosts compare their checksums with rank 0's: where they differ, rank 0 sends
+                   5  hosts compare their checksums with rank 0's: if they differ, rank 0 sends
                       its own
                    6  ranks tell whether all went well; then each writes its marks
 
@@ -76,7 +76,7 @@ class Kept:
         copied_bytes: bytes that the training thread has copied.
         sent_bytes: bytes that went to the next host.
         copy_s: seconds of the training thread.
-        sent_s: seconds of the thread beside training, from the first piece to the last.
+        sent_s: seconds of the background thread, from the first piece to the last.
         problem: the reason why there is no such generation, with the way out.
     """
 
@@ -90,7 +90,7 @@ class Kept:
 
 @dataclass
 class _OwnPieces:
-    """The pieces that this rank has, and where they come from."""
+    """The pieces that this rank has, and their source tensors."""
 
     entries: list[Entry] = field(default_factory=list)
     sources: dict[str, Tensor] = field(default_factory=dict)
@@ -151,12 +151,12 @@ class Generations:
         self._to = next_to(topology, rank)
         self._sources = [r for r in range(comm.size) if next_to(topology, r) == rank]
         self._files: dict[Path, MappedFile] = {}
-        self.hurries = threading.Event()  # set while somebody waits for the copying to end
+        self.hurries = threading.Event()  # set while a thread waits for the copying to end
 
     def take(self, number: int, snapshot: Snapshot, state: State) -> TakenSnapshot:
         """Copy a snapshot into this host's memory, on the main thread.
 
-        An error is kept, as other ranks must hear of it.
+        An error is kept, because other ranks must hear of it.
         """
         began_s = time.perf_counter()
         generation = Generation(self._run, number, state.step or 0, self._comm.size)
@@ -200,7 +200,7 @@ class Generations:
     def finish(self, taken: TakenSnapshot, within_s: float) -> Kept:
         """Copy the pieces to the next host, and write the marks once all hosts have theirs.
 
-        A collective, on a thread beside training. The result has a problem if some rank has one:
+        A collective, on a background thread. The result has a problem if some rank has one:
         then the generation does not count, and the one before it stays.
 
         Args:
@@ -236,7 +236,7 @@ class Generations:
         return kept
 
     def _told(self, own: tuple[Any, ...], purpose: str, kept: Kept) -> list[tuple[Any, ...]]:
-        """Tell all ranks, and take over a problem of any."""
+        """Tell all ranks this rank's facts, and note a problem of any rank."""
         told = [tuple(each) for each in self._comm.gather_objects(own, purpose)]
         kept.problem = next((each[0] for each in told if each[0]), "")
         return told
@@ -260,7 +260,7 @@ class Generations:
             self.hurries.wait(max(0.0, due_s - time.perf_counter()))
 
     def _compared(self, taken: TakenSnapshot, copies: Mapping[int, MappedFile]) -> dict[str, Any]:
-        """Return the marks that this rank writes, by unit, once all hosts are known to be alike."""
+        """Return the marks that this rank writes, by unit, once all hosts are known to be equal."""
         assert taken.own is not None
         rank = self._comm.rank
         own = {taken.own.path.name: taken.own.checksums()}
@@ -282,7 +282,7 @@ class Generations:
                 )
             marks[unit_of(source)] = copied
         unlike = [r for r, (theirs, _) in enumerate(told) if theirs and theirs != told[0][0]]
-        if unlike:  # every rank finds the same
+        if unlike:  # every rank finds the same list
             text = self._as_rank_0(unlike, text, files, taken)
         if self._is_first:
             crc = tensors.checksum(text.encode())
@@ -368,8 +368,8 @@ class TakenSnapshot:
     """A snapshot in this host's memory, which is not known to all ranks yet.
 
     Args:
-        generation: it.
-        state: all but the tensors.
+        generation: the generation.
+        state: the state without tensors.
         entries: the pieces of this rank.
         own: file of these pieces.
         wholes: files of whole tensors by name, at a host's first rank.
@@ -406,7 +406,7 @@ def _filled(file: MappedFile, sources: Mapping[str, Tensor]) -> MappedFile:
 
 
 def _is_as_marked(copy: MappedFile, mark: PiecesMark) -> bool:
-    """Return whether a file that has come is that which was sent."""
+    """Return whether a received file equals the file that was sent."""
     own = {entry.tensor for entry in mark.entries if entry.tensor}
     checksums = mark.files.get(copy.path.name, {})
     if checksums.keys() != own | {tensors.HEADER}:

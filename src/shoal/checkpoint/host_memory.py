@@ -4,10 +4,10 @@
                               RUN     the run's id, and where its checkpoints are
                               0/ 1/   generations of even and of odd number
 
-DIGEST is made of the run's address and the host's name. The host's first rank locks the folder, and
-removes it at an orderly end. The folder of a dead job is removed by the next job that looks, once
-its run is gone from the disk or an hour has passed.
-Guarded by tests/checkpoint/test_host_memory.py.
+DIGEST is computed from the run's address and the host's name. The host's first rank locks the
+folder, and removes it at an orderly end. The folder of a dead job is removed by the next job that
+looks, once its run is gone from the disk or an hour has passed. Guarded by
+tests/checkpoint/test_host_memory.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.checkpoint.run import RunFolder, id_in
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import open_regular, read_text
 
-DEAD_S = 3600.0  # after which a dead job's generations are removed
+DEAD_S = 3600.0  # seconds after which a dead job's generations are removed
 _RUN, _LOCK = "RUN", "LOCK"
 # a job that looks for leftovers holds the lock for a moment
 _TRIES, _AGAIN_S = 20, 0.1
@@ -40,8 +40,8 @@ class HostMemory:
     """A run's folder in the memory of this host.
 
     Args:
-        root: of the host's memory, as /dev/shm.
-        address: of the run's checkpoints.
+        root: root of the host's memory, for instance /dev/shm.
+        address: address of the run's checkpoints.
         host: name of this host.
     """
 
@@ -60,7 +60,7 @@ class HostMemory:
         return [self.slot(0), self.slot(1)]
 
     def lock(self) -> None:
-        """Make the folder, and keep other jobs from it as long as this process lives.
+        """Make the folder, and keep other jobs from it while this process lives.
 
         Raises:
             UsageError: another job has it, or this process may not write there.
@@ -97,7 +97,7 @@ class HostMemory:
         write_text(self.folder / _RUN, f"{run}\n{address}\n")
 
     def unlock(self, *, ended: bool) -> None:
-        """Give the folder back, and remove it where the job has `ended` in order."""
+        """Give the folder back, and remove it if the job has `ended` in order."""
         if self._lock is None:
             return
         if ended:
@@ -106,7 +106,7 @@ class HostMemory:
         self._lock = None
 
     def remove_leftovers(self) -> list[Path]:
-        """Remove and return the folders of dead jobs of this user that nobody will go on with."""
+        """Remove and return folders of this user's dead jobs that no run will go on with."""
         gone = []
         for folder in self._others():
             with _unlocked(folder) as is_free:
@@ -145,7 +145,7 @@ def _unlocked(folder: Path) -> Iterator[bool]:
 
 
 def _is_left(folder: Path) -> bool:
-    """Return whether nobody will go on from a folder that no job holds."""
+    """Return whether no run will go on from a folder that no job holds."""
     try:
         times = [folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.rglob("*"))]
         if time.time() - max(times) > DEAD_S:

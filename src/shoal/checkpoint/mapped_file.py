@@ -3,7 +3,7 @@
     first time     room is reserved, so that a full /dev/shm is an error and no signal; header
     each time      copies go straight into the tensors of the file
 
-So a snapshot costs one copy, and no memory beside the file. Guarded by
+So a snapshot costs one copy, and no memory apart from the file. Guarded by
 tests/checkpoint/test_mapped_file.py.
 """
 
@@ -25,10 +25,10 @@ from shoal.checkpoint.tensors import Checksums, TensorForm
 
 @final
 class MappedFile:
-    """A file that this process has in its memory.
+    """A file that this process has mapped into its memory.
 
     Args:
-        path: of the file. It need not be there yet.
+        path: path of the file. It need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class MappedFile:
         self._views: dict[str, Tensor] = {}
 
     def laid_out(self, forms: Mapping[str, TensorForm]) -> dict[str, Tensor]:
-        """Return the tensors of the file, by name; they have any numbers.
+        """Return the tensors of the file, by name. Their numbers may be anything.
 
         Raises:
             OSError: there is no room.
@@ -58,7 +58,7 @@ class MappedFile:
         return self._views
 
     def reserve(self, size: int) -> None:
-        """Have `memory` of that many bytes, in a file of that size.
+        """Map `memory` of that many bytes, in a file of that size.
 
         Raises:
             OSError: there is no room.
@@ -105,7 +105,7 @@ class MappedFile:
         return found == checksums
 
     def _is_there(self) -> bool:
-        """Return whether the file still has its name: somebody may have removed it."""
+        """Return whether the file still has its name: another process may have removed it."""
         try:
             return os.stat(self.path).st_size == len(self.memory)
         except OSError:

@@ -1,11 +1,11 @@
-"""Marks: small files that say which generation the files beside them belong to.
+"""Marks: small files that name the generation of the files next to them.
 
-    rank-3.json    beside rank-3.safetensors: the pieces that rank 3 has of tensors and states
-    whole.json     beside state.json and the files of whole tensors
+    rank-3.json    for rank-3.safetensors: the pieces that rank 3 has of tensors and states
+    whole.json     for state.json and the files of whole tensors
 
 A generation is a snapshot of all ranks at one step. Its marks are written last, once all ranks have
-agreed that every host has its files. They are removed before a file is written again. So a mark
-that is there is true. Guarded by tests/checkpoint/test_marks.py.
+agreed that every host has its files. They are removed before a file is written again. So an
+existing mark is true. Guarded by tests/checkpoint/test_marks.py.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Entry:
     Args:
         keyword: the object that it belongs to.
         name: the tensor in the file of that object; "" for a value that `keys` lead to.
-        keys: lead to the value, within the object.
-        tensor: its name in the file of pieces; "" for plain data.
+        keys: keys that lead to the value, within the object.
+        tensor: the tensor's name in the file of pieces; "" for plain data.
         extent: its place in the whole tensor, if it is a piece.
         value: plain data, as checkpoint/tree.py encodes it.
     """
@@ -80,7 +80,7 @@ class WholeMark:
     """Mark of a host's whole tensors and of its state.json.
 
     Args:
-        generation: it.
+        generation: the generation.
         text_crc: checksum of state.json.
         files: names of the files of tensors.
     """
@@ -103,7 +103,7 @@ def text_of(mark: PiecesMark | WholeMark) -> str:
 
 
 def parsed_mark(kind: type[T], text: bytes) -> T | None:
-    """Return the mark that a text is; None if it is none of that kind."""
+    """Return the mark in a text; None if the text holds no mark of that kind."""
     try:
         document = json.loads(text)
         content = document["mark"]

@@ -1,12 +1,11 @@
-"""Tensors of which each rank has a part, on their way to those who write them, beside training.
+"""MiB a message. Guarded by tests/checkpoint/test_parts.py.
 
     every rank     posts a chunk of its part to each writer
     a writer       receives a chunk from every other rank; the first one then rests
     … until the parts are whole
 
 All ranks go through the same tensors in the same order. The first writer rests three times as long
-as the chunks took, so what training sends has most of the link. Cost: each part crosses once to
-each writer, 1 MiB a message. Guarded by tests/checkpoint/test_parts.py.
+as the chunks took, so training keeps most of the link. Cost: each part crosses once to each writer,
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from shoal.contracts.comm import Comm
 from shoal.tensors.cut import SpreadCut
 
 CHUNK_BYTES = 1 << 20
-_REST = 3.0  # of the time that is spent on receiving
+_REST = 3.0  # rest, as a multiple of the time that receiving took
 
 
 @dataclass(frozen=True, eq=False)
 class Spread:
     """A tensor of which every rank has a part."""
 
-    part: Tensor  # this rank's
+    part: Tensor  # this rank's part
     cut: SpreadCut
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """The shape of the whole."""
         return self.cut.like.shape
 
 
@@ -45,16 +44,16 @@ class Bringing:
     """Brings parts to their writers, one tensor after the other.
 
     Args:
-        comm: a channel of its own.
-        writers: their ranks.
-        spreads: in the order in which all ranks go through them. Parts are contiguous.
+        comm: a channel for this alone.
+        writers: the ranks that write.
+        spreads: tensors in the order in which all ranks go through them. Parts are contiguous.
     """
 
     def __init__(self, comm: Comm, writers: Sequence[int], spreads: Sequence[Spread]) -> None:
         self._comm, self._writers, self._left = comm, writers, list(spreads)
 
     def next(self) -> Tensor | None:
-        """Bring the next tensor; the whole of it where this rank writes."""
+        """Bring the next tensor. Return the whole of it if this rank writes."""
         comm, spread = self._comm, self._left.pop(0)
         sizes = [spread.part.element_size() * numel for numel in spread.cut.numels()]
         own = bytes_of(spread.part)
@@ -74,7 +73,8 @@ class Bringing:
                 ]
             for operation in pending:
                 operation.wait()
-            if comm.rank == self._writers[0]:  # the others wait for its next chunk
+            # other writers wait for the next chunk of the first one
+            if comm.rank == self._writers[0]:
                 time.sleep(_REST * (time.perf_counter() - began_s))
         if not writes:
             return None
@@ -82,6 +82,6 @@ class Bringing:
         return spread.cut.joined([parts[rank].view(dtype) for rank in range(comm.size)])
 
     def rest(self) -> None:
-        """Let the other ranks finish, where what is left cannot be written."""
+        """Let the other ranks finish, if the remaining tensors cannot be written."""
         while self._left:
             self.next()

@@ -1,4 +1,4 @@
-"""The random state of a process: what the next draws of torch, Python and numpy depend on."""
+"""The random state of a process, on which the next draws of torch, Python and numpy depend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DERIVED = 2**63 - 25
 
 
 def drawn() -> dict[str, Any]:
-    """The state of all generators that a script draws from unless it makes its own."""
+    """Return the state of all generators that a script draws from unless it makes its own."""
     version, words, gauss = random.getstate()  # save 9
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
@@ -29,13 +29,13 @@ def drawn() -> dict[str, Any]:
 
 
 def restore(states: Sequence[Any], rank: int, size: int) -> None:
-    """Go on drawing where those who saved left off.
+    """Restore random states, so that draws go on from the saved point.
 
     Args:
-        states: of all that trained, in their order; one where all had the same.
-        rank: of this process.
-        size: how many train now. If that is another number than before, the states are other ones,
-            which follow from those.
+        states: states of all ranks that trained, in their order; one if all had the same.
+        rank: rank of this process.
+        size: number of ranks that train now. If the number has changed, ranks get new states, which
+            follow from the saved ones.
     """
     if len(states) == 1 or len(states) == size:
         _put(states[rank % len(states)])
@@ -86,7 +86,7 @@ def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states are the same."""
+    """Return whether two states are the same."""
     if one.keys() != other.keys():
         return False
     return all(_same(one[name], other[name]) for name in one)

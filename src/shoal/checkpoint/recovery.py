@@ -2,7 +2,7 @@
 
     1  each host's first rank looks at the marks of its two slots, and names them
     2  the newest generation of this run is taken of which, together, hosts have everything
-    3  it is read and its checksums are compared; else the one before it is tried
+    3  it is read and its checksums are compared; if they differ, the one before is tried
     4  hosts are sent the units that they do not have, once a host
     5  pieces are put together, whole tensors join them, and all is a checkpoint as any
 
@@ -50,11 +50,11 @@ _SENDING = "shoal.Checkpoints: bringing a snapshot in memory"
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest complete generation, and which ranks have which units of it.
+    """The newest complete generation, and the ranks that have each unit of it.
 
     Args:
-        generation: it.
-        holders: by unit, the first ranks of the hosts that have it.
+        generation: the generation.
+        holders: the first ranks of the hosts that have each unit, by its name.
     """
 
     generation: Generation
@@ -129,7 +129,7 @@ class Recovery:
         return found
 
     def saved(self, newest: Newest) -> Saved:
-        """Return the generation as a checkpoint, brought to where it is not (a collective)."""
+        """Return the generation as a checkpoint, sent to hosts that lack it (a collective)."""
         comm, folder = self._comm, self._memory.slot(newest.generation.number)
         files: dict[str, bytes] = {}
         for number, unit in enumerate(sorted(newest.holders)):
@@ -152,7 +152,7 @@ class Recovery:
         return Saved(folder, parsed(files[STATE], str(folder)), files, pieces)
 
     def _brought(self, path: Path, source: int, holders: Sequence[int]) -> bytes:
-        """Return a file's bytes: read where it is, else received, once for each host."""
+        """Return a file's bytes: read from the file, or received once for each host."""
         comm, topology = self._comm, self._comm.topology
         with_it = {topology.hosts[rank] for rank in holders}
         host = topology.hosts[comm.rank]
@@ -208,7 +208,7 @@ def _names(folder: Path, unit: str) -> list[str]:
 
 
 def _is_sound(folder: Path, unit: str) -> bool:
-    """Return whether all files of a unit have the checksums that its mark says."""
+    """Return whether all files of a unit have the checksums in its mark."""
     try:
         if unit == WHOLE:
             return _is_sound_whole(folder)
@@ -234,7 +234,7 @@ def _is_sound_whole(folder: Path) -> bool:
 
 @final
 class JoinedPieces:
-    """The pieces of all ranks, put together.
+    """The joined pieces of all ranks.
 
     Tensors are kept by file and name, states by keyword and keys.
     """
@@ -247,7 +247,7 @@ class JoinedPieces:
         """Add one rank's piece or value.
 
         Raises:
-            ValueError: it does not fit the others.
+            ValueError: the piece does not fit the others.
         """
         tensor = values[entry.tensor] if entry.tensor else None
         state = entry.keyword, entry.keys

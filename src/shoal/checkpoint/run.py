@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints by step, the last of which LATEST names, and its lock.
+"""The folder of a run: its checkpoints by step, LATEST, which names the last one, and its lock.
 
     FOLDER/step-00000120/    a checkpoint
     FOLDER/LATEST            the name of the newest
@@ -43,12 +43,12 @@ _ID_FORM = re.compile(r"run ([0-9a-f]{32})\n")
 
 
 def name_of(step: int) -> str:
-    """What the checkpoint behind that many steps is called."""
+    """Return the name of a checkpoint after that many steps."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The number of steps, where it is such a name."""
+    """Return the number of steps in a checkpoint's name; None if it is no such name."""
     matched = _NAME.fullmatch(name)
     return int(matched[1]) if matched else None
 
@@ -74,9 +74,9 @@ class RunFolder:
         self._lock: BinaryIO | None = None
 
     def newest(self) -> str | None:
-        """The name of the newest checkpoint that is complete; None where there is none.
+        """Return the name of the newest complete checkpoint; None if there is none.
 
-        LATEST names it. If that is gone, or not readable, it is the one of most steps.
+        LATEST names it. If that file is gone, or not readable, it is the checkpoint of most steps.
         """
         complete, latest = self._complete(), ""
         with contextlib.suppress(OSError, ValueError), open_regular(self.folder / LATEST) as file:
@@ -88,7 +88,7 @@ class RunFolder:
         return str(self.folder / name)
 
     def read_id(self) -> str:
-        """Return the run's own id; "" if it has none. It is gone with the folder."""
+        """Return the run's own id; "" if it has none. The id goes with the folder."""
         return id_in(self.folder)
 
     def write_id(self, run: str) -> None:
@@ -101,7 +101,7 @@ class RunFolder:
         write_text(self.folder / _ID, f"run {run}\n")
 
     def has_gone_back(self) -> bool:
-        """Return whether somebody has let LATEST name an earlier checkpoint than the last."""
+        """Return whether a user has made LATEST name an earlier checkpoint than the last."""
         return _is_earlier(self.newest(), self._complete())
 
     def bring(self) -> None:
@@ -119,19 +119,20 @@ class RunFolder:
     def put_latest(self, name: str, keep: int) -> None:
         """Let LATEST name a checkpoint, and remove others, so that `keep` are left.
 
-        Checkpoints of more steps go first: the run has left them, as it went back to an earlier
-        one. Then those of fewest steps go. No clock has a say, as it may have been set.
+        Checkpoints of more steps go first: the run has left them behind, because it went back to an
+        earlier one. Then checkpoints of fewest steps go. No clock decides, because clocks may be
+        set.
         """
         write_text(self.folder / LATEST, f"{name}\n")
         for other in left_over(self._complete(), name, keep):
-            # first a name under which nobody looks, as removing takes a while
+            # rename it first, because removing takes a while
             path = self.folder / other
             with contextlib.suppress(OSError):
                 path.rename(gone(path))
             remove(gone(path))
 
     def lock(self) -> None:
-        """Keep other jobs from writing here, as long as this process lives.
+        """Keep other jobs from writing here, while this process lives.
 
         Raises:
             UsageError: another job does, or this process may not.
@@ -166,7 +167,7 @@ class RunFolder:
                 do="give this job a folder of its own",
             )
         self._lock = lock
-        with contextlib.suppress(OSError):  # a full disk; the text is for people only
+        with contextlib.suppress(OSError):  # the disk may be full; the text is for people only
             os.ftruncate(lock.fileno(), 0)
             of_crew = " of job {} crew {}".format(*own) if (own := crew()) else ""
             who = f"{os.getpid()} on {socket.gethostname()}{of_crew}\n"
@@ -175,10 +176,10 @@ class RunFolder:
         clean_run(self.folder, _NAME.pattern)
 
     def _held(self, lock: BinaryIO) -> bytes | None:
-        """Take the kernel's lock, and return the text that its last holder wrote.
+        """Take the kernel's lock, and return the text of its last holder.
 
         None means that an earlier crew of this very job has it: its host is stopped, or away. When
-        that goes on, `lock_again` finds that its lock was removed, and is refused.
+        that host goes on, its `lock_again` finds that the lock was removed, and is refused.
         """
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,7 +198,7 @@ class RunFolder:
         return lock.read(200)
 
     def lock_again(self) -> None:
-        """Lock the folder anew if it was removed meanwhile, and the lock with it."""
+        """Lock the folder again, if it was removed meanwhile, and its lock with it."""
         if self._lock is not None and not os.fstat(self._lock.fileno()).st_nlink:
             removed = self._lock
             self.lock()
@@ -212,10 +213,10 @@ class RunFolder:
 
 @final
 class StoredRun(RunFolder):
-    """A run in a store. Its folder on this host has a checkpoint on its way there, or from there.
+    """A run in a store. Its folder on this host holds a checkpoint on its way.
 
     Args:
-        store: the run's folder in the store. Nobody locks it.
+        store: the run's folder in the store. It is not locked.
     """
 
     def __init__(self, store: Store) -> None:
@@ -299,7 +300,7 @@ class StoredRun(RunFolder):
 
 
 def _is_of_earlier_crew(holder: str) -> bool:
-    """Whether an earlier crew of this process's job wrote that into a lock."""
+    """Return whether an earlier crew of this process's job wrote this text into a lock."""
     found, own = re.search(r" of job (\S+) crew ([0-9]{1,9})$", holder), crew()
     return bool(found and own and found[1] == own[0] and int(found[2]) < own[1])
 

@@ -1,8 +1,8 @@
-"""A snapshot: what is to be written, as it was at one moment, and what was read.
+"""A snapshot: the values to write, as they were at one moment, and the values that were read.
 
 It has plain data as JSON, and tensors by file and name. For `shoal.Checkpoints` it copies tensors
-into memory that is used again, because training goes on meanwhile. For `shoal.save` it takes them
-as they are, because nothing changes until the call returns.
+into memory that is used again, because training goes on meanwhile. For `shoal.save` it takes the
+tensors themselves, because nothing changes until the call returns.
 Guarded by tests/checkpoint/test_parts.py and tests/front/test_saving.py.
 """
 
@@ -31,13 +31,13 @@ SUFFIX = ".safetensors"
 
 @final
 class Copies:
-    """Copies of tensors, in memory that is kept from one snapshot to the next."""
+    """Copies of tensors, in memory that is used again for each snapshot."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Tensor] = {}
 
     def copied(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU, which stands until the same name comes again."""
+        """Return a copy on the CPU, which lasts until the same name comes again."""
         kept = self._kept.get((file, name))
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -47,23 +47,23 @@ class Copies:
 
 @dataclass
 class Snapshot:
-    """What is to be written.
+    """The values to write.
 
     Args:
-        copies: where to; None takes tensors as they are, which then must not change.
-        keeps: whether this process writes; else tensors are let go.
+        copies: memory for copies; None takes the tensors themselves, which then must not change.
+        keeps: whether this process writes. If not, tensors are dropped.
     """
 
     copies: Copies | None = None
     keeps: bool = True
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # by file and name
+    spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # tensors by file and name
     # values of optimizers' states that this rank owns, with the keys that lead to them
     owned: list[tuple[Keys, Owned]] = field(default_factory=list)
     forms: dict[str, dict[str, tensors.TensorForm]] = field(default_factory=dict)
 
     def encoded(self, file: str, value: Any, strip: str = "") -> Any:
-        """A value as JSON; its tensors go into the file of that name, `strip` not in their names.
+        """Return a value as JSON. Its tensors go into that file, under names without `strip`.
 
         Raises:
             UsageError: something in it is not plain data.
@@ -72,7 +72,7 @@ class Snapshot:
         return encoded(value, partial(self._take, file, strip), (file,))  # save 7
 
     def _without_owned(self, value: Any, path: Keys) -> Any:
-        """Take out the values that this rank owns, as other ranks know nothing of them."""
+        """Take out the values that this rank owns, because other ranks know nothing of them."""
         if type(value) is list:
             return [self._without_owned(v, (*path, str(i))) for i, v in enumerate(value)]
         if type(value) is not dict:
@@ -108,15 +108,16 @@ class Snapshot:
         return name
 
     def write(self, path: Path, state: State, bringing: Bringing | None = None) -> None:
-        """Write it all into a folder of that name, whole or not at all, where this process does.
+        """Write everything into a folder of that name, whole or not at all, if this process writes.
 
         Args:
-            path: of the folder.
-            state: all but the tensors.
-            bringing: of `in_order()`, where there are any; then a collective.
+            path: path of the folder.
+            state: the state without tensors.
+            bringing: brings the tensors of `in_order()`, if there are any. Then the call is a
+                collective.
 
         Raises:
-            UsageError: there is something else at that name.
+            UsageError: another file or folder has that name.
             OSError: the file system refuses.
         """
         try:
@@ -127,7 +128,7 @@ class Snapshot:
                 bringing.rest()
 
     def in_order(self) -> list[Spread]:
-        """What ranks have parts of, in the order in which it is written."""
+        """List the tensors with a part on each rank, in the order of writing."""
         return [
             self.spreads[file, name]
             for file, forms in self.forms.items()
@@ -164,13 +165,13 @@ class Pieced(Protocol):
 
 @final
 class Saved:
-    """A checkpoint that is read: each file once, when something in it is asked for.
+    """A checkpoint that is read: each file once, at the first use of its contents.
 
     Args:
-        folder: where it is, or was on the rank that sent it.
-        state: what its state.json holds.
-        sent: the bytes of files that this rank was sent.
-        pieces: tensors and states that ranks had pieces of, if there are any.
+        folder: its folder, on this host or on the rank that sent it.
+        state: the contents of its state.json.
+        sent: the bytes of files that this rank has received.
+        pieces: joined tensors and states, if ranks had pieces of any.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Saved:
         self._read: dict[str, dict[str, Tensor]] = {}
 
     def value(self, keyword: str) -> Any:
-        """What was saved under a keyword.
+        """Return the value that was saved under a keyword.
 
         Raises:
             UsageError: a file is corrupted.
@@ -194,7 +195,7 @@ class Saved:
         return value if self._pieces is None else self._pieces.put_into(keyword, value)
 
     def decoded(self, file: str, form: Any) -> Any:
-        """The value of a form whose tensors are in that file.
+        """Return the value of a form with tensors in that file.
 
         Raises:
             UsageError: the file or the form is corrupted.
@@ -207,7 +208,7 @@ class Saved:
             raise self.corrupted(f"{file}: {error}") from error
 
     def corrupted(self, got: str) -> UsageError:
-        """Return the error about a state.json in which something is wrong."""
+        """Return the error about a faulty state.json."""
         return corrupted(str(self.folder), got)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:

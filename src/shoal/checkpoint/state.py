@@ -1,13 +1,13 @@
-"""state.json: all of a checkpoint but the elements of its tensors.
+"""state.json: everything in a checkpoint except the elements of its tensors.
 
-    format, version    of the checkpoint, whatever else changes
+    format, version    of the checkpoint, in every version
     crc32              of `state`, written as JSON without spaces
     state              objects · random · models · features · step · files · written_by
 
 Version 2 has states of features. Version 1 is written if no feature keeps any, so that earlier
 releases read it. They wrote version 1 with `residuals` and `outer`, which `before_features` maps.
-`random` is a list in the order of the ranks. All else is whole and the same for any number of them.
-Guarded by tests/front/test_saving.py.
+`random` is a list in the order of the ranks. All other values are whole, and the same for any
+number of ranks. Guarded by tests/front/test_saving.py.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ FORMAT, VERSION = "shoal checkpoint", 2
 
 @dataclass(frozen=True)
 class State:
-    """What state.json holds. Values are as checkpoint/tree.py encodes them."""
+    """The contents of state.json. Values are as checkpoint/tree.py encodes them."""
 
-    objects: dict[str, Any]  # by the keyword that they were saved under
-    random: Any = None  # of those who trained, in their order; one where all have the same
-    # that were parallelised, by keyword: ranks, usual_rows, plan
+    objects: dict[str, Any]  # states by the keyword of each object
+    # states of the ranks that trained, in their order; one if all ranks have the same
+    random: Any = None
+    # parallelised models, by keyword: ranks, usual_rows, plan
     models: dict[str, Any] = field(default_factory=dict)
-    features: Any = None  # by the feature's name, then by the way to a model
-    residuals: dict[str, Any] = field(default_factory=dict)  # as version 1 has them
-    outer: dict[str, Any] = field(default_factory=dict)  # likewise
-    step: int | None = None  # of who counts them
+    features: Any = None  # states by the feature's name, then by the way to a model
+    # losses of codecs in the form of version 1
+    residuals: dict[str, Any] = field(default_factory=dict)
+    # states of outer rules in the form of version 1
+    outer: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None  # number of steps, if the caller counts them
     files: dict[str, Checksums] = field(default_factory=dict)
-    # optimizers' and schedulers', by the way to them; earlier releases do not say it
+    # classes of optimizers and schedulers, by the way to them; earlier releases lack them
     classes: dict[str, str] = field(default_factory=dict)
-    written_by: dict[str, str] = field(default_factory=dict)  # versions
+    written_by: dict[str, str] = field(default_factory=dict)  # versions of the software
 
     def text(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         state = asdict(self)
         document = {
             "format": FORMAT,
@@ -64,14 +67,14 @@ def _packed(state: Any) -> bytes:
 
 
 def parsed(text: bytes, where: str) -> State:
-    """What the text of a state.json holds.
+    """Return the contents of a state.json from its text.
 
     Args:
-        text: all of it.
-        where: it is from, for messages.
+        text: the whole text.
+        where: the checkpoint, for messages.
 
     Raises:
-        UsageError: it is none, is corrupted, or of a newer format.
+        UsageError: the text is no state.json, is corrupted, or has a newer format.
     """
     try:
         document = json.loads(text, object_pairs_hook=unique)
@@ -101,10 +104,10 @@ def parsed(text: bytes, where: str) -> State:
 def before_features(
     models: Mapping[str, Any], owed: Mapping[str, Any], outer: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """What version 1 kept, as features keep it: by their names, then by the way to a model.
+    """Convert states of version 1 to the features' form: by name, then by the way to a model.
 
     Args:
-        models: that were parallelised.
+        models: models that were parallelised.
         owed: residuals of codecs.
         outer: states of outer rules and sums of periods, by parameter.
     """
@@ -120,14 +123,14 @@ def before_features(
         if is_local:
             found.setdefault("local_steps", {})[path] = {
                 "outer": {name: states[name] for name in states if name not in kept},
-                # without a word of it all exact steps have been made
+                # without a count all exact steps have been made
                 "warmup_steps": known.get("warmup_steps"),
             }
     return found
 
 
 def corrupted(where: str, got: str) -> UsageError:
-    """Return the error about a state.json that Shoal has not written so.
+    """Return the error about a state.json that Shoal has not written in this form.
 
     Args:
         where: the checkpoint.

@@ -1,6 +1,6 @@
-"""The form of state.json, checked before anything is made of it.
+"""The form of state.json, checked before any value is used.
 
-Anybody can compute a checksum, so a right one shows only that the disk is sound. Values of objects
+Anyone can compute a checksum, so a right one shows only that the disk is sound. Values of objects
 are as checkpoint/tree.py decodes them. Guarded by tests/checkpoint/test_state_form.py.
 """
 

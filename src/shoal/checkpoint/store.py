@@ -1,12 +1,12 @@
 """Checkpoints in a store that fsspec reaches, as "s3://bucket/run", "hdfs://…" and "memory://…".
 
     write    into a folder of this host, as any checkpoint             (folder.py)
-    put      its files, and state.json as the last: without that marker it is no checkpoint
+    put      its files, and state.json last: without this marker it is no checkpoint
     replace  an older one of the same name: its marker goes first, then its files
-    get      into a folder of rank 0's host; the other ranks are sent it
+    get      into a folder of rank 0's host, which sends it to the other ranks
 
 A store has no rename, so a checkpoint of a name is gone while it is replaced. A run's checkpoints
-have names of their own. Nobody locks a store. Guarded by tests/checkpoint/test_store.py.
+have names of their own. A store is not locked. Guarded by tests/checkpoint/test_store.py.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Store:
             return str(system.cat_file(path).decode()) if system.exists(path) else ""
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file, in the place of an older one."""
+        """Write a small file, and replace an older one."""
         with _as_os_errors():
             self._opened[0].pipe_file(self._path(name), text.encode())
 
@@ -182,7 +182,7 @@ def writable_where(where: str) -> str:
 
 @contextmanager
 def writable(place: Path | Store) -> Iterator[Path]:
-    """Yield a folder to write a checkpoint of that place into; put it there at the end."""
+    """Yield a folder to write a checkpoint of that place into; put it into its place at the end."""
     if isinstance(place, Path):
         yield place
         return
@@ -225,7 +225,7 @@ def readable(comm: Comm, place: Any) -> Iterator[Any]:
 
 @contextmanager
 def own_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder that this user alone may read, and remove it in the end."""
+    """Make a folder that this user alone may read, and remove it at the end."""
     folder.mkdir(mode=0o700)
     try:
         yield folder
@@ -235,7 +235,7 @@ def own_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise every error of a store as an OSError: each package has classes of its own."""
+    """Raise every error of a store as an OSError: each package has its own classes."""
     try:
         yield
     except OSError:

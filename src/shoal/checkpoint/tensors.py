@@ -2,10 +2,10 @@
 
     8 bytes: length of the header │ header, JSON │ elements of the first tensor │ of the second │ …
 
-The library's own writer wants all tensors at once, in memory of their own. This one takes one after
-the other, and finds each one's checksum (CRC-32) as it goes by. Reading is the library's. Costs a
-pass over memory, and no lock of Python's is held.
-Format: https://huggingface.co/docs/safetensors. Guarded by tests/checkpoint/test_tensors.py.
+The library's own writer needs all tensors at once, in memory of their own. This writer takes one
+after the other, and computes each one's checksum (CRC-32) as it writes. The library reads files.
+The cost is a pass over memory, without Python's lock. Format:
+https://huggingface.co/docs/safetensors. Guarded by tests/checkpoint/test_tensors.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.checkpoint.folder import unreadable
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import open_regular
 
-HEADER = ""  # the name that a header's checksum has
+HEADER = ""  # name of the header's checksum
 CHUNK_BYTES = 4 << 20
 _CHANGED = "another checksum than that of what was written"
 _MOST_HEADER_BYTES = 1 << 30
@@ -48,12 +48,12 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-Checksums = dict[str, str]  # of each tensor, and of the header
+Checksums = dict[str, str]  # checksums of each tensor, and of the header
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Type and shape of a tensor, as a file states them."""
+    """The type and shape of a tensor, as a file states them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,10 +65,10 @@ class TensorForm:
 
 
 def form_of(name: str, tensor: Tensor) -> TensorForm:
-    """The form of a tensor.
+    """Return the form of a tensor.
 
     Raises:
-        UsageError: safetensors knows no such tensors.
+        UsageError: safetensors cannot store such tensors.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         raise UsageError(
@@ -87,11 +87,11 @@ def write(
 
     Args:
         path: a new file.
-        forms: of each tensor.
-        tensor: gives the tensor of a name; asked once each, in the order of the file.
+        forms: forms of the tensors by name.
+        tensor: returns the tensor of a name. It is called once for each, in the order of the file.
 
     Returns:
-        The checksums.
+        The checksums by name.
     """
     names = ordered(forms)
     begin_of_file = header(forms)
@@ -111,7 +111,7 @@ def write(
 
 
 def ordered(forms: Mapping[str, TensorForm]) -> list[str]:
-    """The names in the order of the file: large types first, so that all are aligned."""
+    """Return the names in the order of the file: large types first, so that all are aligned."""
     return sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
 
 
@@ -130,31 +130,32 @@ def header(forms: Mapping[str, TensorForm]) -> bytes:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor, in row-major order."""
+    """Return the elements of a tensor, in row-major order."""
     elements: Any = bytes_of(tensor.cpu().contiguous()).numpy()
     return memoryview(elements)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements of a contiguous tensor, as a view of bytes."""
+    """Return the elements of a contiguous tensor, as a view of bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def checksum(memory: bytes | memoryview) -> str:
-    """CRC-32, in hexadecimal."""
+    """Return the CRC-32 in hexadecimal."""
     return f"{zlib.crc32(memory):08x}"
 
 
 def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict[str, Tensor]:
-    """All tensors of a file, on the CPU, checked.
+    """Read all tensors of a file to the CPU, and check them.
 
     Args:
         path: the file.
-        checksums: what they were when it was written.
-        content: its bytes, where they were sent.
+        checksums: the checksums from the time of writing.
+        content: the bytes of the file, if another rank sent them.
 
     Raises:
-        UsageError: it is not what was written, or cannot be read. It names the tensor.
+        UsageError: the file has changed since it was written, or cannot be read. The error names
+            the tensor.
     """
     try:
         first = _read_header(path) if content is None else content[: _header_bytes(content[:8])]

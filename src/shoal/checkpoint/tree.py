@@ -1,12 +1,12 @@
-"""Plain data as JSON, with tensors beside it: what state.json has of each object.
+"""Plain data as JSON, with tensors in a file: the form of each object in state.json.
 
-    None, booleans, whole numbers, text, finite numbers    as they are
-    lists, and dicts whose keys are text                   as they are
-    all else that is known                                 {"$": its kind, …}
+    None, booleans, whole numbers, text, finite numbers    unchanged
+    lists, and dicts with text as keys                     unchanged
+    other known values                                     {"$": its kind, …}
     a tensor                                               {"$": "tensor", "name": in its file}
 
-No pickle: whoever reads a checkpoint runs nothing of its writer's. What is unknown is refused, with
-the way to it. Guarded by tests/checkpoint/test_tree.py.
+There is no pickle: a reader of a checkpoint runs no code of its writer. Unknown values are refused,
+with the way to them. Guarded by tests/checkpoint/test_tree.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ KIND = "$"
 MOST_KEYS = 200  # the reader calls itself once for each key on the way to a value
 _MOST_BITS = 8192  # longest whole number; Python reads no text of 4,300 digits or more
 Path = tuple[str, ...]
-Take = Callable[[Path, Any], str]  # keeps a tensor that is at a place; its name
-Give = Callable[[str], Tensor]  # the tensor of a name
+Take = Callable[[Path, Any], str]  # keeps a tensor at a place, and returns its name
+Give = Callable[[str], Tensor]  # returns the tensor of a name
 
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
 _LISTS: dict[str, type] = {
@@ -43,16 +43,16 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": Counter,
-    "defaultdict": dict,  # what makes its missing values is code
+    "defaultdict": dict,  # code makes its missing values, and no code is saved
 }
 
 
 def encoded(value: Any, take: Take, path: Path = ()) -> Any:
-    """A value as JSON knows it.
+    """Encode a value as JSON can hold it.
 
     Args:
         value: plain data and tensors.
-        take: is given each tensor with its place, and names it.
+        take: keeps each tensor with its place, and returns its name.
         path: the keys that lead to the value.
 
     Raises:
@@ -145,7 +145,7 @@ def unsaved(path: Path, got: str = "", expected: str = "") -> UsageError:
 
 
 def _versions(value: Any) -> dict[str, int]:
-    """Versions of the modules of a state_dict, but for those that are 1."""
+    """Return the versions of a state_dict's modules, without the ones that are 1."""
     found = {name: facts.get("version") for name, facts in _metadata(value).items()}
     return {name: version for name, version in found.items() if version not in (None, 1)}
 
@@ -156,14 +156,14 @@ def _metadata(value: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def decoded(form: Any, give: Give) -> Any:
-    """The value that was encoded.
+    """Decode a value from its form.
 
     Args:
-        form: what JSON has of it.
-        give: the tensor of a name.
+        form: the JSON form.
+        give: returns the tensor of a name.
 
     Raises:
-        ValueError: this is no such form.
+        ValueError: the form is none of a value.
     """
     try:
         return _decoded(form, give)

@@ -1,1 +1,1 @@
-"""How values travel in fewer bytes: one file a codec, and what has an exchange carry its codes."""
+"""Codecs, which send values in fewer bytes, one a file, and exchanges that carry codes."""

@@ -1,7 +1,7 @@
 """Values as bfloat16: half of the bytes, the range of float32, 8 bits of precision.
 
-Float64 has larger values. They go as the largest there is, and the rest of them with the next
-ones. Values of float32 are not looked at. They fit, but for the last 0.2 % below its largest.
+Float64 has larger values. They go as the largest bfloat16, and their rest goes with the next
+values. Values of float32 are not checked. They fit, except the last 0.2 % below its largest.
 
 Reference: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019.
 """

@@ -13,7 +13,7 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import check_whole
 
 _MOST_BLOCK = 1 << 16
-_MOST = MOST * (1 - 1e-6)  # all steps together are less than MOST, however they are rounded
+_MOST = MOST * (1 - 1e-6)  # the sum of all steps stays below MOST, however it is rounded
 
 
 def check_block(rule: str, block: Any, multiple: int, *, do: str) -> None:
@@ -24,23 +24,23 @@ def check_block(rule: str, block: Any, multiple: int, *, do: str) -> None:
 
 
 def in_blocks(values: Tensor, block: int) -> Tensor:
-    """Values as rows of a block each, with zeros behind the last; a view where none are needed."""
+    """Return values as rows, a block each, with zeros at the end; a view if none are needed."""
     short = -len(values) % block
     return (pad(values, (0, short)) if short else values).view(-1, block)
 
 
 def largest(rows: Tensor) -> Tensor:
-    """The largest absolute value of each row, a column; NaN where there is one.
+    """Return the largest absolute value of each row, as a column; NaN if a row has one.
 
-    Two reductions without a copy take less than the absolute values' one.
+    Two reductions without a copy are faster than a reduction of absolute values.
     """
     return torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_())
 
 
 def scales(rows: Tensor, steps: int) -> Tensor:
-    """Return the size of a step in each row, a column, if its largest value is so many steps.
+    """Return the size of a step in each row, as a column, if its largest value is so many steps.
 
-    Float32 can hold it, though rows may be of float64.
+    Float32 can hold the size, although rows may have float64.
     """
     sizes = largest(rows)
     if sizes.dtype == torch.float64:
@@ -51,6 +51,6 @@ def scales(rows: Tensor, steps: int) -> Tensor:
 def in_steps(rows: Tensor, scale: Tensor, steps: int) -> Tensor:
     """Return how many steps each value is, a whole number. `scale` is not needed afterwards."""
     exact = rows * scale.reciprocal_()
-    if exact.dtype == torch.float64:  # values may be beyond float32's
+    if exact.dtype == torch.float64:  # values may exceed float32's range
         exact.clamp_(-steps, steps)
     return exact.round_()

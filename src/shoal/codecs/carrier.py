@@ -1,7 +1,7 @@
-"""Carries one bucket's codes, round after round, and keeps what they lose.
+"""Carries one bucket's codes, round after round, and keeps their losses.
 
-What is said of the legs: coded.py. What is kept of them, and when a bucket is exact again:
-remembering.py. Costs one number for each value that this rank sends.
+The legs are described in coded.py. remembering.py keeps their losses, and decides when a bucket
+turns exact again. The cost is one number for each value that this rank sends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.contracts.exchange import (
     LiveBucket,
 )
 
-# legs, each of which has a memory of its own, as OWNER has
+# legs, each with a memory of its own, as OWNER has one
 _SCATTER, _GATHER, _CHANGES = "scatter", "gather", "changes"
 
 
@@ -92,7 +92,7 @@ class CodedCarrier(Remembering, Coding):
         control.copy_(counted)
 
     def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's code of its values; its control is in its place by then."""
+        """Yield every rank's code of its values, with its control already in the bucket."""
         own, serves = self._message(comm.rank, values, leg), comm.rank >= comm.workers
         messages = [
             own if rank == comm.rank else own[:0] if serves else self._landing(rank, self._runs)
@@ -101,21 +101,21 @@ class CodedCarrier(Remembering, Coding):
         self._exchange.all_gather(messages, comm)
         for rank, message in enumerate(messages):
             if serves and rank != comm.rank:
-                continue  # nothing is brought to it
+                continue  # a server needs no values of others
             code, control = self._parted(message, rank)
             if rank != comm.rank:
                 self.bucket.control(rank).copy_(control)
             yield rank, code
 
     def _read(self, decode: Callable[[Tensor, Tensor], None], code: Tensor, rank: int) -> None:
-        """Write or add what a code stands for, in the codec's type."""
+        """Decode a code in the codec's type, and write or add its values."""
         values = self.bucket.values(rank)
         wide = values.to(self._wide)
         decode(code, wide)
         narrowed_into(wide, values)
 
     def _message(self, rank: int, values: Tensor, leg: str) -> Tensor:
-        """The code of a slice's values, with what was lost of those before, and its control."""
+        """Make the code of a slice's values and its earlier losses, followed by its control."""
         runs = self._runs_there if leg == _SCATTER else self._runs
         message = self._landing(rank, runs)
         code_bytes = runs.nbytes(len(values), self._wide.itemsize)
@@ -137,15 +137,15 @@ class CodedCarrier(Remembering, Coding):
         return message
 
     def _reduce_exactly(self, comm: Comm) -> None:
-        """Without codes; what they lost both ways goes with the first sum."""
+        """Reduce without codes. The losses of both ways go with the first sum."""
         for owner in range(comm.size):
             self._settle(_SCATTER, owner, LOST)
         self._exchange.reduce_scatter(self.bucket.slices, comm)
-        # not with what is gathered next: that may be parameters
+        # clear these losses now: the next gathered values may be parameters
         self._settle(_GATHER, comm.rank, LOST)
 
     def _parted(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """The code, and the control that stood behind it."""
+        """Split a message into the code, and the control after it."""
         control = self.bucket.control(rank)
         code, behind = message.split([len(message) - control.nbytes, control.nbytes])
         return code, behind.clone().view(control.dtype)

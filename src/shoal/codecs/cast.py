@@ -1,4 +1,4 @@
-"""What codecs share that send values in another type of floats."""
+"""The common part of codecs that send values in another type of floats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.contracts.codec import Codec, State
 
 
 class Cast(Codec):
-    """Values, each rounded to the nearest of a narrower type."""
+    """Rounds each value to the nearest of a narrower type."""
 
     in_runs: ClassVar[bool] = True
     by_value: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class Cast(Codec):
 
     @abstractmethod
     def holds(self, values: Tensor) -> bool:
-        """Return whether no value is beyond the type's largest. NaN may count as beyond it."""
+        """Return whether no value exceeds the type's largest. NaN may count as exceeding it."""
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return self.dtype.itemsize * numel

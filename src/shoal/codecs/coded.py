@@ -2,14 +2,14 @@
 
     scatter  rank r, slice of owner o   v = g + lost[o]    code = enc(v)    lost[o] = v − dec(code)
     owner                               s = its own part, exact, and each dec(code), in rank order
-             on a ring                  g is what has come, decoded, and this rank's own
+             on a ring                  g = the decoded sum so far, and this rank's own part
     gather   owner, of a sum            v = s + lost       code = enc(v)    lost = v − dec(code)
-             owner, of a change         code = enc(change); whoever changed it keeps what is lost
+             owner, of a change         code = enc(change); the author of the change keeps the loss
              every rank, the owner too  takes dec(code): replicas keep the same bits
 
-A message is one uint8 tensor a slice and peer: the code, and behind it control in its own bytes. In
-`scatter` control is added as it is. Costs the bytes of the codes, the time to make and read them on
-a lane, and a number kept for each value that this rank sends.
+A message is one uint8 tensor for a slice and a peer: the code, followed by control in its own
+bytes. In `scatter` control is added without coding. The cost is the bytes of the codes, the time to
+make and read them on a lane, and one kept number for each value that this rank sends.
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
 ICML 2019; Tang et al., "DoubleSqueeze", ICML 2019, for the second leg.
 """
@@ -45,8 +45,10 @@ from shoal.core.written import built, parsed, read
 
 
 def exchange_named(text: str) -> Exchange:
-    """The exchange that a plan or a pin writes, such as `ring(chunk_bytes=1048576)`, or an exchange
-    and a codec, such as `direct+int8(block=256)`.
+    """Return the exchange that a plan or a pin writes.
+
+    It may be an exchange such as `ring(chunk_bytes=1048576)`, or an exchange and a codec, such as
+    `direct+int8(block=256)`.
 
     Raises:
         PlanError: there is none of that name, it has no such options, or it takes no codec.
@@ -77,7 +79,7 @@ def exchange_named(text: str) -> Exchange:
 
 
 def with_codec(exchange: Exchange, codec: Codec) -> Coded | Summed | None:
-    """An exchange that carries a codec's codes, or its terms; None if it carries neither."""
+    """Return an exchange that carries a codec's codes, or its terms; None if it carries neither."""
     if isinstance(exchange, CodingExchange):
         return Coded(exchange, codec)
     if isinstance(codec, LinearCodec) and exchange.exact:
@@ -86,16 +88,16 @@ def with_codec(exchange: Exchange, codec: Codec) -> Coded | Summed | None:
 
 
 def codec_named(text: str) -> Codec:
-    """The codec that a plan writes, such as `int8(block=128)` (PlanError where there is none)."""
+    """Return the codec that a plan writes, as `int8(block=128)` (PlanError if there is none)."""
     return read(Codec, text)
 
 
 @final
 @dataclass(frozen=True)
 class Coded(SplitExchange):
-    """An exchange whose values a codec makes into codes. Never planned unasked."""
+    """An exchange that sends a codec's codes. No search picks it unasked."""
 
-    name: ClassVar[str] = "coded"  # that no plan writes
+    name: ClassVar[str] = "coded"  # no plan writes this name
     exact: ClassVar[bool] = False
 
     exchange: CodingExchange
@@ -106,24 +108,24 @@ class Coded(SplitExchange):
 
     @property
     def least_dims(self) -> int:
-        """As the codec has it."""
+        """The codec's least number of dimensions."""
         return self.codec.least_dims
 
     @property
     def serves(self) -> bool:
-        """Where the exchange does."""
+        """Whether the exchange serves."""
         return self.exchange.serves
 
     def fits(self, topology: Topology) -> bool:
-        """Where the exchange does."""
+        """Return whether the exchange fits."""
         return self.exchange.fits(topology)
 
     def carrier(self, bucket: LiveBucket) -> Carrier:
-        """One that remembers what codes lost."""
+        """Return a carrier that remembers the losses of codes."""
         return CodedCarrier(self.exchange, self.codec, bucket)
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """The exchange's, of slices as long as their messages."""
+        """Return the exchange's traffic for slices as long as their messages."""
         there, back = (self._messages(codec, bucket, topology.size) for codec in self._codecs)
         return self.exchange.coding_traffic(bucket, there, back, topology)
 
@@ -142,14 +144,17 @@ class Coded(SplitExchange):
         return self.codec.there, self.codec
 
     def pace(self, cluster: Cluster) -> Pace:
-        """That of the exchange's own messages: coding has a price of its own."""
+        """Return the pace of the exchange's own messages. Coding is priced apart."""
         return self.exchange.pace(cluster)
 
     def coding_s(
         self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0
     ) -> tuple[float, float]:
-        """Seconds to code foreign slices and read what comes of the own one; and to code that, and
-        read all. With servers one rank's seconds follow another's.
+        """Return the seconds of coding on the way there, and on the way back.
+
+        On the way there, a rank codes foreign slices, and reads the codes of its own. On the way
+        back, it codes its own slice, and reads all. With servers one rank's seconds follow
+        another's.
         """
         values, workers = bucket.slice_values(ranks), ranks - servers
         there, back = (cluster.coding(str(codec)) for codec in self._codecs)
@@ -160,7 +165,7 @@ class Coded(SplitExchange):
         return foreign_s + coming_s, max(encodes) + sum(decodes)
 
     def _seconds(self, pace: CodingPace, values: Sequence[int], way: str) -> list[float]:
-        """Of each slice, to encode or to decode it."""
+        """Return the seconds to encode or to decode each slice."""
         value_s: float = getattr(pace, f"{way}_s")
         piece_s: float = getattr(pace, f"{way}_piece_s")
         pieces = [-(-count // RUN) if self.codec.in_runs else min(count, 1) for count in values]
@@ -169,7 +174,7 @@ class Coded(SplitExchange):
         ]
 
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
-        """One number for each value, or none where codes lose nothing."""
+        """Return the bytes of one number for each value, or 0 if codes lose nothing."""
         keeps = self.codec.feedback and not self.codec.exact
         return (
             sum(bucket.slice_values(ranks)) * max(bucket.itemsize, torch.float32.itemsize)
@@ -178,16 +183,16 @@ class Coded(SplitExchange):
         )
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Of slices without control, and without a memory of the round before."""
+        """Reduce slices without control, and without losses of earlier rounds."""
         self.carrier(_anonymous(slices)).reduce(comm)
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Of slices without control, and without a memory of the round before."""
+        """Gather slices without control, and without losses of earlier rounds."""
         self.carrier(_anonymous(slices)).gather(comm)
 
 
 def _anonymous(slices: Sequence[Tensor]) -> LiveBucket:
-    """A bucket of nothing but values, of no parameter."""
+    """Make a bucket of values alone, without parameters."""
     names = [f"slice {rank}" for rank in range(len(slices))]
     numels = {name: part.numel() for name, part in zip(names, slices, strict=True)}
     spans = tuple((Span(name, 0, numel),) for name, numel in numels.items())

@@ -1,7 +1,7 @@
 """Values as float16: half of the bytes, 11 bits of precision, at most 65,504.
 
-A larger value goes as the largest there is, and the rest of it with the next ones. An infinite one
-stays infinite, so that a loss scaler sees the overflow.
+A larger value goes as the largest float16, and its rest goes with the next values. An infinite
+value stays infinite, so that a loss scaler sees the overflow.
 
 Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """

@@ -1,8 +1,8 @@
-"""Values as 15 steps of the largest in their block, for the way back; to owners they go as int8.
+"""Values as 15 steps of the largest in their block, for the way back. To owners they go as int8.
 
     code   │ largest / 7 of each block, float32 │ steps, one of each half to a byte │
 
-What owners send back are small changes, of which what is lost is kept once, not by every rank.
+Owners send back small changes, and one owner keeps the loss of each, not every rank.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _STEPS = 127
 @final
 @dataclass(frozen=True)
 class Int8(Codec):
-    """One byte a value, and four a block."""
+    """One byte a value, and four bytes a block."""
 
     name: ClassVar[str] = "int8"
     in_runs: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class Int8(Codec):
     def decode_subtract(self, code: Tensor, into: Tensor) -> None:
         sizes, steps = self._parted(code, len(into))
         if steps.numel() == len(into) and into.dtype == torch.float32:
-            # at whoever coded alone: other processors may round it otherwise
+            # only the coding rank computes this, because other processors may round it differently
             into.view(steps.shape).addcmul_(steps.float(), sizes[:, None], value=-1)
         else:
             into.sub_(self._values(sizes, steps)[: len(into)])
@@ -76,6 +76,6 @@ class Int8(Codec):
         return steps.float().mul_(sizes[:, None]).view(-1)
 
     def _parted(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales, and steps of whole blocks, a row each."""
+        """Return the scales, and the steps of whole blocks, as rows."""
         sizes, steps = code.split([4 * -(-numel // self.block), numel])
         return sizes.view(torch.float32), in_blocks(steps.view(torch.int8), self.block)

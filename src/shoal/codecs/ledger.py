@@ -1,13 +1,13 @@
-"""How far what was sent is from what was given, by parameter: of one step, and of 100 in a row.
+"""The error of sent values by parameter: of one step, and of 100 steps in a row.
 
     of a step       ‖sent − given‖ / ‖given‖
     of 100 steps    ‖Σ sent − Σ given‖ / max(‖Σ given‖, √Σ‖given‖²)
 
-What is sent of v = given + lost is v − lost', so sent − given = lost − lost', and over many steps
-all but the ends cancel. The second divisor's other term is what random steps would sum up to: where
-gradients are noise around nothing, their mean is not looked for. Of a large parameter up to 2,048
-numbers are looked at, evenly apart. Squares are of float64: in float32 there is no square of 1e25.
-Costs some microseconds a slice and round.
+A codec sends v − lost' of v = given + lost, so sent − given = lost − lost'. Over many steps all
+terms but the first and last cancel. The other term of the second divisor is the sum that random
+steps would reach: if gradients are noise around 0, the error is not compared with their small mean.
+Of a large parameter up to 2,048 numbers are sampled, evenly apart. Squares have float64, because
+float32 cannot hold the square of 1e25. The cost is some microseconds for a slice and round.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ _SAMPLE = 2048  # numbers of a span
 
 @dataclass
 class _Window:
-    """Rounds in a row."""
+    """Rounds in a row, with sums over them."""
 
-    before: Tensor  # what was lost as it began
-    given: Tensor  # their sum
-    squares: Tensor  # their sum
+    before: Tensor  # losses at the beginning
+    given: Tensor  # sum of given values
+    squares: Tensor  # sum of squares
     rounds: int = 1
 
 
 @dataclass
 class _Account:
-    """Of one leg and slice: numbers of the sample."""
+    """Sampled numbers of one leg and slice."""
 
-    window: _Window | None = None  # that is open
-    lost: Tensor | None = None  # what changes leave unsent, as of the last round
-    step: tuple[Tensor, Tensor] | None = None  # of a window's first round: off by, and given
-    mean: tuple[Tensor, Tensor, Tensor] | None = None  # of the last window: off by, sum, squares
+    window: _Window | None = None  # the open window
+    lost: Tensor | None = None  # the unsent part of changes after the last round
+    step: tuple[Tensor, Tensor] | None = None  # error and given values in a window's first round
+    mean: tuple[Tensor, Tensor, Tensor] | None = None  # error, sum and squares in the last window
 
 
 @final
 class Ledger:
-    """Of one bucket."""
+    """Errors of one bucket's sent values."""
 
     def __init__(self, bucket: LiveBucket, dtype: torch.dtype) -> None:
         self._dtype, self._device = dtype, bucket.flat.device
         self._indices: list[Tensor] = []
-        self._spans: list[list[tuple[str, int, float]]] = []  # name, numbers, how many each is for
+        # a span's name, number of samples, and values for each
+        self._spans: list[list[tuple[str, int, float]]] = []
         for row in bucket.spans:
             at, picked, sampled = 0, [torch.empty(0, dtype=torch.long, device="cpu")], []
             for span in row:
@@ -68,11 +69,11 @@ class Ledger:
         self._accounts: dict[tuple[str, int], _Account] = defaultdict(_Account)
 
     def sample(self, rank: int, values: Tensor) -> Tensor:
-        """The numbers of a slice that are looked at, as they are now."""
+        """Return the sampled numbers of a slice."""
         return values.index_select(0, self._indices[rank]).to(self._dtype)
 
     def coded(self, leg: str, rank: int, given: Tensor, before: Tensor, after: Tensor) -> None:
-        """Note a round: what was given, and what was lost before and after it."""
+        """Note a round: the given values, and the losses before and after it."""
         account = self._accounts[leg, rank]
         window = account.window
         if window is None:
@@ -88,24 +89,24 @@ class Ledger:
             account.window = None
 
     def sent(self, rank: int, changes: Tensor, sent: Tensor) -> None:
-        """Note a round of changes, which have what was lost before in them."""
+        """Note a round of changes, which include the earlier losses."""
         account = self._accounts["changes", rank]
         before = torch.zeros_like(changes) if account.lost is None else account.lost
         account.lost = changes - sent
         self.coded("changes", rank, changes - before, before, account.lost)
 
     def step_errors(self) -> dict[str, float]:
-        """Of the last step that was looked at, by parameter."""
+        """Return the error of the last sampled step, by parameter."""
         return self._errors([(key, (*a.step, None)) for key, a in self._accounts.items() if a.step])
 
     def mean_errors(self) -> dict[str, float]:
-        """Of the last 100 steps in a row, by parameter; {} before there were so many."""
+        """Return the error over the last 100 steps in a row, by parameter; {} before that."""
         return self._errors([(key, a.mean) for key, a in self._accounts.items() if a.mean])
 
     def _errors(
         self, noted: list[tuple[tuple[str, int], tuple[Tensor, Tensor, Tensor | None]]]
     ) -> dict[str, float]:
-        """The worse leg's, of all slices together."""
+        """Return the worse leg's error, over all slices together."""
         sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for (leg, rank), (off, given, squares) in noted:
             sizes = [numbers for _, numbers, _ in self._spans[rank]]

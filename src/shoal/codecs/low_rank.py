@@ -3,17 +3,18 @@
     M (rows × columns) ≈ P · Qᵀ      P = orthonormal(M · Q of the round before)    Q = Mᵀ · P
     code   │ Pᵀ, float32 │ Qᵀ, float32 │
 
-One step of the power method a round, which begins where the last one ended, so that rounds find the
-largest directions together. A slice has no shape: `columns` gives its matrix that of the layer's
-rows, 0 an almost square one. Both factors go in one code, since each rank and each way has its own.
+Each round makes one step of the power method from the last round's result, so that over rounds the
+largest directions are found. A slice has no shape: if `columns` is the length of the layer's rows,
+its matrix is the layer's. 0 makes an almost square matrix. Both factors go in one code, because
+each rank and each way has its own.
 
-Where an exchange adds on its way, ranks have a basis in common, and a matrix is the layer's own:
+If an exchange adds on its way, ranks have a common basis, and a matrix is the layer's own:
 
     even turns   P = M · B       sent, added: ΣP      ΣM ≈ ΣP · Bᵀ      B = orthonormal(ΣP)
     odd turns    Q = Mᵀ · B      sent, added: ΣQ      ΣM ≈ B · ΣQᵀ      B = orthonormal(ΣQ)
 
-So one product and one factor a turn. A basis lies row by row, `rank` long rows: products with one
-that lies otherwise take torch 4 to 15 times as long.
+So a turn has one product and one factor. A basis lies in memory row by row, in `rank` long rows:
+with another layout torch takes 4 to 15 times as long for products.
 Reference: Vogels et al., "PowerSGD", NeurIPS 2019; Zhang et al., "Evaluation and Optimization of
 Gradient Compression for Distributed Deep Learning" (ACP-SGD), ICDCS 2023.
 """
@@ -53,7 +54,7 @@ class LowRank(LinearCodec):
         check_whole(rule, self.columns, 0, do=do)
 
     def _shape(self, numel: int) -> tuple[int, int, int]:
-        """Rows, columns and rank of the matrix that holds so many values."""
+        """Return the rows, columns and rank of the matrix that holds so many values."""
         columns = min(self.columns or isqrt(numel - 1) + 1, numel)
         rows = -(-numel // columns)
         return rows, columns, min(self.rank, rows, columns)
@@ -69,7 +70,7 @@ class LowRank(LinearCodec):
         if not isfinite(peak := float(right.abs().amax())):
             left, right = _factors_of_large(values, basis, rows)
             peak = float(right.abs().amax())
-        # a direction that is gone now may come again
+        # keep a little of the old basis, because a direction without values now may return
         state[_BASIS] = right.add(basis, alpha=1e-6 * peak) if peak else basis
         return torch.cat([left.view(-1), right.view(-1)]).view(torch.uint8)
 
@@ -83,7 +84,7 @@ class LowRank(LinearCodec):
         self._read(code, into, keep=1, factor=-1)
 
     def _read(self, code: Tensor, into: Tensor, keep: int, factor: int) -> None:
-        """Have `keep` times what is there and `factor` times what the code stands for, in place."""
+        """Multiply values by `keep` in place, and add `factor` times the decoded ones."""
         rows, columns, rank = self._shape(len(into))
         left, right = code.view(torch.float32).to(into.dtype).split([rank * rows, rank * columns])
         left, right = left.view(rank, rows), right.view(rank, columns)
@@ -110,7 +111,7 @@ class LowRank(LinearCodec):
         torch.mm(*factors, out=into)
         if sums.sum().isfinite():
             state[_BASIS] = _orthonormal(factors[1].T if turn % 2 else factors[0])
-        else:  # on all ranks: they begin anew
+        else:  # the sums are not finite, on all ranks: they start with a new basis
             del state[_BASIS]
 
     def _factors(
@@ -122,7 +123,7 @@ class LowRank(LinearCodec):
         return terms.view(-1, len(basis)), basis
 
     def _common(self, matrix: Tensor, state: State, turn: int) -> Tensor:
-        """The basis of a turn, rank × rows or columns: the same on all ranks."""
+        """Return the basis of a turn, rank × rows or columns: the same on all ranks."""
         rows, columns = matrix.shape
         length, rank = rows if turn % 2 else columns, min(self.rank, rows, columns)
         if _BASIS not in state:
@@ -146,24 +147,27 @@ def _factors(values: Tensor, basis: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _factors_of_large(values: Tensor, basis: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the same where products are beyond float32's largest: of a part of the values, if
-    need be. NaN stays NaN.
+    """Return the factors of values with products beyond float32's largest.
+
+    They are factors of a part of the values, if need be. NaN stays NaN.
     """
     peak = values.abs().amax()
     left, right = _factors((values / peak).float(), basis, rows)
-    # no number of the product is larger than a column of the matrix is long
+    # a number of the product is at most the length of a column of the matrix
     return left, right.mul_(min(float(peak), MOST / (2 * rows**0.5)))
 
 
 def _whole_rows(values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Those rows that values fill, as a matrix, and the rest."""
+    """Split values into the rows that they fill, as a matrix, and the rest."""
     whole = len(values) // columns * columns
     return values[:whole].view(-1, columns), values[whole:]
 
 
 def _basis(state: State, rank: int, length: int, like: Tensor) -> Tensor:
-    """What the round before left, rank × length; at first, and after numbers that were not finite,
-    random directions, the same everywhere.
+    """Return the earlier round's basis, rank × length.
+
+    At first, and after numbers that were not finite, it has random directions, the same on all
+    ranks.
     """
     basis = state.get(_BASIS)
     if basis is not None and isfinite(peak := float(basis.abs().amax())) and peak:
@@ -176,6 +180,6 @@ def _basis(state: State, rank: int, length: int, like: Tensor) -> Tensor:
 
 
 def _orthonormal(thin: Tensor) -> Tensor:
-    """Directions of the columns, as rows of one piece of memory."""
+    """Return the directions of the columns, as rows of one block of memory."""
     directions: Tensor = torch.linalg.qr(thin).Q
     return directions.T.contiguous()

@@ -2,7 +2,7 @@
 
     code   │ mean size of each block, float32 │ signs, a bit each │
 
-One step is far off; what it loses comes later.
+One step has a large error. Its losses are sent later.
 Reference: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs", Interspeech 2014.
 """
@@ -54,7 +54,7 @@ class OneBit(Codec):
         return torch.cat([sums.view(torch.uint8), _packed(values >= 0)])
 
     def _means(self, values: Tensor) -> Tensor:
-        """Return each block's mean size, where a sum of sizes may be beyond float32's largest."""
+        """Return each block's mean size, although a sum of sizes may exceed float32's range."""
         means = in_blocks(values.abs() / self.block, self.block).sum(dim=1)
         means[-1:].mul_(self.block / (len(values) - (len(means) - 1) * self.block))
         return within(means, MOST).float()
@@ -73,7 +73,7 @@ class OneBit(Codec):
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Eight to a byte, the first in its lowest place."""
+    """Pack eight bits to a byte, the first in its lowest place."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     rows = pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)

@@ -1,7 +1,7 @@
-"""Measures what codecs take of a rank's processor, with every rank at it, as ranks may share cores.
+"""Measures the seconds of codecs, on all ranks at once, because ranks may share cores.
 
-Large pieces tell what a value takes, small ones what each piece takes beside: the calls, and what
-is noted of errors. The values are new to the cache, as a gradient's are. Takes about a tenth of a
+Large pieces tell the cost of a value, small ones the fixed cost of each piece: the calls, and the
+notes of errors. The values are new to the cache, as a gradient's are. It takes about a tenth of a
 second a codec.
 """
 
@@ -26,18 +26,19 @@ from shoal.core.cost import CodingPace
 
 _LARGE, _SMALL = RUN, 1 << 12  # values of a piece
 _SLICES = 16
-_SECONDS = {_LARGE: 0.04, _SMALL: 0.03}  # for each way: some turns of ranks that share cores
+# seconds for each way: some turns of ranks that share cores
+_SECONDS = {_LARGE: 0.04, _SMALL: 0.03}
 _WAYS = "encode", "decode", "terms", "sums"
 _PURPOSE = "measuring codecs"
 _Work = Callable[[int], None]
 
 
 def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> dict[str, CodingPace]:
-    """Seconds of each codec, the slowest rank's (a collective).
+    """Measure the seconds of each codec, on the slowest rank (a collective).
 
     Args:
         comm: the ranks, which give the same codecs.
-        codecs: as plans write them.
+        codecs: the codecs, as plans write them.
         device: where the values are.
     """
     shape, generator = (_SLICES, _LARGE), torch.Generator("cpu").manual_seed(0)
@@ -63,7 +64,10 @@ def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> di
 
 
 def _of_value_and_piece(large_s: float, small_s: float) -> tuple[float, float]:
-    """Seconds of a value, and of each piece beside, by those of a large one and of a small one."""
+    """Return the seconds of a value, and of a piece apart from its values.
+
+    The arguments are the seconds of a large piece and of a small one.
+    """
     value_s = max(0.0, large_s - small_s) / (_LARGE - _SMALL)
     if value_s * _SMALL > small_s:
         return large_s / _LARGE, 0.0
@@ -71,7 +75,7 @@ def _of_value_and_piece(large_s: float, small_s: float) -> tuple[float, float]:
 
 
 def _coding(codec: Codec, values: Tensor, lost: Tensor, total: Tensor) -> list[_Work]:
-    """To encode a piece, and to decode one."""
+    """Return the work to encode a piece, and to decode one."""
     runs, numel = Runs(codec), values.shape[1]
     code = torch.empty(runs.nbytes(numel, 4), dtype=torch.uint8, device=values.device)
     note = _noting(values)
@@ -86,10 +90,10 @@ def _coding(codec: Codec, values: Tensor, lost: Tensor, total: Tensor) -> list[_
 
 
 def _adding(codec: LinearCodec, values: Tensor, lost: Tensor, total: Tensor) -> list[_Work]:
-    """To make terms of a piece, and to read their sums: of one turn and of the other."""
+    """Return the work to make terms of a piece, and to read their sums, in both turns."""
     side = isqrt(values.shape[1])
     shape = side, side
-    states: tuple[State, State] = {}, {}  # of each turn
+    states: tuple[State, State] = {}, {}  # states of each turn
     note = _noting(values)
     terms = [
         made(codec, values[0].view(shape), lost[0].view(shape), state, turn)
@@ -109,7 +113,7 @@ def _adding(codec: LinearCodec, values: Tensor, lost: Tensor, total: Tensor) -> 
 
 
 def _noting(values: Tensor) -> Callable[[int, Tensor, Callable[[], object]], None]:
-    """What has some work done, and notes what it lost, as carriers do."""
+    """Return a function that does some work and notes its losses, as carriers do."""
     numel = values.shape[1]
     bucket = LiveBucket.even(values[0], {"piece": numel}, 1)
     ledger = Ledger(bucket, values.dtype)
@@ -123,7 +127,7 @@ def _noting(values: Tensor) -> Callable[[int, Tensor, Callable[[], object]], Non
 
 
 def _seconds(comm: Comm, work: _Work, device: torch.device, enough_s: float) -> float:
-    """Of one piece."""
+    """Return the seconds of one piece."""
     for at in range(2):
         work(at)
     comm.gather_objects(None, _PURPOSE)
@@ -132,7 +136,7 @@ def _seconds(comm: Comm, work: _Work, device: torch.device, enough_s: float) -> 
         work(times % _SLICES)
         _finish(device)
         passed_s = time.perf_counter() - began
-        if passed_s > enough_s and times % 2 == 0:  # as often of each turn
+        if passed_s > enough_s and times % 2 == 0:  # both turns equally often
             break
     return passed_s / times
 

@@ -2,7 +2,7 @@
 
 A finite value never becomes infinite on its way, because a sound gradient would look like one that
 overflowed. The rest of it is lost for now, as by rounding. Infinite values and NaN stay, so a loss
-scaler sees them. Costs nothing until a value is that large.
+scaler sees them. The cost is nothing until a value is that large.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# of a code that has float32 in it: the smallest that may be divided by, and the largest
+# limits of codes with float32 in them: the smallest divisor, and the largest value
 LEAST, MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 

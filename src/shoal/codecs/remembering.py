@@ -1,7 +1,7 @@
-"""What carriers of codes remember of their buckets: what codes have lost, how far they are off.
+"""Losses and errors of a bucket's codes, which their carrier remembers.
 
-Every hundredth round ranks tell one another whether a parameter was off by more than it may; then
-all of its bucket is exact from that round on, and what codes lost goes with it (ledger.py). Costs a
+Every hundredth round ranks tell one another whether a parameter's error is too large. If it is, all
+of its bucket turns exact from that round on, and the losses go with it (ledger.py). The cost is a
 message of a number a parameter in 100 rounds.
 """
 
@@ -23,13 +23,13 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError
 
 _WIDE = (torch.float64, torch.complex64, torch.complex128)
-OWNER = "owner"  # a leg: what is owed of what a rank owns
-OWED = "owed"  # by all ranks, of what this one owns: it goes with the next sum
+OWNER = "owner"  # a leg: losses on the slices that a rank owns
+OWED = "owed"  # losses of all ranks on this rank's slices: they go with the next sum
 _log = logging.getLogger("shoal")
 
 
 def coded_carriers(transfers: Iterable[Transfer]) -> Iterator[Remembering]:
-    """Those of the transfers' carriers that carry codes."""
+    """Yield the transfers' carriers that carry codes."""
     for transfer in transfers:
         if isinstance(transfer.carrier, Remembering):
             yield transfer.carrier
@@ -53,10 +53,10 @@ class Remembering(Carrier):
         self._feedback = codec.feedback and not codec.exact
         self.most_error = codec.most_error
         self.ledger = Ledger(bucket, self._wide)
-        # of each leg and slice, by what it is
+        # memories of each leg and slice, by kind
         self._memory: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._rounds = 0
-        self.given_up: list[str] = []  # parameters for which all of the bucket is exact
+        self.given_up: list[str] = []  # parameters that have turned their whole bucket exact
 
     def kept(self, label: str, rank: int) -> Tensor:
         memory = self._memory.setdefault((OWNER, rank), {})
@@ -68,9 +68,10 @@ class Remembering(Carrier):
         return [numbers for memory in self._memory.values() for numbers in memory.values()]
 
     def residuals(self) -> StateDict:
-        """What this rank owes, by parameter name: "gradient", and of what it owns "parameter".
+        """Return this rank's losses, by parameter name: "gradient", and "parameter".
 
-        Flat, of the whole parameter's elements. Over all ranks their sum is what is owed.
+        "parameter" has losses on slices that this rank owns. All are flat tensors of the whole
+        parameter's elements. The sum over ranks is the total loss.
         """
         owed: StateDict = {}
         for name, entries in self.state_dict().items():
@@ -83,7 +84,7 @@ class Remembering(Carrier):
         return owed
 
     def summed_residuals(self, comm: Comm) -> StateDict:
-        """What all ranks owe together, on every rank: as `residuals` (a collective)."""
+        """Sum the losses of all ranks, on every rank, in the form of `residuals` (a collective)."""
         own, sums = self.residuals(), StateDict()
         for name, numel in self.bucket.numels.items():
             for what in ("gradient", "parameter"):
@@ -96,7 +97,7 @@ class Remembering(Carrier):
         return sums
 
     def give(self, rank: int, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Owe what all ranks owed together, each rank for what it owns; what it owed is forgotten.
+        """Take over the losses of all ranks for the slices of `rank`, and forget this rank's own.
 
         The gradients' part goes with the next sum, exactly.
         """
@@ -140,18 +141,20 @@ class Remembering(Carrier):
                         for span in spans
                     ]
                 )
-                if numbers.any():  # else it is another rank's, or as at first
+                # otherwise the losses are another rank's, or nothing was lost yet
+                if numbers.any():
                     self._memory.setdefault((leg, rank), {})[label] = numbers
 
     def give_up(self, names: Sequence[str]) -> None:
-        """Be exact from here on, for these parameters, if there are any (on every rank alike)."""
+        """Turn exact from now on for these parameters, if there are any (on every rank)."""
         self.given_up = list(names)
         if names:
             self.exact = True
 
     def _judge(self, comm: Comm) -> None:
-        """Every hundredth round: all ranks hear of parameters that are off by more than they may,
-        and then all of the bucket is exact.
+        """Compare errors with their limits in every hundredth round (a collective).
+
+        If a parameter exceeds its limit on any rank, all of the bucket turns exact.
         """
         self._rounds += 1
         if self._rounds % WINDOW != 1 or self._rounds == 1:
@@ -172,7 +175,7 @@ class Remembering(Carrier):
             )
 
     def _settle(self, leg: str, rank: int, label: str) -> None:
-        """Add what is owed of a slice to its values; then it is not owed any more."""
+        """Add the losses of a slice to its values, and forget them."""
         owed = self._memory.get((leg, rank), {}).pop(label, None)
         if owed is not None:
             values = self.bucket.values(rank)

@@ -1,9 +1,9 @@
-"""Codes in runs that stay in a core's cache: what a codec does to a slice of any length.
+"""Codes in runs that stay in a core's cache: they code a slice of any length.
 
     values   │ 262,144 │ 262,144 │ rest │
-    code     │ run     │ run     │ run  │   each run is coded by itself, where its codec allows
+    code     │ run     │ run     │ run  │   each run is coded by itself, if its codec allows
 
-So adding what was lost, coding, decoding and taking the difference cost one way to memory and back.
+So adding losses, coding, decoding and taking the difference cost one pass over memory.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
 RUN = 1 << 18  # values
-_WITHIN = torch.finfo(torch.bfloat16).max  # every codec's codes hold that
-LOST = "lost"  # what codes have lost of a slice's values
+_WITHIN = torch.finfo(torch.bfloat16).max  # every codec's codes can hold this
+LOST = "lost"  # losses of codes on a slice's values
 
 
 @final
 @dataclass(frozen=True)
 class Runs:
-    """A codec, run after run."""
+    """A codec that is applied run after run."""
 
     codec: Codec
 
     def nbytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the code of so many values; none of none."""
+        """Return the bytes of the code of so many values; 0 for none."""
         if not self.codec.in_runs:
             return self.codec.nbytes(numel, itemsize) if numel else 0
         whole, rest = divmod(numel, RUN)
@@ -43,10 +43,10 @@ class Runs:
         """Write the code of some values.
 
         Args:
-            values: flat.
-            code: where their code goes, of `nbytes` bytes.
-            lost: what earlier codes have lost, of the type that codecs see; it goes with these
-                values, and comes to be what this code loses. None: nothing is kept.
+            values: a flat tensor.
+            code: memory for their code, of `nbytes` bytes.
+            lost: losses of earlier codes, in the type that codecs see. They are added to these
+                values, and replaced by this code's losses. None: no losses are kept.
             state: as for `Codec.encode`.
         """
         like, alone = (values, True) if lost is None else (lost, False)
@@ -62,12 +62,12 @@ class Runs:
                     self._overflown(values[begin:stop], place, part, state)
 
     def decode(self, code: Tensor, into: Tensor) -> None:
-        """Write what a code stands for."""
+        """Decode a code, and write its values."""
         for begin, stop, place in self._places(len(into), code, into, alone=True):
             self.codec.decode(place, into[begin:stop])
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
-        """Add what a code stands for."""
+        """Decode a code, and add its values."""
         for begin, stop, place in self._places(len(into), code, into, alone=False):
             self.codec.decode_add(place, into[begin:stop])
 
@@ -77,24 +77,24 @@ class Runs:
         Sound values are coded again, by themselves. So all ranks get finite numbers.
         """
         if lost.isfinite().all():
-            return  # only their sum is beyond it
+            return  # only their sum exceeds the range
         if values.isfinite().all():
             lost.copy_(values)
             code.copy_(self.codec.encode(lost.clamp(-_WITHIN, _WITHIN), state))
             self.codec.decode_subtract(code, lost)
-        # of a gradient that overflowed nothing is kept: it would never end
+        # keep no loss of a gradient that overflowed: it would never end
         lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _places(
         self, numel: int, code: Tensor, like: Tensor, alone: bool
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Each run's values, from where to where, and its code.
+        """Yield the first and last place of each run's values, and its code.
 
         Args:
-            numel: how many values there are.
-            code: of all of them.
-            like: of the type that the codec sees.
-            alone: values are coded, or read, and nothing else is done with them.
+            numel: number of values.
+            code: the code of all values.
+            like: a tensor of the type that the codec sees.
+            alone: whether values are only coded or read, without losses.
         """
         in_runs = self.codec.in_runs and not (alone and self.codec.by_value)
         step, at = RUN if in_runs else max(numel, 1), 0
@@ -105,7 +105,7 @@ class Runs:
             at += nbytes
 
     def _check(self, made: Tensor, place: Tensor, state: State, numel: int) -> None:
-        """Refuse what a codec gave that is not what it stated."""
+        """Refuse a code, or a state, that differs from the codec's statement."""
         if made.dtype != torch.uint8 or made.shape != place.shape:
             raise UsageError(
                 f"the codec {self.codec} gave another code than it stated",

@@ -1,13 +1,13 @@
-"""An exchange that adds on its way, and carries terms in place of values: of a codec that has such.
+"""An exchange that adds on its way, and carries a codec's terms in place of values.
 
-    every rank   v = g + lost     terms = of(v)     lost = v − what its terms stand for
+    every rank   v = g + lost     terms = of(v)     lost = v − the values of its terms
     exchange     one message:  │ terms │ small parameters │ control │     added over ranks
-    every rank   g = what the sums of terms stand for: the same bits on all
+    every rank   g = the values of the summed terms: the same bits on all
 
-No owner codes sums anew, so nothing is lost on a way back, and no rank reads another's codes. A
-parameter's matrix is its first dimension by all others; one whose terms are no fewer than its
-numbers is sent as it is. Costs the terms' bytes, the time to make and read them on a lane, and a
-number kept for each value.
+No owner codes sums again, so nothing is lost on a way back, and no rank reads another's codes. A
+parameter's matrix is its first dimension by all others. If its terms are no fewer than its numbers,
+it is sent uncoded. The cost is the terms' bytes, the time to make and read them on a lane, and one
+kept number for each value.
 Source: Vogels et al., "PowerSGD", NeurIPS 2019.
 """
 
@@ -31,16 +31,16 @@ from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
 from shoal.core.cost import Pace, Traffic
 from shoal.core.facts import Cluster, Topology
 
-_SUM = "sum"  # the leg
-_TURNS = 2  # that a codec's terms may differ by
+_SUM = "sum"  # name of the only leg
+_TURNS = 2  # number of turns, in which a codec's terms may differ
 
 
 @final
 @dataclass(frozen=True)
 class Summed(Exchange):
-    """An exchange whose values travel as a linear codec's terms. Never planned unasked."""
+    """An exchange that sends a linear codec's terms. No search picks it unasked."""
 
-    name: ClassVar[str] = "summed"  # that no plan writes
+    name: ClassVar[str] = "summed"  # no plan writes this name
     exact: ClassVar[bool] = False
 
     exchange: Exchange
@@ -51,19 +51,19 @@ class Summed(Exchange):
 
     @property
     def least_dims(self) -> int:
-        """As the codec has it."""
+        """The codec's least number of dimensions."""
         return self.codec.least_dims
 
     def fits(self, topology: Topology) -> bool:
-        """Where the exchange does."""
+        """Return whether the exchange fits."""
         return self.exchange.fits(topology)
 
     def carrier(self, bucket: LiveBucket) -> Carrier:
-        """One that remembers what terms lost."""
+        """Return a carrier that remembers the losses of terms."""
         return SummedCarrier(self.exchange, self.codec, bucket)
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """The exchange's, of one message."""
+        """Return the exchange's traffic for one message."""
         shapes = self._coded(bucket)
         others = bucket.numel - sum(map(prod, shapes))
         _, num_terms = turns_of(self.codec, shapes)
@@ -71,13 +71,13 @@ class Summed(Exchange):
         return self.exchange.traffic(Bucket(num_terms + others, itemsize), topology)
 
     def pace(self, cluster: Cluster) -> Pace:
-        """That of the exchange's own messages: coding has a price of its own."""
+        """Return the pace of the exchange's own messages. Coding is priced apart."""
         return self.exchange.pace(cluster)
 
     def coding_s(
         self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0
     ) -> tuple[float, float]:
-        """Seconds to make terms, keep what they lose, and read their sums: on every rank all."""
+        """Return the seconds to make terms with their losses, and to read sums, on every rank."""
         pace, num_values = cluster.coding(str(self.codec)), self._num_values(bucket)
         pieces = len(self._coded(bucket))
         return (
@@ -86,43 +86,43 @@ class Summed(Exchange):
         )
 
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
-        """One number for each value that is coded."""
+        """Return the bytes of one number for each coded value."""
         return self._num_values(bucket) * max(bucket.itemsize, torch.float32.itemsize)
 
     def _num_values(self, bucket: Bucket) -> int:
         return sum(map(prod, self._coded(bucket)))
 
     def _coded(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """The matrices that have terms."""
+        """Return the matrices that have terms."""
         return [shape for shape in map(matrix_of, bucket.shapes) if is_worth(self.codec, shape)]
 
     def reduce(self, flat: Tensor, comm: Comm) -> None:
-        """Of a tensor that is no bucket, exactly."""
+        """Reduce a tensor that is no bucket, exactly."""
         self.exchange.reduce(flat, comm)
 
     def gather(self, flat: Tensor, comm: Comm) -> None:
-        """Likewise."""
+        """Gather a tensor that is no bucket, exactly."""
         self.exchange.gather(flat, comm)
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a parameter's matrix."""
+    """Return the rows and columns of a parameter's matrix."""
     numel = Size(shape).numel()
     return (shape[0], numel // shape[0]) if len(shape) > 1 and numel else (1, numel)
 
 
 def is_worth(codec: LinearCodec, shape: tuple[int, int]) -> bool:
-    """Whether a matrix has fewer terms than numbers."""
+    """Return whether a matrix has fewer terms than numbers."""
     return codec.num_terms(*shape, 0) < prod(shape)
 
 
 def turns_of(codec: LinearCodec, shapes: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """In which turn each matrix of a bucket begins, and how many terms a message has room for.
+    """Return the first turn of each matrix of a bucket, and the room for terms in a message.
 
-    A codec's turns may have unlike many terms. So some begin with the other: then all messages are
-    of one length, and hardly longer than the mean.
+    A codec's turns may have different numbers of terms. So some matrices begin with the other turn:
+    then all messages have one length, hardly longer than the mean.
     """
-    begin, ahead = [], 0  # by so many terms the even messages are longer
+    begin, ahead = [], 0  # number of terms by which the even messages are longer
     for rows, columns in shapes:
         more = codec.num_terms(rows, columns, 0) - codec.num_terms(rows, columns, 1)
         begin.append(int(abs(ahead - more) < abs(ahead + more)))
@@ -135,7 +135,7 @@ def turns_of(codec: LinearCodec, shapes: Sequence[tuple[int, int]]) -> tuple[lis
 
 
 class _CodedMatrix(NamedTuple):
-    """The matrix of a parameter that is coded."""
+    """The matrix of a coded parameter."""
 
     gradient: Tensor  # rows × columns, views
     lost: Tensor
@@ -186,7 +186,7 @@ class SummedCarrier(Remembering):
         message = torch.cat([*terms, room, *(part.to(self._wide) for part in others)])
         if not message[: self._num_terms].sum().isfinite():
             self._overflown(matrices, message, comm.size)
-            # of a gradient that overflowed nothing is kept: it would never end
+            # keep no loss of a gradient that overflowed: it would never end
             lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.ledger.coded(_SUM, 0, sample, before, self.ledger.sample(0, lost))
         memory[LOST] = lost
@@ -199,10 +199,10 @@ class SummedCarrier(Remembering):
         self._turn += 1
 
     def gather(self, comm: Comm) -> None:
-        """Nothing left to do."""
+        """Do nothing: `reduce` has sent everything."""
 
     def give(self, rank: int, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Owe what all ranks owed together: the first of them owes it."""
+        """Take over the losses of all ranks: rank 0 takes them."""
         owed = {
             name: {f"{_SUM}.{LOST}": entries["gradient"]}
             for name, entries in sums.items()
@@ -218,7 +218,7 @@ class SummedCarrier(Remembering):
     def _overflown(self, matrices: Sequence[_CodedMatrix], message: Tensor, num_ranks: int) -> None:
         """Make the terms of sound gradients again if they were beyond their type's range.
 
-        They are of smaller values then, and losses of earlier rounds are forgotten.
+        They are made from smaller values then, and losses of earlier rounds are forgotten.
         """
         most = torch.finfo(message.dtype).max / num_ranks
         at = 0
@@ -235,12 +235,12 @@ class SummedCarrier(Remembering):
             self._codec.subtract_terms(terms, lost, state, turn)
 
     def _add(self, flat: Tensor, comm: Comm) -> None:
-        """Over ranks."""
+        """Add a tensor over ranks."""
         self._exchange.reduce(flat, comm)
         self._exchange.gather(flat, comm)
 
     def _others(self) -> list[Tensor]:
-        """What is sent as it is: views of the bucket."""
+        """Return the parts that are sent uncoded: views of the bucket."""
         ends = [0, *(end for place in self._places.values() for end in place[:2])]
         flat = self.bucket.flat
         starts_and_stops = zip(ends[::2], [*ends[1::2], len(flat)], strict=True)
@@ -248,7 +248,7 @@ class SummedCarrier(Remembering):
 
 
 def made(codec: LinearCodec, gradient: Tensor, lost: Tensor, state: State, turn: int) -> Tensor:
-    """The terms of a gradient and what was lost before; what they lose is lost now."""
+    """Make the terms of a gradient and its earlier losses, and note the terms' losses."""
     lost.add_(gradient)
     terms = codec.to_terms(lost, state, turn)
     codec.subtract_terms(terms, lost, state, turn)
@@ -256,7 +256,7 @@ def made(codec: LinearCodec, gradient: Tensor, lost: Tensor, state: State, turn:
 
 
 def read(codec: LinearCodec, sums: Tensor, gradient: Tensor, state: State, turn: int) -> None:
-    """Have the gradient be what sums of terms stand for."""
+    """Set the gradient to the values of summed terms."""
     wide = (
         gradient if gradient.dtype == sums.dtype else torch.empty_like(gradient, dtype=sums.dtype)
     )
@@ -267,7 +267,7 @@ def read(codec: LinearCodec, sums: Tensor, gradient: Tensor, state: State, turn:
 def _places(
     bucket: LiveBucket, codec: LinearCodec
 ) -> Iterator[tuple[str, tuple[int, int, tuple[int, int]]]]:
-    """Where the parameters are that are coded, and their matrices."""
+    """Yield the places of coded parameters, and their matrices."""
     ends = accumulate(bucket.numels.values())
     for (name, numel), end in zip(bucket.numels.items(), ends, strict=True):
         shape = matrix_of(bucket.shapes.get(name, (numel,)))

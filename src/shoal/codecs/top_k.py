@@ -1,9 +1,9 @@
-"""The largest values alone, and where they are: at 1 %, 67 times fewer bytes.
+"""The largest values alone, with their places: at 1 %, 67 times fewer bytes.
 
     code   │ places in the run, int32 │ values, bfloat16 │
 
-They are found by a threshold that a sample suggests, where it suits; else by selection. All others
-are lost for now, and come when they have added up.
+They are found by a threshold from a sample, if it fits, or else by selection. All other values are
+lost for now, and come when they have added up.
 Reference: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
@@ -21,15 +21,15 @@ from shoal.contracts.codec import Codec, State
 from shoal.core.numbers import check_number
 
 _SAMPLE = 4096
-_LEAST_SHARE = 1e-6  # less would leave two values of a bucket
+_LEAST_SHARE = 1e-6  # a smaller share would leave two values of a bucket
 _LARGEST = torch.finfo(torch.bfloat16).max
-_MORE = 1.5, 4.0  # candidates for each that is wanted; where there are too few, more
+_MORE = 1.5, 4.0  # candidates for each wanted value; more if there are too few
 
 
 @final
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Six bytes for each of the largest."""
+    """Six bytes for each of the largest values."""
 
     name: ClassVar[str] = "top_k"
     in_runs: ClassVar[bool] = True
@@ -42,7 +42,8 @@ class TopK(Codec):
         check_number(rule, self.share, _LEAST_SHARE, 0.5, do="leave it out: it is 0.01")
 
     def _number(self, numel: int) -> int:
-        return min(numel, 2 * max(1, round(self.share * numel / 2)))  # even: runs lie by fours
+        # an even number, because runs lie by fours
+        return min(numel, 2 * max(1, round(self.share * numel / 2)))
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return 6 * self._number(numel)
@@ -50,9 +51,7 @@ class TopK(Codec):
     def encode(self, values: Tensor, state: State) -> Tensor:
         places = _largest(values.abs(), self._number(len(values)))
         chosen = values.index_select(0, places)
-        if (
-            not float(torch.dot(chosen, chosen)) <= _LARGEST**2
-        ):  # one may be beyond bfloat16's largest
+        if not float(torch.dot(chosen, chosen)) <= _LARGEST**2:  # one may exceed bfloat16's range
             chosen = within(chosen, _LARGEST)
         code = chosen.to(torch.bfloat16)
         return torch.cat([places.to(torch.int32).view(torch.uint8), code.view(torch.uint8)])
@@ -76,7 +75,7 @@ class TopK(Codec):
 
 
 def _largest(sizes: Tensor, number: int) -> Tensor:
-    """Where the largest are. To sort all takes twelve times as long as to sort candidates."""
+    """Return the places of the largest. Sorting all takes twelve times as long as candidates."""
     if len(sizes) >= 2 * _SAMPLE and sizes.device.type == "cpu" and isfinite(sizes.sum()):
         for more in _MORE:
             candidates = (sizes >= threshold(sizes, number, more)).nonzero().view(-1)
@@ -86,10 +85,10 @@ def _largest(sizes: Tensor, number: int) -> Tensor:
 
 
 def threshold(sizes: Tensor, number: int, more: float) -> Tensor:
-    """What about so many times that number reach, by a sample.
+    """Return a value that about `more` times that number of sizes reach, by a sample.
 
-    It goes by odd steps: by even ones it would see a few columns of a matrix alone, and columns of
-    a gradient are of very unlike size.
+    The sample takes odd steps. Even steps would see only a few columns of a matrix, and the columns
+    of a gradient have very different sizes.
     """
     sample = sizes[:: len(sizes) // _SAMPLE | 1]
     rank = max(1, round(len(sample) * more * number / len(sizes)))

@@ -1,1 +1,1 @@
-"""What a script calls: init, shard, parallelize, unparallelize."""
+"""The calls of a script: init, shard, parallelize, unparallelize."""

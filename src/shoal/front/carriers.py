@@ -1,4 +1,4 @@
-"""Which exchanges and codecs a caller asks for, in plan, pins or `codecs`: they are measured."""
+"""The exchanges and codecs that a caller asks for, in plan, pins or `codecs`: they are measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.strategies.carried import row_codec
 
 
 def codecs_of(asked: Any) -> tuple[str, ...]:
-    """The codecs that are asked for, as plans write them (PlanError for an unknown one)."""
+    """Return the codecs that are asked for, as plans write them (PlanError for an unknown one)."""
     if asked == "all":
         return tuple(of(Codec))
     if asked is None:
@@ -38,8 +38,9 @@ def codecs_of(asked: Any) -> tuple[str, ...]:
 
 
 def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
-    """The exchanges that a plan or pins ask for, as plans write them; of coded ones what carries
-    the codes.
+    """Return the exchanges that a plan or pins ask for, as plans write them.
+
+    A coded exchange counts as the exchange that carries its codes.
     """
     return sorted(
         {str(e.exchange if isinstance(e, Coded | Summed) else e) for e in _exchanges(plan, pins)}
@@ -49,7 +50,7 @@ def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]
 def all_codecs(
     plan: Plan | None, pins: Mapping[str, str] | None, allowed: Sequence[str]
 ) -> list[str]:
-    """The codecs that a plan or pins ask for, and those that are allowed."""
+    """Return the codecs that a plan or pins ask for, and the allowed ones."""
     codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded | Summed)]
     codecs += filter(None, (row_codec(exchange) for _, exchange in _ways(plan, pins)))
     codecs += map(codec_named, allowed)
@@ -63,6 +64,6 @@ def _exchanges(plan: Plan | None, pins: Mapping[str, str] | None) -> list[Exchan
 
 
 def _ways(plan: Plan | None, pins: Mapping[str, str] | None) -> list[tuple[str, str]]:
-    """Strategies and exchanges that they ask for."""
+    """Return the strategies and exchanges that they ask for."""
     asked = [strategy_and_exchange(pin) for pin in (pins or {}).values()]
     return asked + [(c.strategy, c.exchange) for c in (plan.choices if plan else ())]

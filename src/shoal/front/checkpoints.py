@@ -1,4 +1,4 @@
-"""`Checkpoints`: a run that is saved now and then beside training, and goes on by itself.
+"""`Checkpoints`: a run that is saved now and then during training, and goes on by itself.
 
     step     count; at steps that ranks have agreed on, decide together whether a checkpoint is due
     take     all ranks, at once: copies into memory that is used again
@@ -43,8 +43,8 @@ _DECIDING = "shoal.Checkpoints.step: whether a checkpoint is due"
 _OPENING = "shoal.Checkpoints: opening the folder"
 _BRINGING = "shoal.Checkpoints: bringing the newest checkpoint"
 _ENDING = "shoal.Checkpoints: the last checkpoint"
-_SOON_S = 1.0  # in which a signal is noticed
-_LATE = 1 / 60  # of the time between two checkpoints
+_SOON_S = 1.0  # seconds in which a signal is noticed
+_LATE = 1 / 60  # share of the time between two checkpoints
 
 
 @final
@@ -61,32 +61,33 @@ class CrewChanges(SystemExit):
 
 @final
 class Checkpoints:
-    """Saves a run now and then, beside training, and goes on with it after a restart.
+    """Saves a run now and then, during training, and goes on with it after a restart.
 
-    All ranks make it, and call its methods, alike. Rank 0 writes, and its clock decides. A write
-    that fails is logged, and tried again when the next one is due. The last one raises.
+    All ranks make it alike, and all call its methods alike. Rank 0 writes, and its clock decides. A
+    write that fails is logged, and tried again when the next one is due. The last one raises.
 
     Args:
-        folder: of this run alone. It is made if it is not there. "s3://bucket/run" is one in a
-            store that fsspec reaches.
-        every_s: seconds from one checkpoint to the next; a sixtieth more where steps slow down.
-        keep: how many are kept. Older ones are removed.
-        local: each host has a folder of its own under that path, and writes all of it. Without, the
-            hosts share one, or rank 0's host alone has it.
-        signals: SIGTERM and SIGINT (Ctrl-C) have a checkpoint written, after which `step` returns
-            True. A second one acts as always.
-        in_memory_every: steps from one generation in the hosts' memory to the next, as 20. A
-            generation is a snapshot in the form of a checkpoint, in which each rank's pieces stand
-            with their offsets. It is in /dev/shm, and copies of pieces are in that of the next
-            host. So it outlives any one host. Without, there are checkpoints on the disk alone.
-        objects: as for `shoal.save`. Plain data are the values at the start: `step(epoch=2)` gives
-            new ones.
+        folder: a folder of this run alone. It is made if it is missing. "s3://bucket/run" is a
+            folder in a store that fsspec reaches.
+        every_s: seconds from one checkpoint to the next; a sixtieth more if steps slow down.
+        keep: number of checkpoints to keep. Older ones are removed.
+        local: if True, each host has its own folder under that path, and writes all of it. If
+            False, the hosts share one folder, or rank 0's host alone has it.
+        signals: if True, SIGTERM and SIGINT (Ctrl-C) cause a checkpoint, and then `step` returns
+            True. A second signal acts as always.
+        in_memory_every: steps from one generation in the hosts' memory to the next, for instance
+            20. A generation is a snapshot in the form of a checkpoint, in which each rank's pieces
+            stand with their offsets. It is in /dev/shm, and the next host's /dev/shm has copies of
+            the pieces. So it outlives any one host. If None, there are checkpoints on the disk
+            alone.
+        objects: as for `shoal.save`. Plain data are the values at the start. `step(epoch=2)` gives
+            new values.
 
     Raises:
-        UsageError: another job writes into the folder, or this one may not. Or snapshots cannot be
-            kept in a host's memory.
+        UsageError: another job writes into the folder, or this job may not, or a host's memory
+            cannot keep snapshots.
 
-    Source: docs/reference/checkpoint-format.md has the form of both.
+    Source: docs/reference/checkpoint-format.md describes both forms.
 
     Examples:
         >>> import shoal, torch, tempfile
@@ -135,8 +136,8 @@ class Checkpoints:
         self._background = Background(self._failed)
         first = self._comm.topology.local_ranks
         self._writers = [r for r in range(self._comm.size) if not (first[r] if local else r)]
-        self._channel: Comm | None = None  # for parts of tensors, where there are any
-        self.steps = 0  # that the run has made, also before a restart
+        self._channel: Comm | None = None  # channel for parts of tensors, if there are any
+        self.steps = 0  # number of steps that the run has made, including steps before a restart
         self._decides = 1  # the step at which ranks decide next
         self._has_ended = False  # a signal has asked for it
         agreed(self._comm, self._run.lock if self._writes else nothing, _OPENING)
@@ -159,18 +160,18 @@ class Checkpoints:
 
     @property
     def _writes(self) -> bool:
-        """Whether this process does."""
+        """Return whether this process writes checkpoints."""
         return self._comm.rank in self._writers
 
     def resume(self) -> dict[str, Any]:
         """Go on from the newest checkpoint that is complete (a collective).
 
-        If hosts have folders of their own, it is the one of most steps on any of them. Hosts that
-        do not see it are sent it. A generation in the hosts' memory of as many steps, or more, is
-        taken in its place.
+        If hosts have folders of their own, it is the checkpoint with the most steps on any of them,
+        and hosts that do not see it receive it. A generation in the hosts' memory with as many
+        steps, or more, takes its place.
 
         Returns:
-            The plain data in it, or the values at the start where there is no checkpoint yet.
+            The plain data in it, or the values at the start if there is no checkpoint yet.
 
         Raises:
             UsageError: as for `shoal.load`.
@@ -208,7 +209,7 @@ class Checkpoints:
         return fetched(self._comm, path, self._objects), words
 
     def _warn_if_begun_before(self) -> None:
-        """Warn where a crew before this one may have had checkpoints that nobody sees now."""
+        """Warn if an earlier crew may have had checkpoints that no host sees now."""
         own = crew()
         if own is not None and own[1] > 1 and self._comm.rank == 0:
             LOGGER.warning(
@@ -217,14 +218,14 @@ class Checkpoints:
             )
 
     def step(self, **values: Any) -> bool:
-        """Count a step, and save if it is time: to be called behind `optimizer.step()`.
+        """Count a step, and save if it is time. Call it after `optimizer.step()`.
 
         Args:
-            values: new ones of the plain data that are saved, such as `epoch=2`.
+            values: new values of the plain data to save, such as `epoch=2`.
 
         Returns:
-            Whether a signal has asked this run to end. A checkpoint is written: leave the loop.
-            From then on steps are not counted, and it goes on returning True.
+            Whether a signal has asked this run to end. If True, a checkpoint is written: leave the
+            loop. Later calls count no steps, and return True again.
 
         Raises:
             CrewChanges: under `shoal agent`, hosts come or go. A checkpoint is written, and the
@@ -265,7 +266,7 @@ class Checkpoints:
         """Save now (a collective).
 
         Args:
-            wait: until it is written. Without, it is written beside training.
+            wait: whether to wait until it is written. If False, it is written during training.
             values: as for `step`.
 
         Raises:
@@ -277,10 +278,10 @@ class Checkpoints:
             self._settle()
 
     def commit(self, **values: Any) -> None:
-        """Save now where it takes least time, and wait until that counts (a collective).
+        """Save now as fast as possible, and wait until the state is safe (a collective).
 
-        With `in_memory_every` it is a generation in the hosts' memory, else a checkpoint on the
-        disk.
+        With `in_memory_every` this makes a generation in the hosts' memory, otherwise a checkpoint
+        on the disk.
 
         Args:
             values: as for `step`.
@@ -293,7 +294,7 @@ class Checkpoints:
             self.save()
 
     def close(self) -> None:
-        """Wait for what is being written (a collective).
+        """Wait for the checkpoint that is being written (a collective).
 
         Raises:
             UsageError: the last checkpoint could not be written.
@@ -344,7 +345,7 @@ class Checkpoints:
         with saving(self._objects):
             state = taken(snapshot, self._objects, self._comm, self.steps, keeping=Keeping(Spread))
         spreads = snapshot.in_order()
-        if spreads and self._channel is None:  # as on every rank
+        if spreads and self._channel is None:  # every rank has the same condition here
             self._channel = self._comm.channel("checkpoints")
         bringing = None
         if self._channel is not None:
@@ -418,14 +419,14 @@ def _check_flags(**flags: bool) -> None:
 
 @final
 class _Signals:
-    """Notes that the run is to end; a second signal acts as it would have."""
+    """Notes a signal to end the run. A second signal acts as it did before."""
 
     def __init__(self) -> None:
         self.received = False
         self._before: dict[int, Any] = {}
 
     def note(self) -> None:
-        """Begin to, where this is the main thread: others cannot."""
+        """Begin to note signals, if this is the main thread: other threads cannot."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)

@@ -1,6 +1,4 @@
-"""Measures the session's ranks and links, once: what each exchange takes, and how many cores there
-are.
-"""
+"""Measures the session's ranks and links, once: each exchange's pace, and the number of cores."""
 
 from __future__ import annotations
 
@@ -36,20 +34,20 @@ from shoal.servers.servers import Servers
 from shoal.session.session import Session
 from shoal.strategies.landing_pace import probe_landing
 
-# of a slow link, for a bucket of those that show how its directions hinder one another
+# seconds of a slow link for a bucket that shows how its directions slow each other
 _BUCKET_S = 0.05
 _TRIES = 3  # trials, if links seem to have changed
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes: where its first parameter is that is not at the host, if any is."""
+    """Return the device of a model's first parameter that is not at the host, or else the CPU."""
     devices = (parameter.device for parameter in model.parameters())
     return next((device for device in devices if device.type != "cpu"), CPU)
 
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Compute in the types that tensors have, because the caller may be within `torch.autocast`.
+    """Compute in the dtypes of the tensors, because the caller may be within `torch.autocast`.
 
     Lanes have threads of their own, for which torch keeps no such mode.
     """
@@ -68,11 +66,11 @@ def measured_cluster(
     device: torch.device = CPU,
     codecs: Iterable[str] = (),
 ) -> Cluster:
-    """The session's ranks and links, measured at the first call (a collective).
+    """Return the session's ranks and links, measured at the first call (a collective).
 
-    Later calls send a few messages, and measure again only where links are no longer as they were.
-    Exchanges that are `asked` for are measured too, where others were and they were not, and
-    `codecs`. Buckets are on the `device` as they are measured.
+    Later calls send a few messages, and measure again only if links have changed. They also measure
+    `asked` exchanges and `codecs` that earlier calls have not measured. The measured buckets are on
+    the `device`.
     """
     _forget_changed(session)
     comm = session.comm
@@ -111,7 +109,7 @@ def _with_asked(
 def with_codings(
     cluster: Cluster, comm: Comm, codecs: Iterable[str], device: torch.device = CPU
 ) -> Cluster:
-    """The cluster with what codecs take, as plans write them; known ones are not measured again."""
+    """Return the cluster with the times of codecs, as plans write them. Known ones stay."""
     unknown = [codec for codec in codecs if codec not in cluster.codings]
     if not unknown:
         return cluster
@@ -119,14 +117,15 @@ def with_codings(
 
 
 def _forget_changed(session: Session) -> None:
-    """Have links measured again that carry far more or less than when they were.
+    """Forget links that carry far more or less than when they were measured.
 
     On one host there is no link, and the load of its processors decides the rate.
     """
     known = session.cluster
     if known is not None and len(known.topology.ranks_on) == 1:
         return
-    if known is None or not known.link.tried:  # as on every rank; or nobody has measured them
+    # all ranks agree on this; links may never have been measured
+    if known is None or not known.link.tried:
         return
     for _ in range(_TRIES):  # a busy moment of a processor looks like a slow link
         now = probe_now(session.comm, known.link)
@@ -185,7 +184,7 @@ def _measured(session: Session, device: torch.device) -> Cluster:
 
 
 def _cores(comm: Comm) -> tuple[float, bool, int]:
-    """Cores of a rank; whether it has them by a quota of its own; ranks on this machine."""
+    """Return the cores of a rank, whether they are its own quota, and the ranks on this machine."""
     given = agreed(comm, given_cores, "measuring the links: cores")
     seats = comm.gather_objects(
         (_machine(), (_machine(), container()), bound_cores(), quota_cores(), given),
@@ -202,7 +201,7 @@ def _cores(comm: Comm) -> tuple[float, bool, int]:
 
 
 def _machine() -> str:
-    """A name for the machine under its containers: ranks with one name share its cores."""
+    """Return a name of the machine under its containers. Ranks with one name share its cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

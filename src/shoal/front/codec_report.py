@@ -1,4 +1,4 @@
-"""`codec_report`: what codecs save of each layer, and how far what they send is off."""
+"""`codec_report`: the bytes that codecs save on each layer, and the error of the sent values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shoal.strategies.stage import error_at_tail
 
 @dataclass(frozen=True)
 class CodecReport:
-    """The layers that codecs serve; print it for a table.
+    """The layers that codecs serve. Print it for a table.
 
-    Errors are those of what this rank has sent.
+    Errors are of values that this rank has sent.
 
     Examples:
         >>> import shoal
@@ -34,14 +34,14 @@ class CodecReport:
 
     @property
     def worst(self) -> CodecRow | None:
-        """The layer whose mean over 100 steps is off most; before there is one, whose step is."""
+        """The layer with the largest mean error over 100 steps, or the largest error of a step."""
         return max(
             self.rows, key=lambda row: (row.mean_error or 0.0, row.step_error or 0.0), default=None
         )
 
     @property
     def summary(self) -> str:
-        """The bytes of all layers, the worst layer, and which layers are exact again.
+        """The bytes of all layers, the worst layer, and the layers that have become exact again.
 
         Examples:
             >>> import shoal
@@ -70,7 +70,7 @@ class CodecReport:
 
     @property
     def _megabytes(self) -> tuple[float, float]:
-        """Of all layers, exact and sent."""
+        """Megabytes of all layers, exact and sent."""
         return (
             sum(row.exact_bytes for row in self.rows) / 1e6,
             sum(row.sent_bytes for row in self.rows) / 1e6,
@@ -93,13 +93,13 @@ class CodecReport:
 
 
 def codec_report(model: nn.Module) -> CodecReport:
-    """What codecs save of each layer of a model, and how far what this rank sends is off.
+    """Report for each layer the bytes that codecs save, and the error of the sent values.
 
-    The error of one step is that of what is sent to what it is of. What a code loses is
-    sent later: so the error of the mean over 100 steps is what training sees. Not a collective.
+    The error of one step compares the sent values with the exact ones. The loss of a code is sent
+    in later steps, so training sees the error of the mean over 100 steps. Not a collective.
 
     Returns:
-        A row for each layer that the plan serves with a codec; print it for a table.
+        A row for each layer that the plan serves with a codec. Print it for a table.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
@@ -124,7 +124,7 @@ def codec_report(model: nn.Module) -> CodecReport:
     modules = dict(uncompiled(model).named_modules())
     if coded and predictor.role(coded[0].strategy).names_ranks:
         return CodecReport((_of_pipeline(attached.plan, predictor, modules[""]),))
-    # what crosses to tail hosts is that of all their layers: a row for the last of them
+    # all layers of the tail share one crossing: the last of them has its row
     of_tail = [c for c in coded if c.rows and predictor.role(c.strategy).is_at_tail]
     coded = [choice for choice in coded if choice not in of_tail[1:]]
     steps = attached.plan.steps_per_exchange
@@ -139,11 +139,11 @@ def codec_report(model: nn.Module) -> CodecReport:
 
 @dataclass(frozen=True)
 class _Errors:
-    """By parameter name, the worst of all buckets that it is in."""
+    """The worst error of all buckets with a parameter, by the parameter's name."""
 
     step: dict[str, float]
     mean: dict[str, float]
-    exact: set[str]  # that are so again
+    exact: set[str]  # names of parameters that have become exact again
 
     @classmethod
     def of(cls, carriers: Iterable[Remembering]) -> _Errors:
@@ -161,7 +161,7 @@ class _Errors:
 
 
 def _row(choice: Choice, predictor: Predictor, errors: _Errors, steps: int) -> CodecRow:
-    """One layer's, of which a step sends one part in so many."""
+    """Return one layer's row. A step sends one part in so many."""
     names = [p.name for p in predictor.layer(choice.layer).parameters]
     coded = errors.exact.isdisjoint(names)
     exact_bytes, _ = predictor.alone_s(choice.without_codec())

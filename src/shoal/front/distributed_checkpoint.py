@@ -1,8 +1,8 @@
-"""Objects of Shoal's as `torch.distributed.checkpoint` takes them.
+"""Shoal's objects in a form that `torch.distributed.checkpoint` takes.
 
-Weights are tensors under their one-process names, so its own tools read them. Of all else it loads
-only what is there already, which a new optimizer's state is not. So that is one piece of bytes for
-each object. Guarded by tests/front/test_distributed_checkpoint.py.
+Weights are tensors under their one-process names, so torch's own tools read them. Apart from
+tensors, torch loads only values that exist already, but a new optimizer's state does not. So the
+rest of each object is one piece of bytes. Guarded by tests/front/test_distributed_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _STATE, _CLASS = "json", "class"  # two texts among the tensors
 
 @final
 class Stateful:
-    """Objects for `torch.distributed.checkpoint`, of any number of ranks and any plan.
+    """Objects for `torch.distributed.checkpoint`, on any number of ranks and under any plan.
 
-    Its `save` and `load` are collectives. Any number of ranks may load what others saved.
+    Its `save` and `load` are collectives. Any number of ranks may load the checkpoint.
 
     Args:
-        objects: under names of your own, as for `shoal.save`: all with a `state_dict`. Plain data
-            are not loaded in place, so give them to it yourself.
+        objects: objects under names of your own, as for `shoal.save`, each with a `state_dict`.
+            Plain data cannot be loaded in place, so pass them to torch yourself.
 
     Raises:
         UsageError: one of them has no `state_dict`.
@@ -70,7 +70,7 @@ class Stateful:
         self._objects = objects
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all objects, in one-process form (a collective).
+        """Return the state of all objects, in one-process form (a collective).
 
         Raises:
             UsageError: ranks step by themselves.

@@ -1,4 +1,4 @@
-"""Errors as people are shown them: what a person needs to mend them, last."""
+"""Errors in the form that people see: the part that helps to mend them comes last."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def foreign(error: BaseException) -> str:
-    """An error that is not Shoal's: the frames after Shoal's last one, or all where Shoal itself
-    raised it, or had Python's own library do so.
+    """Describe an error that is not Shoal's, with the frames after Shoal's last one.
+
+    All frames are shown if Shoal itself raised it, or called Python's own library, which raised it.
     """
     after = error.__traceback__
     for frame in _frames(error):
@@ -34,7 +35,7 @@ def foreign(error: BaseException) -> str:
 
 
 def exit_of_recipe(error: SystemExit) -> str | None:
-    """What to say of an exit that the recipe asked for; None where Shoal itself ends."""
+    """Explain an exit that the recipe asked for. Return None if Shoal itself ends."""
     *_, last = _frames(error)
     there = [frame for frame in _frames(error) if not (_is_shoals(frame) or _is_pythons(frame))]
     if _is_shoals(last) or not there:
@@ -51,15 +52,14 @@ def exit_of_recipe(error: SystemExit) -> str | None:
 
 
 def whole(error: BaseException) -> str:
-    """An error with all its frames, and with the errors that led to it."""
+    """Return an error with all its frames, and with the errors that led to it."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def show_messages_only() -> None:
-    """Have an uncaught error of Shoal's end a script with its message alone, and no frames.
+    """Let an uncaught error of Shoal end a script with its message alone, without frames.
 
-    Other errors are shown as ever. A program that shows errors in a way of its own goes on doing
-    so.
+    Other errors look as ever. A program with its own way to show errors keeps it.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -92,13 +92,13 @@ def _is_shoals(frame: TracebackType) -> bool:
 
 
 def _is_installed(frame: TracebackType) -> bool:
-    """Whether it is of a package that was installed, such as torch, or of Python's library."""
+    """Return whether a frame is of an installed package, such as torch, or of Python's library."""
     path = Path(frame.tb_frame.f_code.co_filename)
     return any(each in path.parts for each in _INSTALLED) or _is_pythons(frame)
 
 
 def _is_pythons(frame: TracebackType) -> bool:
-    """Whether it is of Python's own library, or of what Shoal parses its command line with."""
+    """Return whether a frame is of Python's own library, or of Shoal's parser of command lines."""
     path = Path(frame.tb_frame.f_code.co_filename)
     if "click" in path.parts:
         return True

@@ -1,4 +1,4 @@
-"""`explain`: why a parallelised model is served as it is, from what `parallelize` has measured."""
+"""`explain`: the reasons for a parallelised model's plan, from the figures of `parallelize`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NO_PLAN_YET = (
 
 
 def explain(model: nn.Module) -> str:
-    """Why each layer of a parallelised model is served as it is, as text to print.
+    """Explain why each layer of a parallelised model is served as it is, as text to print.
 
-    A table of the layers, with what each sends in a step. Then, for each layer, what else could
-    serve it: the bytes, and the step that would be predicted. It is what `shoal plan --explain`
-    prints for a recipe. Once steps were made, also what they took beside the prediction, as
-    `shoal.outcome`. Each rank can ask for itself.
+    The text has a table of the layers, with the bytes that each sends in a step. Then it lists for
+    each layer the other strategies, with their bytes and the predicted step. `shoal plan --explain`
+    prints the same for a recipe. After some steps, it also compares them with the prediction, as
+    `shoal.outcome` does. Each rank can ask for itself.
 
     Returns:
-        The text. '' where a process trains the model by itself. A model without a sample has no
+        The text. '' if a process trains the model by itself. A model without a sample has no
         plan before its first batch, and the text says so.
 
     Raises:

@@ -1,7 +1,7 @@
 """`parallelize` without a sample: the first batch of a `compute_loss` is measured.
 
     1  before    the model is an ordinary one; nothing of it is measured or changed
-    2  first     the first call with gradients: its batch is the sample, on every rank alike
+    2  first     the first call with gradients: its batch is the sample, on every rank
     3  then      calls go to the function that the plan has made
 
 Guarded by tests/equivalence/test_first_batch.py.

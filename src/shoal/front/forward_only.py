@@ -37,7 +37,7 @@ def for_use(options: Options) -> Options:
 
 
 def mean_of_output(output: Any, target: Any) -> Tensor:
-    """Return a loss that every part of an output has a part in."""
+    """Return a loss that every part of an output contributes to."""
     means = [
         (tensor.real if tensor.is_complex() else tensor).mean()
         for tensor in tensors_of(output)

@@ -47,7 +47,7 @@ class RowsOfRanks:
         return rows.to(device)
 
     def summed(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows of the sum over ranks, added up in their order (a collective)."""
+        """Return this rank's rows of the sum over ranks, in the order of ranks (a collective)."""
         device, rows = rows.device, self._placed(rows)
         parts = rows.split(self.counts)
         coming = [torch.empty_like(parts[self.comm.rank]) for _ in self.counts]

@@ -58,7 +58,7 @@ class MemoryCost:
         copy_s: the same, as measured. It includes the wait for owners' updates.
         predicted_link_s: seconds of this rank's link, if it did nothing else; None if no link has
             been measured.
-        sent_s: seconds in which the thread beside training has sent it.
+        sent_s: seconds in which the background thread has sent it.
 
     Examples:
         >>> from shoal.front.in_memory import MemoryCost
@@ -179,7 +179,7 @@ class InMemory:
     def newest(self, above: int, run: RunFolder) -> FoundGeneration | None:
         """Return the newest complete generation of more than `above` steps (a collective).
 
-        There is none if somebody has gone back to an earlier checkpoint on the disk.
+        There is none if a user has gone back to an earlier checkpoint on the disk.
         """
         own = agreed(self._comm, run.has_gone_back if self._sees(run) else _no, _OPENING)
         if any(self._comm.gather_objects(own, _OPENING)):
@@ -190,9 +190,10 @@ class InMemory:
         return None if newest is None else FoundGeneration(recovery, newest, self._comm)
 
     def goes_on(self, step: int, found_one: FoundGeneration | None) -> None:
-        """Go on behind a step: later generations are dropped, as the run has left them.
+        """Go on after a step. Later generations are dropped, because the run has left them.
 
-        If it goes on from a generation, the next step makes one, as hosts may have lost theirs.
+        If it goes on from a generation, the next step makes a new one, because hosts may have lost
+        theirs.
         """
         if self._is_first:
             self._drop(step)
@@ -308,8 +309,8 @@ class InMemory:
         """Give the memory back.
 
         Args:
-            ended: the run has ended in order, on all ranks. Else its generations stay, as the run
-                may go on from them.
+            ended: the run has ended in order, on all ranks. If not, its generations stay, because
+                the run may go on from them.
         """
         self._generations.hurries.set()
         self._background.wait(broken=not ended)

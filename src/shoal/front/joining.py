@@ -1,7 +1,7 @@
 """How a session begins and ends: joining the other ranks, and serving them.
 
-    init     joins. On a host that does not train it serves in place of the script's training,
-             then raises `Served`, which ends the script as it stands
+    init     joins. On a host that does not train it serves in place of training, and then raises
+             `Served`, which ends the script
     serve    for hosts that do not train, with a program of their own: returns when all is done
     using    a rank that is a thread
 
@@ -44,7 +44,7 @@ from shoal.tail.stage import serve_tail
 class Served(SystemExit):
     """This process is a server or a tail host, and has served until the workers ended.
 
-    `init` or `parallelize` raise it there, since the rest of a training script is not for such a
+    `init` or `parallelize` raise it there, because the rest of a training script is not for such a
     host. It is a SystemExit: a script that does not catch it ends, with exit code 0. A program that
     is to go on calls `serve` instead.
     """
@@ -59,24 +59,24 @@ def init(
     start_timeout_s: float = 60.0,
     lost_after_s: float | None = None,
 ) -> World:
-    """Join the other ranks, as the environment says: torchrun's, srun's or mpirun's variables.
+    """Join the other ranks, by the variables of torchrun, srun or mpirun in the environment.
 
-    Without them this process is alone.
+    If they are missing, this process is alone.
 
-    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
-    On those this call serves until the workers have ended, and then raises `Served`. Where
-    SHOAL_TAIL=T is set, the last T run the end of the model (strategy "stage"). On those
-    `parallelize` does so.
+    If SHOAL_SERVERS=S is set on every rank, the last S ranks are servers (strategy "server"). On a
+    server this call serves until the workers have ended, and then raises `Served`. If SHOAL_TAIL=T
+    is set, the last T ranks run the end of the model (strategy "stage"), and `parallelize` serves
+    there.
 
     Args:
-        timeout_s: seconds after which an exchange that does not end is an error. By default a
-            rank that computes, evaluates or saves alone is waited for 30 minutes, and one that
-            waits elsewhere 90 s. Where all take part, the limit is ten times the step that the
-            plan predicts, and at least 60 s. A rank that dies is noticed within seconds.
+        timeout_s: seconds after which an unfinished exchange is an error. By default the others
+            wait 30 minutes for a rank that computes, evaluates or saves alone, and 90 s for a rank
+            that waits in another call. If all take part, the limit is ten times the predicted step,
+            and at least 60 s. A rank that dies is noticed within seconds.
         start_timeout_s: seconds to wait for every rank to start.
-        lost_after_s: seconds after which a rank is lost that is stopped, or whose host gives no
-            sign of life, by default 20 and at least 3. One that computes, or keeps Python's lock,
-            is waited for.
+        lost_after_s: seconds after which a stopped rank, or a rank on a host without a sign of
+            life, counts as lost. By default 20, at least 3. The others wait for a rank that
+            computes, or keeps Python's lock.
 
     Returns:
         This process's place among the workers. `rank` is `size` or more on a tail host. A second
@@ -86,7 +86,8 @@ def init(
         MissingRank: a rank did not start in time. It is named.
         UsageError: torchrun's variables are incomplete, or differ between ranks.
         WorldError: on a server, a rank was lost.
-        Served: on a server, behind its work. Not caught, it ends the script, with exit code 0.
+        Served: on a server, after its work. If you do not catch it, it ends the script with exit
+            code 0.
 
     Examples:
         >>> import shoal
@@ -114,13 +115,13 @@ def serve(
     start_timeout_s: float = 60.0,
     lost_after_s: float | None = None,
 ) -> None:
-    """Be a server or a tail host until the workers have ended, in a program that only serves.
+    """Run a server or a tail host until the workers have ended, in a program that only serves.
 
-    It needs no training script: `python -c "import shoal; shoal.serve()"` is a server, where the
-    environment is that of one of the last SHOAL_SERVERS ranks.
+    It needs no training script: `python -c "import shoal; shoal.serve()"` is a server if its
+    environment makes it one of the last SHOAL_SERVERS ranks.
 
     Args:
-        model: on a tail host, the same as workers give `parallelize`.
+        model: on a tail host, the model that workers give `parallelize`.
         loss_fn: likewise.
         optimizer: likewise, or a list of them.
         timeout_s: as for `init`.
@@ -158,7 +159,7 @@ def serve(
 
 
 def is_tail_host(session: Session) -> bool:
-    """Whether this process runs the end of models, and does not train."""
+    """Return whether this process runs the end of models, and does not train."""
     tail = session.other(TailHosts)
     return tail is not None and tail.is_one
 
@@ -169,7 +170,7 @@ def serve_and_end(
     loss_fn: Callable[..., Any] | None = None,
     optimizers: Sequence[Optimizer] = (),
 ) -> NoReturn:
-    """Be a tail host until the workers have ended, and then raise `Served`."""
+    """Run a tail host until the workers have ended, and then raise `Served`."""
     serve_tail(session, model, loss_fn, optimizers)
     leave(None)
     raise Served
@@ -180,18 +181,18 @@ def _is_server(comm: Comm) -> bool:
 
 
 def _serve_workers(comm: Comm) -> None:
-    """Be a server until the workers have ended; say how far they were ahead of one another."""
+    """Run a server until the workers have ended. Report how far they ran ahead of one another."""
     for observed in filter(None, serve_workers(comm)):
         text.console().print(text.lags(comm.rank, observed))
     comm.leave(None)
 
 
 def _begin(comm: Comm) -> Session:
-    """The process's session, which ends with the process."""
+    """Begin the process's session, which ends with the process."""
     session = _among_workers(comm)
     begin(session)
-    # Before what tells the others that this rank has left; multiprocessing's children know no
-    # atexit.
+    # Register this before the call that tells other ranks of this rank's end. Children of
+    # multiprocessing do not run atexit.
     atexit.register(_drain_at_exit, session)
     Finalize(None, _drain_at_exit, (session,), exitpriority=10)
     return session
@@ -200,7 +201,7 @@ def _begin(comm: Comm) -> Session:
 def _joined_ranks(
     timeout_s: float | None, start_timeout_s: float, lost_after_s: float | None = None
 ) -> Comm:
-    """All ranks, as the environment or the program's own process group say."""
+    """Join all ranks, by the environment or by the program's own process group."""
     options = {"timeout_s": timeout_s, "lost_after_s": lost_after_s}
     given = {name: seconds for name, seconds in options.items() if seconds is not None}
     given["start_timeout_s"] = start_timeout_s
@@ -225,12 +226,12 @@ def _joined_ranks(
     seat = rendezvous.seat(has_joined=has_joined())
     try:
         return join(seat, timeout_s, start_timeout_s, lost_after_s)
-    except ShoalError as error:  # a start that fails, whatever failed
+    except ShoalError as error:  # any error of the start
         raise error.advised("run: shoal doctor") from error.__cause__
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
-    """The session of a worker or tail host; all of them call this at once."""
+    """Return the session of a worker or tail host. All of them call this at once."""
     world = World(comm.rank, comm.workers, comm.topology.hosts[comm.rank])
     if comm.workers == comm.size:
         return Session(comm, world, cluster=cluster)
@@ -241,7 +242,7 @@ def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
 
 
 def _drain_at_exit(session: Session) -> None:
-    if session.process != os.getpid():  # forked from a rank, whose threads it has not
+    if session.process != os.getpid():  # this process was forked from a rank, without its threads
         return
     # an uncaught error leaves nothing to finish
     if session.broken or getattr(sys, "last_value", None) is not None:
@@ -250,13 +251,13 @@ def _drain_at_exit(session: Session) -> None:
     session.finish()
     try:
         session.drain()
-    except (WorldError, RanksDiffer):  # told by those who still need what is lost
+    except (WorldError, RanksDiffer):  # the ranks that still need the lost data report this error
         session.abandon()
 
 
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
-    """Be a rank of `comm` for a while, as threads are. A `cluster` replaces measured links."""
+    """Run a rank of `comm` in this thread. A `cluster` replaces measured links."""
     session = _among_workers(comm, cluster)
     with of_thread(session):
         try:

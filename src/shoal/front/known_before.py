@@ -1,4 +1,4 @@
-"""Figures of an earlier start of the same job: its links, the times of its model, and its plan.
+"""Figures from an earlier start of the same job: its links, the times of its model, and its plan.
 
     1  key      all that the figures depend on, of every rank
     2  read     rank 0 looks into its cache folder, and gives the figures to the other ranks
@@ -156,7 +156,7 @@ def key_of_links(comm: Comm, device: torch.device) -> str:
 
 
 def known_plan(profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any]) -> Plan:
-    """Return the plan that was found before from the same figures, else search for it.
+    """Return the plan that was found before from the same figures, or search for one.
 
     Args:
         profile: the model.
@@ -172,7 +172,7 @@ def known_plan(profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any]
     if entry is not None and entry.value.get("figures") == figures:
         try:
             return Plan.from_json(entry.value.get("plan", ""))
-        except PlanError as error:  # somebody has edited the file
+        except PlanError as error:  # a user has edited the file
             said(f"a plan cannot be taken from {cache_folder.path_of(_PLAN, key)} ({error.what})")
     plan = plan_for(profile, cluster, **among)
     if Plan.from_json(plan.to_json()) == plan:

@@ -1,12 +1,12 @@
 """Ranks of a notebook: processes of this machine that are forked from it.
 
-    fork     so that a function of the notebook's own cells needs no pickle
+    fork     a function in the notebook's own cells then needs no pickle
     store    in the notebook's process. It outlives every rank, and has the verdict
     result   a rank's own, by a pipe
 
 Why threads matter: a forked process has one thread, and none of its parent's pool. If PyTorch has
-computed here with several threads, a rank that uses several waits for ever. So that is tried out
-in a process that may be lost, and ranks use one thread where it is.
+computed here with several threads, a rank that uses several may wait for ever. So a process that
+may be lost tries it first. If it is lost, ranks use one thread.
 
 Cost: a process a rank. They share memory with the notebook until they write to it.
 """
@@ -59,7 +59,7 @@ class _RankTraceback(Exception):
 
 @dataclass(frozen=True)
 class _RankEnd:
-    """The end of one rank: a value, or an error with its traceback."""
+    """The end of one rank: its value, or its error with the traceback."""
 
     value: Any = None
     error: BaseException | None = None
@@ -70,8 +70,8 @@ class _RankEnd:
 def launch(fn: Callable[..., T], num_ranks: int, args: Sequence[Any] = ()) -> list[T]:
     """Run a function once a rank, on processes of this machine, and return the results.
 
-    It is for notebooks: the function may stand in a cell. It calls `shoal.init()`, and does all
-    that a script would. Nothing is left of the ranks afterwards, also after an interrupt.
+    It is for notebooks: the function may stand in a cell. It calls `shoal.init()`, and may do all
+    that a script may. Nothing is left of the ranks afterwards, even after an interrupt.
 
     Args:
         fn: is called as `fn(*args)` on every rank.
@@ -160,7 +160,7 @@ def _check_here() -> None:
 
 
 def _threads_work(threads: int) -> bool:
-    """Whether a forked process computes with several threads, tried in one that may be lost."""
+    """Return whether a forked process computes with several threads, in a trial that may fail."""
 
     def compute() -> None:
         torch.set_num_threads(threads)

@@ -1,10 +1,10 @@
-"""Lists of a dataset (names of files, mostly, or its rows), as digests that ranks compare.
+"""Lists of a dataset (mostly names of files, or its rows), as digests that ranks compare.
 
-`os.listdir` and `glob` give names in whatever order a file system has them. Where ranks list the
-same files in another order, row 7 is another file on each, and none of the rows that `shard` deals
-out is what it seems. Names are looked at without their folders, which each host may have elsewhere.
-Of a Subset the numbers of rows are looked at, of a TensorDataset some rows: a script that cuts them
-by rank itself, and shards them too, would lose most of them. Costs a pass over the names, once.
+`os.listdir` and `glob` give names in the order of the file system. If ranks list the same files in
+another order, row 7 is another file on each, and `shard` deals out wrong rows. Names are compared
+without their folders, because each host may keep the files in another folder. Of a Subset the
+numbers of rows are compared, of a TensorDataset some rows: a script that already cuts them by rank,
+and shards them too, would lose most of them. The cost is a pass over the names, once.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from shoal.core.errors import RanksDiffer
 from shoal.data.parts import digest_of
 
 _DEPTH = 4  # datasets within datasets
-_MOST = 200_000  # names of a list; of a longer one so many are looked at, all over it
+_MOST = 200_000  # number of names that are compared; of a longer list so many, spread over it
 
 
 @dataclass(frozen=True)
 class Listing:
     """One list of a dataset."""
 
-    name: str  # of the attribute
+    name: str  # name of the attribute
     numel: int
     ordered: int  # a digest
-    unordered: int  # one that is the same in any order
+    unordered: int  # a digest that is the same in any order
     of: str = "names"
 
 
 def listings(dataset: Any) -> list[Listing]:
-    """The lists of names that a dataset has, and those of the datasets in it."""
+    """Return the lists of names that a dataset has, and the lists of datasets in it."""
     return list(_found(dataset, "dataset", _DEPTH))
 
 
 def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
-    """Compare what all ranks' datasets list.
+    """Compare the listings of all ranks' datasets.
 
     Raises:
         RanksDiffer: the same names come in another order.
@@ -123,7 +123,7 @@ def _rows(dataset: Subset[Any] | TensorDataset, name: str) -> Listing:
 
 
 def _text(value: Any) -> str | None:
-    """A name without its folder, also one beside a number or other names; None of another thing."""
+    """Return a name without its folder, also one in a tuple; None if it is no name."""
     if isinstance(value, str | os.PathLike):
         text = str(value)
         return text.rpartition("/")[2] or text

@@ -1,9 +1,9 @@
-"""Arguments of `parallelize` that have no effect: refused early where that is certain, else told.
+"""Arguments of `parallelize` that have no effect: refused early if that is certain, or else logged.
 
-    micro_batches     parts of a batch, beside a plan without a pipeline and without a stage
+    micro_batches     parts of a batch, with a plan that has no pipeline and no stage
     parameters        they train, and no optimizer that Shoal knows would update them
 
-Rank 0 tells them once for each call of `parallelize`. Nothing else changes.
+Rank 0 logs them once for each call of `parallelize`. Nothing else changes.
 Guarded by tests/front/test_no_effect.py.
 """
 

@@ -84,7 +84,7 @@ def _read_bytes(text: str) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """All options beside model, loss, optimizer and sample. `parallelize` explains each of them."""
+    """Options apart from model, loss, optimizer and sample. `parallelize` explains each of them."""
 
     plan: Plan | str | Path = option(AUTO, compared=None)
     pins: Mapping[str, str] | None = option(
@@ -263,7 +263,7 @@ class Options:
         return cls(**values, features=tuple(given))
 
     def _require_nothing_beside_plan(self) -> None:
-        """Refuse wishes beside a given plan, which says all of that itself. Pins win over it."""
+        """Refuse options that a given plan already decides. Pins win over the plan."""
         if self.placement != BALANCED:
             raise PlanError(
                 "there are both a plan and a placement", do="write the placement into the plan"
@@ -380,7 +380,7 @@ def _is_asked(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> bool:
 def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any]:
     """Make a feature as keywords ask for it."""
     options = list(options_of(kind))
-    # if a feature has several options, the ones that nobody asks for are off
+    # if a feature has several options, the ones that the caller leaves out are off
     off = {o.name: o.off for o in options if o.keyword not in asked and o.off is not o.default}
     return kind(**off, **{o.name: asked[o.keyword] for o in options if o.keyword in asked})
 

@@ -1,4 +1,4 @@
-"""`outcome`: a step as it was predicted, and as it goes, with the term that was off most."""
+"""`outcome`: a step as predicted and as measured, with the term that was off most."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shoal.session.session import Attached, Session, current
 
 
 def outcome(model: nn.Module) -> Outcome | None:
-    """A step of a parallelised model as it was predicted, and as it goes: print it.
+    """Compare a step of a parallelised model with its prediction. Print the result.
 
-    It is this rank's: the middle half of its last 256 steps. Each rank can ask for itself, at any
-    time. `shoal train` prints that of the slowest rank at its end.
+    The figures are this rank's: the middle half of its last 256 steps. Each rank can ask for
+    itself, at any time. At its end `shoal train` prints the slowest rank's outcome.
 
     Returns:
-        The outcome. None where a process trains the model by itself, or has made no two steps yet.
+        The outcome. None if a process trains the model by itself, or has not made two steps yet.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
@@ -42,9 +42,9 @@ def outcome(model: nn.Module) -> Outcome | None:
 
 
 def outcome_of_ranks(model: nn.Module) -> Outcome | None:
-    """That of the slowest rank, the same on every rank, and what links carry now (a collective).
+    """Return the slowest rank's outcome on every rank, and the links' present rates (a collective).
 
-    Where ranks do not keep step it is this rank's own, and none waits for another.
+    If ranks do not keep step, each rank returns its own outcome, and no rank waits for another.
     """
     session = current()
     attached = session.attached.get(uncompiled(model))
@@ -58,14 +58,14 @@ def outcome_of_ranks(model: nn.Module) -> Outcome | None:
 
 
 def spending(attached: Attached) -> Spending:
-    """What this rank's main thread spends in a step of a model."""
+    """Return the seconds that this rank's main thread spends in a step of a model."""
     return attached.engine.spent.told(attached.engine.routes.waits())
 
 
 def links_now(session: Session, attached: Attached) -> tuple[float, float] | None:
-    """What the slowest link carried as it was measured, and carries now (a collective).
+    """Return the slowest link's rates when it was measured, and now (a collective).
 
-    None where nobody measured it. Lanes end first what they do.
+    Return None if no link was measured. Lanes finish their jobs first.
     """
     link = attached.cluster.link
     if not link.tried or session.others:

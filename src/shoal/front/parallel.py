@@ -115,7 +115,7 @@ def parallelize(
             it is divided by the terms of all ranks already, or compares rows of all ranks
             (`shoal.gather`). It is a word for a count that is always 1.
         left_alone: parameters in the optimizer that are not the model's, and that your program
-            itself keeps right among ranks, such as a head cut by hand. Their gradients are not
+            itself keeps equal among ranks, such as a head cut by hand. Their gradients are not
             exchanged, weighed or clipped.
         plan: "auto", a `Plan`, or the path of a saved plan.
         pins: a strategy ("factor"), or a strategy and its exchange ("replicate:ring"), by dotted
@@ -162,7 +162,8 @@ def parallelize(
               gradient to read or to clip. With local steps it counts rounds of them.
             * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline, or
               if the end of the model has hosts of its own ("stage", 4 by default). In a pipeline
-              that you pin it is 1 by default. Else the planner finds it. Other plans have no parts.
+              that you pin it is 1 by default. Otherwise the planner finds it. Other plans have no
+                  parts.
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger
@@ -223,18 +224,18 @@ def parallelize(
 
 
 def _say_own(session: Session) -> None:
-    """Say once, behind the first model, a thing that surprises many."""
+    """Log once, after the first model, a fact that surprises many."""
     if session.models and session.comm.size > 1:
         Stages(speaks=session.comm.rank == 0).say(_OWN)
 
 
-_OWN = (  # said once, as it surprises many
+_OWN = (  # a fact that surprises many
     "each rank's loss is of its own rows, and shoal.mean(loss, weight=rows) is that of all; every "
     "rank runs the whole script, so write files under shoal.world().is_main"
 )
 
 
-@torch.inference_mode(False)  # no gradient is measured without, and no parameter is made
+@torch.inference_mode(False)  # inference mode would give no gradients to measure, and no parameters
 def by_options(
     options: Callable[[], Options],
     model: nn.Module,
@@ -242,7 +243,7 @@ def by_options(
     optimizer: Any,
     sample: Any,
 ) -> tuple[Any, Any, Any]:
-    """Do as `parallelize` does, by a record of options that is made when ranks compare it."""
+    """Parallelise by a record of options, which is made at the time when ranks compare it."""
     if optimizer is None and isinstance(model, nn.Module):
         loss = mean_of_output if loss_fn is None else loss_fn
         with thawed(model) as unused:
@@ -344,7 +345,7 @@ def plan_by_options(
     sample: Any,
     cluster: Cluster | None,
 ) -> Plan:
-    """Do as `plan` does, by a record of options."""
+    """Plan by a record of options, as `plan` does."""
     if cluster is not None and not isinstance(cluster, Cluster):
         raise UsageError(
             "cluster is no shoal.Cluster",

@@ -1,4 +1,4 @@
-"""`is_parallelized`, and `plan_of`: the plan that a model follows, and who runs it."""
+"""`is_parallelized`, and `plan_of`: the plan that a model follows, and its running parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shoal.session.session import Attached, current, found
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a model follows; None if a process trains it by itself.
+    """Return the plan that a model follows; None if a process trains it by itself.
 
-    That is if the model is not parallelised, in one process, after `unparallelize`, and without a
-    sample before the first batch. See `is_parallelized`.
+    That is so if the model is not parallelised, in one process, after `unparallelize`, and, without
+    a sample, before the first batch. See `is_parallelized`.
 
-    Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`. The
-    model may be compiled since.
+    Print it, or let one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`. You may
+    have compiled the model since.
 
     Examples:
         >>> import shoal, torch
@@ -37,9 +37,9 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def is_parallelized(model: nn.Module) -> bool:
-    """Whether `parallelize` was given this model, and `unparallelize` was not since.
+    """Return whether `parallelize` was given this model, without `unparallelize` since.
 
-    It is so on one rank, too. The model may be compiled since.
+    One rank alone counts, too. You may have compiled the model since.
 
     Examples:
         >>> import shoal, torch
@@ -57,7 +57,7 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 def attached_of(model: nn.Module) -> Attached | None:
-    """What runs a parallelised model; None where a process trains it by itself.
+    """Return the running parts of a parallelised model; None if a process trains it by itself.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.

@@ -1,19 +1,20 @@
-"""A recipe: a Python file whose four functions say what to train, for the command line.
+"""A recipe: a Python file with four functions that tell the command line what to train.
 
-    data()             a training DataLoader, or (training, test) with test None where there is none
+    data()             a training DataLoader, or (training, test), in which test may be None
     model()            an nn.Module
-    loss()             loss(output, target) -> scalar: a module or a function; None where the model
+    loss()             loss(output, target) -> scalar: a module or a function; None if the model
                        returns its own loss
     optimizer(params)  a torch.optim.Optimizer over them
 
-and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data,
-`count(output, target)` that says what the loss is a mean over, `EPOCHS`, a whole number, and
-`OPTIONS`, keywords of `shoal.parallelize` as {"check_every": 50}. `SYNC_BATCHNORM = True` stands
-for {"sync_batchnorm": True}. In place of loss() a recipe may have `compute_loss(model, batch)`, of
-a batch as the DataLoader gives it. Its accuracy takes (model, batch) then, and its count (batch).
+Optional are `accuracy(output, target) -> (correct, total)` for the test data,
+`count(output, target)`, which gives the number of terms that the loss is a mean over, `EPOCHS`, a
+whole number, and `OPTIONS`, keywords of `shoal.parallelize` as {"check_every": 50}.
+`SYNC_BATCHNORM = True` stands for {"sync_batchnorm": True}. In place of loss() a recipe may have
+`compute_loss(model, batch)`, for a batch as the DataLoader gives it. Its accuracy then takes
+(model, batch), and its count (batch).
 
-Caffe2's data_parallel_model took builders in the same way, so that each process makes a model of
-its own. The functions are checked when the file is loaded, what they return when they are called.
+Caffe2's data_parallel_model took builders in the same way, so that each process makes its own
+model. Shoal checks the functions when it loads the file, and their results when it calls them.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class Recipe:
     asked: Mapping[str, Any] = field(default_factory=dict)  # keywords of `parallelize`
 
     def on(self, device: torch.device) -> Recipe:
-        """The same, with models, losses and batches on this device."""
+        """Return a copy with models, losses and batches on this device."""
         return replace(self, device=device)
 
     def data(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-        """The training loader, and the test loader or None."""
+        """Return the training loader, and the test loader or None."""
         built = self.builders["data"]()
         train, test = (
             built if isinstance(built, (tuple, list)) and len(built) == 2 else (built, None)
@@ -89,14 +90,14 @@ class Recipe:
         return train, test
 
     def model(self) -> nn.Module:
-        """A new model."""
+        """Return a new model."""
         built = self.builders["model"]()
         if not isinstance(built, nn.Module):
             raise self._wrong("model", built)
         return built if self.device == CPU else built.to(self.device)
 
     def loss(self) -> Callable[..., Tensor] | None:
-        """The loss as a function of output and target; None where a compute_loss has its place."""
+        """Return the loss of an output and a target; None if a compute_loss replaces it."""
         if self.compute_loss is not None:
             return None
         built = self.builders["loss"]()
@@ -105,20 +106,20 @@ class Recipe:
         return built.to(self.device) if isinstance(built, nn.Module) else built
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
-        """A new optimizer over these parameters."""
+        """Return a new optimizer over these parameters."""
         built = self.builders["optimizer"](params)
         if not isinstance(built, Optimizer):
             raise self._wrong("optimizer", built)
         return built
 
     def objective(self) -> Objective:
-        """What computes the loss of a batch."""
+        """Return the functions that compute the loss of a batch."""
         return Objective(self.loss(), self.compute_loss)
 
     def batch(self, batch: Any) -> Any:
-        """A loader's batch as a sample: (x, y), or (x, None) of one that is no pair.
+        """Return a loader's batch as a sample: (x, y), or (x, None) if it is no pair.
 
-        For a compute_loss it stays what it is.
+        With a compute_loss the batch stays as it is.
         """
         if self.compute_loss is not None:
             return mapped(batch, self._moved)
@@ -126,7 +127,7 @@ class Recipe:
         return mapped(tuple(batch) if is_pair else (batch, None), self._moved)
 
     def right(self, model: nn.Module, batch: Any) -> tuple[float, int]:
-        """Right answers of a batch, and answers, where there is an accuracy."""
+        """Return the correct answers in a batch, and all answers, if there is an accuracy."""
         assert self.accuracy is not None
         if self.compute_loss is not None:
             return self.accuracy(model, batch)
@@ -149,13 +150,13 @@ class Recipe:
 
 
 def load(path: str | Path) -> Recipe:
-    """Load a recipe from a Python file, which may import what lies beside it, as a script may.
+    """Load a recipe from a Python file. It may import files in its folder, as a script may.
 
     Args:
         path: the file.
 
     Raises:
-        UsageError: the file is missing, does not run, lacks a builder, or has one that takes other
+        UsageError: the file is missing, does not run, lacks a builder, or has a builder with other
             arguments.
     """
     path = Path(path)
@@ -208,12 +209,12 @@ def load(path: str | Path) -> Recipe:
 
 
 def _replaced(builder: str, there: Container[str]) -> bool:
-    """Whether a recipe has something else in a builder's place."""
+    """Return whether a recipe replaces a builder."""
     return builder == "loss" and "compute_loss" in there
 
 
 def _require_recipe(path: Path) -> None:
-    """Refuse what is no recipe before it runs: a script would train first."""
+    """Refuse a file that is no recipe before it runs: a script would train first."""
     if not path.is_file():
         near = difflib.get_close_matches(
             path.name, [file.name for file in path.parent.glob("*.py")], n=1
@@ -224,7 +225,7 @@ def _require_recipe(path: Path) -> None:
         source = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError, OSError):
-        return  # running it says it better
+        return  # running the file gives a better error
     bound = {
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
     }
@@ -236,7 +237,7 @@ def _require_recipe(path: Path) -> None:
 
 def execute(path: Path) -> ModuleType:
     """Run the file as a module of its own."""
-    name = f"shoal_recipe_{path.stem}"  # not the bare stem: a recipe may be called as a library is
+    name = f"shoal_recipe_{path.stem}"  # a prefix, because a recipe may have the name of a library
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(
@@ -245,7 +246,8 @@ def execute(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # stays: a builder may import when it is called
+        # the folder stays in the path, because a builder may import when it is called
+        sys.path.insert(0, folder)
     # classes defined in the file are looked up there, e.g. by pickle and dataclasses
     sys.modules[name] = module
     try:
@@ -268,7 +270,7 @@ def execute(path: Path) -> ModuleType:
 
 
 def line_in(path: Path, error: BaseException) -> str:
-    """The recipe's own last line on the way to the error."""
+    """Return the recipe's own last line on the way to the error."""
     line, trace = 0, error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve():

@@ -125,7 +125,7 @@ def require_same_model(session: Session, running: Running | None, call: str, doi
 def give_back(
     session: Session, model: nn.Module, running: Running, *, goes_on: bool = False
 ) -> None:
-    """Make the model ordinary. Its optimizers are so already (2).
+    """Make the model ordinary. Its optimizers are ordinary already (2).
 
     Args:
         session: the ranks.

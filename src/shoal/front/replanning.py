@@ -152,7 +152,7 @@ def _why_not(session: Session, model: nn.Module) -> str:
 
 
 def _better(present: Found, asked: Request, outcome: Outcome) -> Plan:
-    """Return the plan that the facts choose if it gains enough, else the present one as it is."""
+    """Return the best plan by the facts if it gains enough, or else the present one."""
     profile, cluster = present.profile, present.cluster
     facts = replace(asked.facts, topology=cluster.topology, profile=profile, cluster=cluster)
     made = chosen(asked, facts, anew=True)
@@ -183,7 +183,7 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
     give_back(session, model, running, goes_on=True)
     remove(model)
     job = job_of(again.asked.of_model(model), again.loss_fn, optimizers)
-    # ranks have the same values already, but for buffers that each keeps for itself
+    # ranks have the same values already, except buffers that each keeps for itself
     follow(session, job, found, again, {}, attached.watched)
     for name, kept_now in session.attached[model].running.attachments.items():
         kept_now.load(states.get(name))
@@ -204,7 +204,7 @@ class EpochEnds:
 
     def __init__(self, session: Session) -> None:
         self._session = ref(session)
-        self._models: list[ref[nn.Module]] = []  # the same, in the same order, on every rank
+        self._models: list[ref[nn.Module]] = []  # all ranks have these models in the same order
 
     def add(self, model: nn.Module) -> None:
         """Make this model's plan anew, too, from here on."""
@@ -230,7 +230,7 @@ class EpochEnds:
 
 
 def at_epoch_ends(session: Session, model: nn.Module) -> None:
-    """Have a model's plan made anew as epochs end (on every rank alike)."""
+    """Register a model for a new plan at epoch ends (on every rank)."""
     if not isinstance(session.passes.at_end, EpochEnds):
         session.passes.at_end = EpochEnds(session)
     session.passes.at_end.add(model)

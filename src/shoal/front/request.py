@@ -53,7 +53,7 @@ from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut
 
-# fields of a plan that ranks compare, beside its choices and placement
+# fields of a plan that ranks do not compare here; choices and placement are compared apart
 _NOT_COMPARED = ("choices", "placement", "predicted_s")
 _STATE = "state of optimizer"  # its number follows
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
@@ -67,7 +67,7 @@ class Request:
         options: the options as they were given.
         features: features of training, in their order: asked for, of the given plan, or always
             there.
-        draft: the given plan, else the pinned layers, with the additions of features.
+        draft: the given plan, or the pinned layers, with the additions of features.
         facts: the facts that are known before anything is measured.
         usable: names of the strategies that the planner may use: no feature refuses them.
     """
@@ -103,7 +103,7 @@ class Request:
 def checked(
     options: Options, model: Any, loss_fn: Any, optimizer: Any, session: Session
 ) -> Request:
-    """Refuse arguments that cannot be parallelised, else return the request."""
+    """Refuse arguments that cannot be parallelised. Otherwise return the request."""
     optimizers = listed(optimizer)
     check_functions(options, loss_fn)
     loss = given_loss(options.compute_loss, loss_fn)
@@ -185,7 +185,7 @@ def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts)
 
 
 def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
-    """Refuse a feature that is asked for beside a plan that says otherwise."""
+    """Refuse a feature that contradicts the given plan."""
     for feature in asked:
         if feature.plan(given, facts) != given:
             raise PlanError(

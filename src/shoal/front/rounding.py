@@ -1,7 +1,7 @@
-"""What is said where ranks' processors round unlike one another.
+"""A warning for ranks with processors that round differently.
 
-A layer that every rank updates itself starts equal everywhere, and each rank adds the same sum to
-it. But an update has roundings of its own, and processors with other instructions round otherwise:
+A layer that every rank updates itself starts equal on all ranks, and each rank adds the same sum to
+it. But an update has its own rounding, and processors with other instructions round differently:
 copies drift apart, by about 1e-7 of a value. A layer with owners is updated once, and the result is
 sent.
 """

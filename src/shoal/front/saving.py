@@ -2,7 +2,7 @@
 
     1  take     every rank takes part; rank 0 gets all of it
     2  write    rank 0 writes it, whole or not at all                (checkpoint/snapshot.py)
-    3  read     each rank that sees the files checks and reads them; others are sent them
+    3  read     each rank that sees the files checks and reads them; other ranks receive them
     4  put      values go into the objects, once all are checked; then the random state is restored
 
 Guarded by tests/front/test_saving.py and test_corrupted_state.py.
@@ -63,8 +63,8 @@ def save(path: str | Path, /, **objects: Any) -> None:
     place of an older checkpoint of that name. Rank 0 writes it.
 
     Args:
-        path: the folder. It may be relative. Its parents are made. "s3://bucket/run" is one in a
-            store that fsspec reaches.
+        path: the folder. It may be relative. Its parents are made. "s3://bucket/run" is a folder in
+            a store that fsspec reaches.
         objects: objects under names of your own: everything with a `state_dict` and
             `load_state_dict` (model, optimizer, scheduler, scaler, the loader that `shoal.shard`
             gave, averaged weights), lists and dicts of such objects, and plain data. You may save
@@ -104,8 +104,8 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
     """Go on from a checkpoint. All ranks call this.
 
     Any number of ranks may have saved it, under any plan. Each rank that sees the files reads them,
-    and each tensor's checksum is compared. Ranks that do not see the files are sent them. All of it
-    is checked before any object changes.
+    and compares each tensor's checksum. Ranks that do not see the files receive them. Everything is
+    checked before any object changes.
 
     Args:
         path: the path that `save` was given.
@@ -163,7 +163,8 @@ def taken(
         forms[keyword] = snapshot.encoded(
             keyword, state_of(value, modules, keeping=keeping), strip="state/" if optimizer else ""
         )
-    is_in_memory = keeping is not None and keeping.owned  # warnings would come again and again
+    # no warnings for generations in memory, which would repeat them
+    is_in_memory = keeping is not None and keeping.owned
     states = _random_states(objects, forms, comm, warns=not is_in_memory)  # save 9
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model
     for path, attached in _attached(objects):
@@ -243,7 +244,7 @@ def _attached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Attached]]:
 
 
 def _go_on(known: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Weigh rows as before if as many ranks go on, because else the last bit may differ."""
+    """Weigh rows as before if as many ranks go on, because otherwise the last bit may differ."""
     for path, model in _models(objects):
         usual, ranks = (known.get(path, {}).get(name) for name in ("usual_rows", "ranks"))
         if usual is None:

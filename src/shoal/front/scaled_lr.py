@@ -1,15 +1,16 @@
-"""`scaled_lr`: a learning rate that was found for another batch, for this one.
+"""`scaled_lr`: a learning rate that was found for one batch, scaled to another.
 
     linear   rate · k        k = batch ÷ base_batch
     sqrt     rate · √k
-    warm-up  from the rate itself, evenly up to that, in so many steps
+    warm-up  rises evenly from the unscaled rate to the scaled one
 
 References: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
 sections 2.1 and 2.2 (linear); Krizhevsky, "One weird trick for parallelizing convolutional neural
 networks", 2014, section 5 (sqrt).
 
-A run that goes on with another number of ranks has another batch, and a checkpoint has the rates of
-the one before. `ScaledLR` takes its position from there, and the rates of its own batch.
+A run that goes on with another number of ranks has another batch, and its checkpoint has the rates
+of the batch before. `ScaledLR` takes only its position from there, and keeps the rates of its own
+batch.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ def scaled_lr(
 ) -> LinearLR:
     """Scale an optimizer's learning rates from one batch to another, after a warm-up.
 
-    Call it once, before any other scheduler is made, and `step()` it behind `optimizer.step()`. It
-    goes with others in torch's SequentialLR and ChainedScheduler. Rank 0 logs both batches, of all
-    ranks and of one.
+    Call it once, before you make any other scheduler, and call its `step()` after
+    `optimizer.step()`. It works with others in torch's SequentialLR and ChainedScheduler. Rank 0
+    logs the batch of all ranks and of one.
 
     Args:
-        optimizer: with the learning rates of the base batch.
+        optimizer: an optimizer with the learning rates of the base batch.
         batch: rows of all ranks in a step.
-        base_batch: rows that the learning rates were found for.
-        rule: "linear" multiplies them by k = batch ÷ base_batch, "sqrt" by its root. For SGD linear
-            is usual, for Adam and LAMB sqrt.
-        warmup_steps: in which they rise evenly from those of the base batch. Where the batch is
-            smaller than that there is no warm-up.
+        base_batch: rows for which the learning rates were found.
+        rule: "linear" multiplies rates by k = batch ÷ base_batch, "sqrt" by its root. For SGD
+            linear is usual, for Adam and LAMB sqrt.
+        warmup_steps: steps in which rates rise evenly from the base batch's. There is no warm-up if
+            the batch is smaller than the base batch.
 
     Returns:
-        A scheduler of torch's. After the warm-up it leaves the rates alone. If it takes the state
-        of one for another batch, the rates follow its own.
+        A scheduler of torch's. After the warm-up it leaves the rates alone. If it loads the state
+        of a scheduler for another batch, the rates follow its own batch.
 
     Raises:
-        UsageError: a number is none, or there is no such rule.
+        UsageError: an argument is no such number, or the rule is unknown.
 
     Examples:
         >>> import shoal, torch
@@ -150,7 +151,7 @@ def _warmed(start: float, length: int, step: int) -> float:
 
 
 def _multiply(group: dict[str, Any], factor: float, *names: str) -> None:
-    """Multiply rates of a group, in place where they are tensors."""
+    """Multiply rates of a group, in place if they are tensors."""
     for name in names:
         if isinstance(group.get(name), Tensor):
             group[name].mul_(factor)

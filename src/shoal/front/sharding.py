@@ -55,35 +55,36 @@ def shard(
     shares: Shared = None,
     shards_itself: bool | None = None,
 ) -> Any:
-    """A loader of this rank's own rows: none twice, none lost, as many batches everywhere.
+    """Return a loader of this rank's own rows: none twice, none lost, equally many batches.
 
-    On a tail host, which has no rows of its own, it is the loader itself.
+    A tail host has no rows of its own, and gets the loader itself.
 
     Args:
         loader: the loader as one process would use it, with all its options. Any DataLoader: its
-            sampler, batch_sampler or IterableDataset says what there is. Or any object that gives
+            sampler, batch_sampler or IterableDataset gives the rows. Or any object that gives
             batches of tensors each time it is iterated over. Shuffling follows a seed that the
-            ranks agree on, and the epoch. That advances with every pass in which a backward runs: a
-            look at a batch, also on one rank alone, does not count.
-        batch: "rank": the loader's batches are those of one rank, as with DDP. "global": they are
-            those of all ranks together, whatever their number.
-        shares: how many rows each rank takes, as one number a rank; by default as many. "speed":
-            they follow the measured speed of each rank's processor, so not with a model on a GPU,
-            where hosts only launch kernels. Ranks are weighed exactly by their rows.
-        shards_itself: an IterableDataset, or a sampler, that gives each rank its own rows already.
-            Then the epoch ends with the first of these streams that ends. By default samplers that
-            split by rank are found by their numbers, and streams are the same on every rank. False:
-            deal out one order, also of such a sampler.
+            ranks agree on, and the epoch, which advances with every pass in which a backward runs.
+            A look at a batch, also on one rank alone, does not count.
+        batch: "rank": a batch of the loader is one rank's batch, as with DDP. "global": it is the
+            batch of all ranks together, whatever their number.
+        shares: how many rows each rank takes, as one number a rank. By default all take as many.
+            "speed": rows follow the measured speed of each rank's processor. Do not use it with a
+            model on a GPU, because hosts only launch kernels there. Ranks are weighed exactly by
+            their rows.
+        shards_itself: True if an IterableDataset, or a sampler, gives each rank its own rows
+            already. Then the epoch ends when the first of these streams ends. By default Shoal
+            finds samplers that split by rank, and takes streams to be the same on every rank.
+            False: deal out one order, even from such a sampler.
 
     Returns:
-        Of a DataLoader a copy, a `ShardedLoader`. Of other batches a `ShardedBatches`. Both have
-        `state_dict()` and `load_state_dict()`: the position in the global order, in the middle of
-        an epoch too, for any number of ranks. And `set_epoch(n)`.
+        A `ShardedLoader` for a DataLoader, which is a copy, or a `ShardedBatches` for other
+        batches. Both have `state_dict()` and `load_state_dict()`: the position in the global order,
+        also in the middle of an epoch, for any number of ranks. And both have `set_epoch(n)`.
 
     Raises:
-        UsageError: not a loader, fewer rows than ranks, a batch of all ranks smaller than their
-            number, or (RanksDiffer) other loaders on other ranks, or the same files in another
-            order.
+        UsageError: the loader is none, has fewer rows than ranks, or a global batch smaller than
+            the number of ranks. RanksDiffer: ranks have different loaders, or the same files in
+            another order.
 
     Examples:
         >>> import shoal
@@ -110,7 +111,7 @@ def dealt(
     shares: Shared = None,
     shards_itself: bool | None = None,
 ) -> Any:
-    """Do as `shard` does, without its line about batches."""
+    """Shard a loader without the line about batches."""
     session = current()
     if is_tail_host(session):
         return loader
@@ -146,7 +147,7 @@ def dealt(
 
 
 def _split(loader: Any, session: Session) -> bool:
-    """Whether each rank's sampler gives its own rows (a collective). Samplers of ranks are said."""
+    """Return whether each rank's sampler gives its own rows, and log it (a collective)."""
     comm, sampler = session.comm, sampler_of(loader)
     if comm.size == 1:
         return False
@@ -192,7 +193,7 @@ def _dealt_in(shares: Shared, speed: Speed | None, size: int) -> Shares:
 
 
 def _require_same(comm: Comm, facts: str, listed: list[Listing]) -> None:
-    """Raise RanksDiffer where ranks cut the same rows in different ways, or list others."""
+    """Raise RanksDiffer if ranks cut the same rows in different ways, or list other files."""
     told = comm.gather_objects((facts, listed), "shard: comparing loaders", Listing)
     first, *other_ranks = (each for each, _ in told)
     for rank, theirs in enumerate(other_ranks, start=1):

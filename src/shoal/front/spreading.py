@@ -182,7 +182,7 @@ def follow(
         session: the ranks.
         job: the model, its loss and its optimizers.
         found: the plan, and the facts that it was made from.
-        again: the request, and a fact that was found beside the profile.
+        again: the request, and a fact that the sample showed.
         values: rank 0's values that differ between ranks.
         before: the hooks of the plan before, which has been released.
     """
@@ -198,7 +198,7 @@ def follow(
         before,
     )
     loss, attached = attach(session, job, prepared)
-    torch.clear_autocast_cache()  # within autocast it has casts of the weights as they were
+    torch.clear_autocast_cache()  # within autocast the cache holds casts of the old weights
     if cuts(plan):
         give_back_freed()
     for optimizer in job.optimizers:
@@ -214,7 +214,7 @@ def how_profiled(request: Request, micro_batches: int | None) -> ProfileOptions:
 
     Args:
         request: the request.
-        micro_batches: number per batch; None if the end of the model is not elsewhere.
+        micro_batches: number per batch; None if this rank runs the end of the model itself.
     """
     options, draft = request.options, request.draft
     row_parts: int | None = draft.micro_batches if is_pipelined(draft) else 1
@@ -231,7 +231,7 @@ def how_profiled(request: Request, micro_batches: int | None) -> ProfileOptions:
 
 
 def _micro_batches(session: Session, request: Request) -> int | None:
-    """Return the micro-batches per batch; None if the end of this model is not elsewhere."""
+    """Return the micro-batches per batch; None if this rank runs the end of the model itself."""
     tail = session.other(TailHosts)
     return None if tail is None or tail.calls > 1 else request.draft.micro_batches
 

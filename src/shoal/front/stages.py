@@ -1,7 +1,7 @@
-"""What `parallelize` says while it works: a line a stage on rank 0, through the logger "shoal".
+"""Lines that `parallelize` logs while it works: one a stage on rank 0, by the logger "shoal".
 
-Where the program has set up no logging, the lines go to stderr as they are, so that they are seen
-without a word. `logging.getLogger("shoal").setLevel(logging.WARNING)` silences them.
+If the program has set up no logging, the lines go to stderr, so that they are seen without any
+setting. `logging.getLogger("shoal").setLevel(logging.WARNING)` silences them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import final
 
 LOGGER = logging.getLogger("shoal")
-if LOGGER.level == logging.NOTSET:  # else the program has said what it wants to hear
+if LOGGER.level == logging.NOTSET:  # otherwise the program has chosen a level
     LOGGER.setLevel(logging.INFO)
 
 _WORTH_A_LINE_S = 0.05
@@ -20,10 +20,10 @@ _WORTH_A_LINE_S = 0.05
 
 @final
 class Stages:
-    """Says how long each stage took.
+    """Logs how long each stage took.
 
     Args:
-        speaks: whether this is the rank that says it.
+        speaks: whether this rank is the one that logs.
     """
 
     def __init__(self, *, speaks: bool) -> None:
@@ -31,14 +31,14 @@ class Stages:
         self._began_s = time.perf_counter()
 
     def done(self, what: str) -> None:
-        """The stage that began with the end of the last one is over."""
+        """Log that a stage is over. It began at the end of the last one."""
         now_s = time.perf_counter()
         seconds, self._began_s = now_s - self._began_s, now_s
         if seconds >= _WORTH_A_LINE_S:
             self.say(f"{what} … {seconds:.1f} s")
 
     def say(self, text: str) -> None:
-        """Log a line, unless it is empty; whatever may be wrong with it, training goes on."""
+        """Log a line, unless it is empty. No error in it stops training."""
         if text and self._speaks and LOGGER.isEnabledFor(logging.INFO):
             with suppress(Exception):
                 _log(text)

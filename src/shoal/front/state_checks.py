@@ -97,7 +97,7 @@ def check_parameter(optimizer: Optimizer, parameter: Tensor, state: Any, where: 
         raise wrong_form(where, state, "the state of a parameter")
     for key, value in state.items():
         if key == "momentum_buffer" and value is None:
-            continue  # SGD's before its first step
+            continue  # SGD has none before its first step
         if key in _LIKE_PARAMETER:
             shape = value.shape if isinstance(value, Tensor) else None
             if shape != parameter.shape:
@@ -119,7 +119,7 @@ def check_plain(value: Any, saved: Any, path: str) -> None:
 
 
 def _check_alike(own: Any, saved: Any, where: str) -> None:
-    """Refuse text where numbers are, and so on for lists and dicts. Let all else pass."""
+    """Refuse text in place of numbers, and so on for lists and dicts. Let other values pass."""
     if _is_number(own):
         if not _is_number(saved):
             raise wrong_form(where, saved, "a number")

@@ -1,13 +1,13 @@
-"""Objects that have a state: what is saved of each, under which names, and how it is put back.
+"""Objects that have a state: the saved form of each, its names, and the way back.
 
     a module       its state_dict; names and shapes are compared before anything is loaded
     an optimizer   its state_dict, in which parameters have their names in place of numbers
     a list, tuple or dict with such objects in it: each of them
-    anything else with state_dict and load_state_dict: what it gives, as plain data
+    any other object with state_dict and load_state_dict: its state, as plain data
     plain data     itself
 
-Names and shapes are those of one process, so any number of ranks under any plan can go on. All of
-it are collectives. Guarded by tests/front/test_saving.py.
+Names and shapes are the ones of a single process, so any number of ranks under any plan can go on.
+All calls are collectives. Guarded by tests/front/test_saving.py.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from shoal.session.session import ranks
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 
 _SHOWN = 4  # names that a message lists
-Modules = Sequence[tuple[str, nn.Module]]  # with the ways to them
+Modules = Sequence[tuple[str, nn.Module]]  # modules with the ways to them
 
 
 def has_state(value: Any) -> bool:
-    """Whether it can give and take a state."""
+    """Return whether an object can give and take a state."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
 def members(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The objects with a state in a value, each with the way to it."""
+    """Yield the objects with a state in a value, each with the way to it."""
     if has_state(value):
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
@@ -61,17 +61,17 @@ def members(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, A
 
 
 def modules_of(objects: Mapping[str, Any]) -> Modules:
-    """All modules among objects, with the ways to them."""
+    """Return all modules among objects, with the ways to them."""
     found = members(objects)
     return [(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)]
 
 
 def state_of(value: Any, modules: Modules, *, keeping: Keeping | None = None) -> Any:
-    """What is to be saved of a value: plain data and tensors (a collective).
+    """Return the form of a value to save: plain data and tensors (a collective).
 
     Args:
         value: an object with a state, such objects in lists or dicts, or plain data.
-        modules: that optimizers' parameters have their names in.
+        modules: modules in which optimizers' parameters have their names.
         keeping: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
             for each tensor. It may leave owners' values where they are, too.
     """
@@ -94,7 +94,7 @@ def state_of(value: Any, modules: Modules, *, keeping: Keeping | None = None) ->
 def _of_module(module: nn.Module, *, spread: bool) -> Any:
     if not spread or type(module).state_dict is not nn.Module.state_dict:
         return module.state_dict()
-    state = module.state_dict(keep_vars=True)  # brings nothing of what is cut
+    state = module.state_dict(keep_vars=True)  # `keep_vars` gathers no cut parameter
     for name, value in state.items():
         if isinstance(value, Tensor):
             cut = cut_of(value) if is_cut(value) else None
@@ -105,7 +105,7 @@ def _of_module(module: nn.Module, *, spread: bool) -> Any:
 
 
 def _of_loader(loader: Positioned[Any]) -> dict[str, Any]:
-    """A loader's position, or one of each rank with rows of its own (a collective)."""
+    """Return a loader's position, or each rank's if ranks have rows of their own (a collective)."""
     state = loader.state_dict()
     if loader.source.own is None:
         return state
@@ -133,7 +133,7 @@ def _of_loader(loader: Positioned[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Loading:
-    """An object, and the checked state that it is to take.
+    """An object, and the checked state that it is to load.
 
     Args:
         value: the object.
@@ -148,7 +148,7 @@ class Loading:
     known: bool
 
     def run(self) -> None:
-        """Have the object take the state (a collective).
+        """Load the state into the object (a collective).
 
         Raises:
             UsageError: the object refuses it. It is as before, as far as that can be done.
@@ -158,7 +158,7 @@ class Loading:
         try:
             self.value.load_state_dict(self.state)
         except Exception as error:  # any error: its own code may refuse in any way
-            if can_undo:  # torch's replace their attributes, and so do most others
+            if can_undo:  # torch's objects replace their attributes, and so do most others
                 vars(self.value).update(before)
             if isinstance(error, ShoalError):
                 raise
@@ -207,7 +207,7 @@ def loadings(value: Any, saved: Any, modules: Modules, path: str) -> Iterator[Lo
 
 
 def load_all(comm: Comm, wanted: Sequence[Loading]) -> None:
-    """Have all objects take their states (a collective).
+    """Load all states into their objects (a collective).
 
     Objects with states that only they can check come first, and modules last. So if one refuses,
     no weights have changed, on any rank.
@@ -236,10 +236,10 @@ def _check_members(own: Any, saved: Any, path: str) -> None:
 
 @dataclass(frozen=True)
 class _Named:
-    """An optimizer's parameters, and what they are called.
+    """An optimizer's parameters, and their names.
 
-    They have their names in the first module that has them all. Where there is none the way to the
-    module comes first, and where no module has one it is numbered.
+    They have their names in the first module that has them all. If no module has them all, the way
+    to a module comes first. A parameter in no module gets a number.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -262,7 +262,7 @@ class _Named:
 
 
 def _named(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> dict[str, Any]:
-    """An optimizer's state with names in place of numbers."""
+    """Return an optimizer's state with names in place of numbers."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, _Named.of(optimizer, modules).names, strict=True))  # save 6
     groups = [
@@ -276,7 +276,7 @@ def _named(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> 
 def _numbered(
     optimizer: Optimizer, saved: Mapping[str, Any], modules: Modules, path: str
 ) -> dict[str, Any]:
-    """What `_named` made, with the numbers that parameters have in this optimizer."""
+    """Return a state of `_named` with the numbers that parameters have in this optimizer."""
     own = _Named.of(optimizer, modules)
     saved_names: list[str] = [name for group in saved["param_groups"] for name in group["params"]]
     known = own.known and not all(name.startswith("parameter ") for name in saved_names)
@@ -304,12 +304,12 @@ def _numbered(
         count = len(current["params"])
         groups.append({**group, "params": list(range(first, first + count))})
         first += count
-    groups += saved["param_groups"][len(groups) :]  # the optimizer says that there are too many
+    groups += saved["param_groups"][len(groups) :]  # the optimizer itself reports too many groups
     return {**saved, "state": states, "param_groups": groups}
 
 
 def _laid(state: Any, parameter: Tensor) -> Any:
-    """A parameter's state, whose tensors lie in memory as the parameter does."""
+    """Copy a parameter's state so that its tensors have the parameter's memory layout."""
 
     def laid(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -328,10 +328,10 @@ def _has_own_state(module: nn.Module) -> bool:
 def check_module(module: nn.Module, saved: Any, path: str) -> None:
     """Compare names, shapes and kinds of numbers, before anything changes."""
     if _has_own_state(module):
-        return  # only the module itself knows what fits
+        return  # only the module itself can judge the state
     if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
         raise wrong_form(path, saved, "weights by name")
-    own = module.state_dict(keep_vars=True)  # looks at no value
+    own = module.state_dict(keep_vars=True)  # `keep_vars` reads no value
     if own.keys() != saved.keys():
         raise _other_names(f"the model {path}", list(own), list(saved))
     unlike = [

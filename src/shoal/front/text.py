@@ -1,5 +1,6 @@
-"""Tables for people: a plan with its reasons, a benchmark's figures, a check's differences. Reads
-core only.
+"""Tables for people: a plan with its reasons, a benchmark's figures, a check's differences.
+
+This file reads core only.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan
 from shoal.planner.sharing import DEALT_WORTH, LEAST_SAVED_S
 
-_MOST_ROWS = 15  # of a table that is to fit one screen
+_MOST_ROWS = 15  # rows of a table that fits one screen
 # characters of a layer's name in a table of 80 columns, and of it and its way together
 _NAME, _NAME_AND_WAY = 26, 46
 
 
 def console() -> Console:
-    """Where reports go: as wide as the terminal, or as COLUMNS says, or 80 columns.
+    """Return the console for reports: as wide as the terminal, or as COLUMNS says, or 80 columns.
 
-    Names are shown as they are: "[red]" in one is no colour, and a number in one has none.
+    Names are shown unchanged: "[red]" in a name is no colour, and a number in it gets none.
     """
     return Console(soft_wrap=False, markup=False, emoji=False, highlight=False)
 
 
 def plain(shown: RenderableType) -> str:
-    """A report as text of at most 100 columns, without colours."""
+    """Return a report as text of at most 100 columns, without colours."""
     page = Console(
         width=100,
         color_system=None,
@@ -57,11 +58,11 @@ def plain(shown: RenderableType) -> str:
 
 
 def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableType:
-    """The plan as a table of at most 15 rows, and the predicted step.
+    """Show the plan as a table of at most 15 rows, with the predicted step.
 
     Args:
-        explanation: of the plan.
-        reasons: also say, for each layer, which alternatives were compared and why.
+        explanation: the plan's explanation.
+        reasons: whether to list, for each layer, the compared alternatives and the reason.
     """
     parts: list[RenderableType] = [_layers(explanation)]
     if reasons:
@@ -76,7 +77,7 @@ def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableT
 
 
 def _table(**columns: JustifyMethod) -> Table:
-    """A table without frames, which would take columns from the text."""
+    """Make a table without frames, which would take columns from the text."""
     table = Table(
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -99,9 +100,9 @@ def _layers(explanation: Explanation) -> RenderableType:
     )
     shown, rest = _largest(explanation.layers)
     longest = max((len(row.chosen.choice.way) for row in shown), default=0)
-    most = max(min(_NAME, _NAME_AND_WAY - longest), 8)  # ways with codecs are long
+    most = max(min(_NAME, _NAME_AND_WAY - longest), 8)  # ways with codecs take many columns
     for row in shown:
-        # a pipeline's bytes stand beside its stations
+        # the table of stations shows a pipeline's bytes
         sent = "" if explanation.step.stations else megabytes(row.chosen.sent_bytes)
         size = f"{row.parameters:,}"
         table.add_row(_short(row.layer, most), size, f"{row.rows:,}", row.chosen.choice.way, sent)
@@ -120,7 +121,7 @@ def _layers(explanation: Explanation) -> RenderableType:
 def _largest(
     layers: Sequence[LayerExplanation],
 ) -> tuple[list[LayerExplanation], list[LayerExplanation]]:
-    """The layers that have a row of their own, and those that share the last one."""
+    """Return the layers with a row of their own, and the layers that share the last row."""
     by_size = sorted(range(len(layers)), key=lambda at: -layers[at].parameters)
     alone = len(layers) if len(layers) <= _MOST_ROWS else _MOST_ROWS - 1
     return (
@@ -130,7 +131,7 @@ def _largest(
 
 
 def _reasons(row: LayerExplanation) -> RenderableType:
-    """A layer's choice (*) beside its alternatives, and in one line those that cannot serve it."""
+    """Show a layer's choice (*) and its alternatives, and in one line the unable ones."""
     facts = [row.kind, f"{row.parameters:,} parameters", f"{row.rows:,} rows"]
     facts.append(f"backward {_ms(row.backward_s)}")
     about = f"\n{row.layer}: {', '.join(facts)}\n  {row.reason}"
@@ -261,7 +262,7 @@ def _moving(moving: Sequence[MovingState]) -> str:
 
 
 def moved(moving: Sequence[MovingState]) -> str:
-    """Which buffers agree, and how, in one line.
+    """Say which buffers agree, and how, in one line.
 
     Examples:
         >>> from shoal.core.facts import MovingState
@@ -283,7 +284,7 @@ def _norms(norms: Sequence[SyncNorm]) -> str:
 
 
 def synchronised(norms: Sequence[SyncNorm]) -> str:
-    """How many batch norms go by the rows of all ranks, and what for, in one line.
+    """Count the batch norms over all ranks, with their bytes, in one line.
 
     Examples:
         >>> from shoal.core.facts import SyncNorm
@@ -310,7 +311,7 @@ def _idle(ranks: Sequence[str]) -> str:
 
 
 def measured_cluster(cluster: Cluster) -> RenderableType:
-    """The links as probed, and how fast each exchange goes over them."""
+    """Show the links as probed, and how fast each exchange goes over them."""
     hosts = len(set(cluster.topology.hosts))
     table = Table(
         title=f"{how_many(cluster.size, 'rank')} on {how_many(hosts, 'host')}",
@@ -340,9 +341,7 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
 
 
 def lags(rank: int, observed: Mapping[int, int]) -> Table:
-    """By how many steps workers were ahead of the slowest when a server gave them parameters, and
-    how often.
-    """
+    """Show how often workers were so many steps ahead of the slowest, at a server."""
     table = Table(
         title=f"server, rank {rank}: parameters were given to workers", title_justify="left"
     )
@@ -355,9 +354,7 @@ def lags(rank: int, observed: Mapping[int, int]) -> Table:
 
 
 def ratios(title: str, rows: Sequence[tuple[str, float, str]]) -> Table:
-    """A benchmark's contenders: name, median seconds a step, and how many times Shoal's that is
-    (with its interval).
-    """
+    """Show a benchmark's contenders: name, median seconds a step, ratio to Shoal, interval."""
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
     table.add_column("median step", justify="right")
@@ -368,7 +365,7 @@ def ratios(title: str, rows: Sequence[tuple[str, float, str]]) -> Table:
 
 
 def differences(rows: Sequence[tuple[str, float]]) -> Table:
-    """A check's largest relative difference by parameter, the worst first."""
+    """Show a check's largest relative difference by parameter, the worst first."""
     table = Table(
         title="largest relative difference to one process, by parameter", title_justify="left"
     )
@@ -380,9 +377,9 @@ def differences(rows: Sequence[tuple[str, float]]) -> Table:
 
 
 def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[SyncNorm] = ()) -> str:
-    """A plan in one line: how many layers each way serves, and the predicted step.
+    """Summarise a plan in one line: the number of layers for each way, and the predicted step.
 
-    With `moving` also what buffers agree, with `norms` what batch norms send.
+    With `moving` it also names the buffers that agree, with `norms` the bytes of batch norms.
 
     Examples:
         >>> from shoal.core.plan import Choice, Plan
@@ -402,7 +399,7 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
 
 
 def batch(rows: Sequence[int]) -> str:
-    """The batch of a rank and of all ranks, in one line.
+    """Describe the batch of a rank and of all ranks, in one line.
 
     Examples:
         >>> from shoal.front.text import batch
@@ -415,7 +412,7 @@ def batch(rows: Sequence[int]) -> str:
 
 
 def _short(name: str, most: int) -> str:
-    """The end of a long name, which says more than its beginning."""
+    """Return the end of a long name, which says more than its beginning."""
     return name if len(name) <= most else "…" + name[1 - most :]
 
 
@@ -424,7 +421,7 @@ def _ms(seconds: float) -> str:
 
 
 def megabytes(nbytes: float) -> str:
-    """As "7.56 MB"."""
+    """Return megabytes as "7.56 MB"."""
     return f"{nbytes / 1e6:.2f} MB"
 
 

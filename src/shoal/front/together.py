@@ -1,9 +1,9 @@
-"""`mean` and `gather`: values of all ranks for scripts, where each has rows of its own.
+"""`mean` and `gather`: values of all ranks for scripts, in which each rank has its own rows.
 
 Collectives over the session's channel of the ranks that train, for a loss or an accuracy now and
-then. Every rank tells every other its value or its form beside a label, so that a rank that is at
-something else is told, and so are the others. Alone, also before `init`, they send nothing.
-A loss may be computed of gathered rows: see gathering.py.
+then. Every rank sends every other its value or its form, with a label. So if a rank makes another
+call, all ranks get an error. A lone process, also before `init`, sends nothing. A loss may be
+computed from gathered rows: see gathering.py.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ def mean(value: Tensor, weight: float | Tensor = 1.0) -> Tensor: ...
 @overload
 def mean(value: float, weight: float | Tensor = 1.0) -> float: ...
 def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
-    """The mean of a value over all ranks, the same on every rank (a collective).
+    """Return the mean of a value over all ranks, the same on every rank (a collective).
 
     Args:
-        value: a number, or a tensor of the same shape on every rank. It is taken as it is, without
-            its history.
-        weight: how much this rank's value counts: mostly the number of rows that it is a mean over.
+        value: a number, or a tensor of the same shape on every rank. Its history is not used.
+        weight: how much this rank's value counts: usually the number of rows in its mean.
             A rank without rows gives 0, and its value is left alone, even if that is NaN.
 
     Returns:
@@ -44,7 +43,8 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
         with a warning.
 
     Raises:
-        UsageError: this is no number, the weight is none or below 0, or ranks give other shapes.
+        UsageError: the value is no number, the weight is none or below 0, or ranks give other
+            shapes.
         WorldError: a rank was lost.
 
     Examples:
@@ -79,11 +79,11 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The rows of all ranks, one rank's behind another's, on every rank (a collective).
+    """Return the rows of all ranks, one rank's after another's, on every rank (a collective).
 
-    A loss may be computed of them: gradients find back to the rank that has a row, as the sum of
-    the gradients of all ranks. A loss that compares rows with one another is exact so. Train by
-    it with `weigh="ranks"`, and use the gathered rows on every rank.
+    A loss may be computed from them: gradients find back to the rank that has a row, as the sum of
+    the gradients of all ranks. So a loss that compares rows with one another is exact. Train by it
+    with `weigh="ranks"`, and use the gathered rows on every rank.
 
     Args:
         tensor: rows along its first dimension, as many as this rank has; other dimensions and the
@@ -94,7 +94,7 @@ def gather(tensor: Tensor) -> Tensor:
         on, on every rank, and a rank's tensor needs them.
 
     Raises:
-        UsageError: this is no tensor, or ranks give other shapes or types.
+        UsageError: the argument is no tensor, or ranks give other shapes or types.
         WorldError: a rank was lost.
 
     Examples:
@@ -146,12 +146,12 @@ def _rows_of(tensor: Any) -> Tensor:
             do="give tensor.to_dense()",
         )
     rows = tensor if tensor.dim() else tensor.reshape(1)
-    # an output that is cut over the ranks, or at other hosts, comes here
+    # convert an output that is cut over ranks, or at other hosts
     return rows if type(rows) in (Tensor, nn.Parameter) else torch.cat([rows])
 
 
 def _told(work: Callable[[], Any], purpose: str) -> Sequence[Any]:
-    """Every rank's result of that work; a mistake on one of them is an error on all."""
+    """Return every rank's result of that work. An error on one of them is an error on all."""
     comm = ranks()
     try:
         own, mistake = work(), ""

@@ -1,8 +1,8 @@
-"""Objects that ranks save in unlike states: a checkpoint has rank 0's alone, which is said.
+"""Warns of objects that have unlike states on ranks, because a checkpoint has rank 0's alone.
 
-Schedulers, scalers, loaders, and whatever else has a state besides modules and optimizers. Only
-numbers and words are compared. They go with the random states that a save gathers anyway.
-Guarded by tests/front/test_saving.py.
+They are schedulers, scalers, loaders, and any other object with a state except modules and
+optimizers. Only numbers and words are compared. They travel with the random states that a save
+gathers anyway. Guarded by tests/front/test_saving.py.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What parallelize adds to an optimizer: parts, one for each way of holding its parameters."""
+"""Additions of `parallelize` to an optimizer: parts, one for each way of holding its parameters."""

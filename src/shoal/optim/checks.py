@@ -1,4 +1,4 @@
-"""Looks before an optimizer's step: whether gradients were exchanged, and which scaler steps."""
+"""Checks before an optimizer's step: whether gradients were exchanged, and which scaler steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse anything but an optimizer of torch's. The error names the one inside a wrapper."""
+    """Refuse anything but a torch optimizer. The error names the optimizer inside a wrapper."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if isinstance(optimizer, Optimizer) and isinstance(hooks, OrderedDict):
         return
@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
-    """Refuse steps of parameters that are in none of these sets: those of parallelised models."""
+    """Refuse steps of parameters outside these sets, which belong to parallelised models."""
     known = list(known)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -76,7 +76,7 @@ def checked_step(
     check: Callable[[], None],
     of_ranks: LossOfRanks | None = None,
 ) -> Arguments | None:
-    """Check before a step, or within it behind a closure's backward; the step's arguments then.
+    """Check before a step, or after a closure's backward. Return the step's arguments then.
 
     `declared` is the signature of the step. `of_ranks` gives the closure's loss over all ranks.
     """
@@ -97,7 +97,7 @@ def checked_step(
 
 @final
 class SeenScaler:
-    """The state of the GradScaler that has stepped an optimizer last, as numbers by name.
+    """The state of the GradScaler that last stepped an optimizer, as numbers by name.
 
     Gradients are summed while they are scaled, so ranks with unlike scales train different models.
     An optimizer does not know its scaler. But `scaler.step(optimizer)` calls `optimizer.step()`, so

@@ -1,7 +1,7 @@
 """Optimizers that steer by a closure's loss (LBFGS): every rank gives them the mean of all ranks.
 
-A rank's own loss differs, so ranks would search along lines of their own. Costs two numbers from
-each rank for each call of the closure. Guarded by tests/equivalence/test_lbfgs.py.
+A rank's own loss differs, so ranks would search along lines of their own. The cost is two numbers
+from each rank for each call of the closure. Guarded by tests/equivalence/test_lbfgs.py.
 """
 
 from __future__ import annotations

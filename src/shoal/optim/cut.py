@@ -1,11 +1,11 @@
-"""What is cut over the ranks: each updates its part with the optimizer's own code.
+"""Parameters that are cut over the ranks: each rank updates its part with the optimizer's own code.
 
     step              the parameters are the parts, for as long as the optimizer's own code runs
     state_dict        every rank's parts are put together (a collective)
     load_state_dict   this rank keeps its parts
 
-A part's update is the same part of the whole's update, or the layer would not have been cut
-(profiling/updates.py). Guarded by tests/equivalence/test_cut.py.
+The update of a part equals the same part of the whole's update: otherwise the layer would not have
+been cut (profiling/updates.py). Guarded by tests/equivalence/test_cut.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.tensors.cut import Cut, SpreadCut, cut_of, is_cut, laid_as, opened, p
 class CutStates:
     """The states of this rank's parts. They outlive the model and its optimizer.
 
-    It holds no parameter, as hooks on these lead to the model.
+    It holds no parameter, because hooks on parameters lead to the model.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class CutPart(Part):
     """The parameters that are cut over the ranks of one model.
 
     Args:
-        optimizer: the user's.
-        boundary: the channel that the model's cut layers use, by which they are known.
+        optimizer: the user's optimizer.
+        boundary: the channel that the model's cut layers use. The part knows them by it.
     """
 
     def __init__(self, optimizer: Optimizer, boundary: Comm) -> None:
@@ -69,10 +69,10 @@ class CutPart(Part):
         return is_cut(parameter) and cut_of(parameter).comm is self._boundary
 
     def open(self) -> None:
-        """Let the parameters be the parts, with gradients that lie in memory as they do.
+        """Let the parameters be the parts, with gradients of the same memory layout.
 
-        Fused optimizers rely on that. A gradient that somebody has looked at is a view of the whole
-        one, and may lie otherwise.
+        Fused optimizers rely on the layout. A gradient that was looked at is a view of the whole
+        one, and may have another layout.
         """
         if (attendance := self._boundary.attendance) is not None:
             attendance.step_begins()
@@ -112,7 +112,7 @@ class CutPart(Part):
             self.states.of_cuts = [(cut_of(p), state) for p, state in self._states.items()]
 
     def norms(self, order: float) -> list[Tensor]:
-        """The norm of every rank's parts, in rank order."""
+        """Return the norm of every rank's parts, in rank order."""
         if not self.parameters():
             return []
         self._settle()
@@ -168,7 +168,7 @@ class CutPart(Part):
 
 
 def _whole(part: Tensor, cut: SpreadCut) -> Tensor:
-    """The whole of a tensor of which every rank has a part, laid as the parameter."""
+    """Return the whole tensor with a part on every rank, in the parameter's memory layout."""
     purpose = f"optimizer.state_dict(): state of {cut.name}"
     return laid_as(cut.layout, cut.gathered(part, purpose))
 

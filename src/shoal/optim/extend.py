@@ -2,19 +2,17 @@
 
     optimizer.step()            1  closure, if any
                                 2  checks
-                                3  the engines hear of it, and every part opens: behind the hooks
+                                3  the engines hear of it, and every part opens: after the hooks
                                    that users have put before
-                                8  the optimizer's own code, on what the parts have left in place
+                                8  the optimizer's own code, on the parameters that the parts leave
                                 9  every part closes, and the engines hear of it: before the hooks
-                                   that users have put behind
+                                   that users have put after
     optimizer.accumulate()      a context: backwards inside send nothing, the next one sends all
     optimizer.clip_grad_norm_   the norm from every part's norms, then every part is scaled
     optimizer.state_dict()      in one-process form: every part's whole state (a collective)
-    optimizer.load_state_dict() takes that form, and every part takes what is its own
+    optimizer.load_state_dict() takes that form, and every part takes its own state
 
-An optimizer without parts keeps its own state_dict. It keeps its own step, too, if no engine
-waits for one. `release` takes parts away again.
-The numbers are those of docs/ideas/walk-optimizer-step.md; the parts have the others. Guarded by
+The numbers are from docs/ideas/walk-optimizer-step.md; the parts have the others. Guarded by
 tests/equivalence/test_owners.py.
 """
 
@@ -47,7 +45,7 @@ _EXTENSION = "_shoal_extension"
 def extend(optimizer: Optimizer, left_alone: Sequence[nn.Parameter] = ()) -> None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, as one process has them.
 
-    The second leaves these parameters alone.
+    `clip_grad_norm_` leaves these parameters alone.
     """
     _extension(optimizer).leave_alone(left_alone)
 
@@ -60,14 +58,14 @@ def add_parts(
     left_alone: Sequence[nn.Parameter] = (),
     loss: LossOfRanks | None = None,
 ) -> None:
-    """Let parts have what they are made for of a model's parameters, and of the optimizer's state.
+    """Let parts take over their parameters of a model, and the state of these in the optimizer.
 
     Args:
-        optimizer: the user's; it may get parts of several models.
-        model: has been parallelised.
-        engine: runs the model's exchange.
-        parts: in the order in which a step opens them, the same on every rank.
-        left_alone: parameters of the optimizer that are nobody's here.
+        optimizer: the user's optimizer. It may get parts of several models.
+        model: the model, which has been parallelised.
+        engine: the engine that runs the model's exchange.
+        parts: the parts in the order in which a step opens them, the same on every rank.
+        left_alone: parameters of the optimizer that no part has.
         loss: the loss of closures, for an optimizer that steers by it.
     """
     _extension(optimizer).leave_alone(left_alone)
@@ -75,10 +73,10 @@ def add_parts(
 
 
 def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
-    """Take away the parts of an engine's model, whose state goes back into `optimizer.state`.
+    """Remove the parts of an engine's model. Their state goes back into `optimizer.state`.
 
-    A collective, to be called while parameters are still owned and cut. The optimizer has its own
-    methods again when no model is left. Without an engine it is one that has no parts.
+    A collective: call it while parameters are still owned and cut. When no model is left, the
+    optimizer has its own methods again. Without an engine, the optimizer has no parts.
     """
     extension = _extension(optimizer)
     extension.remove(engine)
@@ -87,10 +85,10 @@ def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
 
 
 def kept_state_dict(optimizer: Optimizer, keeping: Keeping) -> dict[str, Any]:
-    """`optimizer.state_dict()`, in which parts of this rank stand as `keeping` says.
+    """Return `optimizer.state_dict()` with this rank's parts in the forms of `keeping`.
 
     Args:
-        optimizer: any, also one without parts.
+        optimizer: the optimizer, with or without parts.
         keeping: the forms of parts.
     """
     extension: _Extension | None = optimizer.__dict__.get(_EXTENSION)
@@ -112,7 +110,7 @@ def _extension(optimizer: Optimizer) -> _Extension:
 
 @dataclass(frozen=True)
 class _ParallelModel:
-    """One parallelised model whose parameters an optimizer has."""
+    """One parallelised model with parameters in an optimizer."""
 
     engine: Engine
     parameters: set[Tensor]
@@ -122,18 +120,18 @@ class _ParallelModel:
 
 @final
 class _Extension:
-    """What an optimizer has been extended by."""
+    """Everything that an optimizer has been extended by."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.trained: list[_ParallelModel] = []
-        self._parts: list[Part] = []  # of all models
+        self._parts: list[Part] = []  # parts of all models
         self._left_alone: set[Tensor] = set()
         self._whole = WholePart(optimizer, self._parts, self._left_alone)
-        self._accumulating: list[ExitStack] = []  # contexts that are open
-        self._open = 0  # a step that calls its base class's runs the hooks of both
+        self._accumulating: list[ExitStack] = []  # open contexts
+        self._open = 0  # depth of steps: a step that calls its base class's runs the hooks of both
         self._hooks: list[RemovableHandle] = []
-        self._keeping: Keeping | None = None  # while a state is taken
+        self._keeping: Keeping | None = None  # set while a state is taken
         self.scaler = SeenScaler()
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
@@ -142,11 +140,11 @@ class _Extension:
         self._added.put("clip_grad_norm_", MethodType(self._clip_grad_norm, optimizer))
 
     def leave_alone(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From here on these may be stepped, whatever their gradients are."""
+        """Allow steps of these parameters from now on, whatever their gradients are."""
         self._left_alone.update(parameters)
 
     def add(self, trained: _ParallelModel) -> None:
-        """Let a model's parts take over what is theirs."""
+        """Let a model's parts take over their parameters."""
         if not self._hooks:
             self._hooks += [
                 self._optimizer.register_step_pre_hook(self._check_step),
@@ -159,7 +157,7 @@ class _Extension:
             self._replaced.replace("load_state_dict", self._load_state_dict)
             self._replaced.refuse_copies()
         self.trained.append(trained)
-        for stack in self._accumulating:  # the first batch comes inside of it
+        for stack in self._accumulating:  # the first batch may come inside an open context
             stack.enter_context(trained.engine.accumulating())
         self._parts += trained.parts
         for part in trained.parts:
@@ -167,7 +165,7 @@ class _Extension:
                 part.take_state()
 
     def remove(self, engine: Engine | None) -> None:
-        """Give the optimizer back what a model's parts have, and its methods if none are left."""
+        """Give the optimizer back the state of a model's parts, and with the last its methods."""
         for removed in [trained for trained in self.trained if trained.engine is engine]:
             for part in removed.parts:
                 part.absorb(part.parameters())
@@ -188,13 +186,13 @@ class _Extension:
 
     @property
     def _follows_steps(self) -> bool:
-        """Whether the step has been replaced, as somebody does something in it."""
+        """Return whether the step has been replaced, because a part or an engine works in it."""
         return any(trained.parts or trained.engine.follows_steps for trained in self.trained)
 
     def _check_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Before a step: all that it updates must have been exchanged."""
+        """Check before a step that all its gradients have been exchanged."""
         self.scaler.look(optimizer)
         # step 2
         loss = self.trained[-1].loss
@@ -217,9 +215,10 @@ class _Extension:
             with torch.enable_grad():  # step 1
                 loss = closure()
         hooks = self._optimizer._optimizer_step_post_hooks
-        before = self._optimizer.register_step_pre_hook(self._enter)  # users' may clip, edit groups
+        # users' hooks may clip gradients, or edit groups
+        before = self._optimizer.register_step_pre_hook(self._enter)
         behind = self._optimizer.register_step_post_hook(self._leave)
-        # `behind` is the last: the others go behind it, in their order
+        # move the others after `behind`, which was the last, in their order
         hooks.update({key: hooks.pop(key) for key in list(hooks) if key != behind.id})
         try:
             result = original()  # step 8
@@ -248,14 +247,15 @@ class _Extension:
             trained.engine.happened(event)
 
     def _close(self) -> None:
-        for part in reversed(self._parts):  # step 9: the first part sees the groups as they were
+        # step 9: the first part sees the groups in their first state
+        for part in reversed(self._parts):
             part.close()
 
     @contextmanager
     def _accumulate(self, optimizer: Optimizer) -> Iterator[None]:
-        """Send nothing in the backwards inside; the next one outside sends the sum of all.
+        """Send nothing in the backwards inside. The next one outside sends the sum of all.
 
-        Until then `.grad` is this rank's own, or an error where ranks own it.
+        Until then `.grad` is this rank's own, or an error if ranks own it.
         """
         with ExitStack() as stack:
             for trained in self.trained:
@@ -273,18 +273,18 @@ class _Extension:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clip the norm of all gradients of this optimizer, taken as one vector (a collective).
+        """Clip the norm of all gradients of this optimizer, as one vector (a collective).
 
-        As torch.nn.utils.clip_grad_norm_ does. What others have stays with them, where torch's
-        function would bring it to every rank.
+        It works as torch.nn.utils.clip_grad_norm_. Gradients at their owners stay there, although
+        torch's function would bring them to every rank.
 
         Args:
-            max_norm: the largest norm that is left as it is.
+            max_norm: the largest norm that stays unchanged.
             norm_type: the p of the norm; may be infinite.
-            error_if_nonfinite: raise where the norm is not finite.
+            error_if_nonfinite: whether to raise an error if the norm is not finite.
 
         Returns:
-            The norm before, the same on every rank.
+            The norm before clipping, the same on every rank.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` was given.
@@ -299,7 +299,7 @@ class _Extension:
             raise RuntimeError(
                 f"the gradients' norm of order {norm_type} is not finite: {float(total)}"
             )
-        # a norm that is only asked for leaves gradients alone, also such as are not finite
+        # a norm without a limit leaves gradients alone, even infinite ones
         if max_norm != math.inf:
             factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
             for part in parts:
@@ -320,7 +320,7 @@ class _Extension:
             return original()
 
     def kept(self, keeping: Keeping) -> dict[str, Any]:
-        """Return the optimizer's state, in which parts of this rank stand as `keeping` says."""
+        """Return the optimizer's state with this rank's parts in the forms of `keeping`."""
         self._keeping = keeping
         try:
             return self._optimizer.state_dict()

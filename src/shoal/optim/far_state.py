@@ -1,8 +1,8 @@
 """FarState: the entry in `optimizer.state` of a parameter, if its state is not whole here.
 
 Users may keep keys of their own in it. A look at any other key brings the states of the whole part
-to every rank, in one-process form (a collective). Changes of them count, because the owners take
-the states back before the next step or state_dict (`Part.absorb`). Guarded by
+to every rank, in one-process form (a collective). Changes count, because the owners take the states
+back before the next step or state_dict (`Part.absorb`). Guarded by
 tests/equivalence/test_state_by_hand.py.
 """
 
@@ -14,11 +14,11 @@ from typing import Any, final
 
 @final
 class FarState(dict[str, Any]):
-    """A parameter's entry. A dict, because others look for one.
+    """A parameter's entry. It is a dict, because other code looks for one.
 
     Args:
         own: the user's own keys.
-        bring: brings the state here. None: all is here.
+        bring: brings the state to this rank. None: all of it is on this rank already.
     """
 
     def __init__(self, own: Any = (), bring: Callable[[], None] | None = None) -> None:
@@ -62,13 +62,13 @@ class FarState(dict[str, Any]):
 
 _MIXIN = ("get", "pop", "popitem", "setdefault", "update", "clear", "keys", "items", "values")
 
-# a dict's own methods would take the entry for all that there is
+# a dict's own methods would treat the entry as complete
 for _name in (*_MIXIN, "__contains__", "__eq__"):
     setattr(FarState, _name, getattr(MutableMapping, _name))
 
 
 def here(entry: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return an entry's keys and values on this rank now. Nothing is brought."""
+    """Return an entry's keys and values on this rank now, without fetching any."""
     found: dict[str, Any] = {}
     if isinstance(entry, FarState):
         found.update(dict.items(entry))

@@ -1,6 +1,6 @@
-"""Puts methods in the place of an optimizer's own, and the own ones back.
+"""Replaces methods of an optimizer, and restores them.
 
-The optimizer's class stays, so schedulers and scalers that hold the object meet the new methods.
+The optimizer's class stays, so schedulers and scalers that hold the object call the new methods.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ABSENT = object()
 
 @final
 class Methods:
-    """What an optimizer has in place of its own methods.
+    """The methods that replace an optimizer's own.
 
     Args:
-        optimizer: whose methods they are.
+        optimizer: the optimizer with these methods.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._put: dict[str, tuple[Any, Any]] = {}  # by name: before, and now
+        self._put: dict[str, tuple[Any, Any]] = {}  # values before and now, by name
 
     def put(self, name: str, value: Any) -> None:
         """Set an attribute of the object."""
@@ -46,22 +46,22 @@ class Methods:
         def replacement(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
 
-        update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
-        declared = signature(original)  # a scaler looks for its arguments in it
+        update_wrapper(replacement, original)  # keep a scheduler's mark on `step`
+        declared = signature(original)  # a scaler looks for its arguments in the signature
         itself = Parameter("itself", Parameter.POSITIONAL_ONLY)
-        # a scheduler's function around a replaced method has it already
+        # a scheduler's function around a replaced method has `itself` already
         others = [p for p in declared.parameters.values() if p.name != itself.name]
         replacement.__dict__["__signature__"] = declared.replace(parameters=[itself, *others])
         self.put(name, MethodType(replacement, self._optimizer))
 
     def refuse_copies(self) -> None:
-        """Let a copy or a pickle of the optimizer be an error."""
+        """Raise an error if the optimizer is copied or pickled."""
         self.put("__getstate__", _refuse_copy)
 
     def restore(self) -> None:
-        """Put back what was there.
+        """Restore the earlier attributes.
 
-        A method that somebody else has replaced since stays, as it may call the one from here.
+        If a method has been replaced again since, it stays, because it may call this one.
         """
         own = self._optimizer.__dict__
         for name, (before, value) in self._put.items():

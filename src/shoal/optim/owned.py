@@ -1,4 +1,4 @@
-"""What ranks or servers own in pieces: each owner updates its own, on lanes.
+"""Parameters that ranks or servers own in pieces: each owner updates its own pieces, on lanes.
 
 step              4  settings are captured
                   5  servers are told
@@ -37,7 +37,7 @@ class OwnedStates:
     """The states of the pieces that this rank owns. They outlive the model and its optimizer.
 
     Args:
-        own: for each transfer, gives the states of this rank's pieces.
+        own: one function for each transfer, which returns the states of this rank's pieces.
     """
 
     def __init__(self, own: Sequence[Callable[[], list[Any]]]) -> None:
@@ -45,12 +45,12 @@ class OwnedStates:
         self._updates: dict[int, list[Event]] = {}  # updates of the last two steps, by number
 
     def sent_off(self, steps: int, errands: Sequence[Errand]) -> None:
-        """Note the updates of a step, which ends as the one of that number."""
+        """Note the updates of a step, by the number of steps after it."""
         last = dict([*self._updates.items()][-1:])
         self._updates = {**last, steps: [errand.ended for errand in errands]}
 
     def gather(self, comm: Comm, steps: int) -> list[list[Any]]:
-        """Return every rank's states for each transfer, as they are after so many steps.
+        """Return every rank's states for each transfer, after so many steps.
 
         A collective, on any thread. Further steps may have begun: their updates wait for gradients
         of a rank that is here.
@@ -66,9 +66,9 @@ class OwnedPart(Part):
     """The parameters of one model that have owners.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         number: its place among the model's optimizers.
-        owners: of the model.
+        owners: the model's owners.
     """
 
     def __init__(self, optimizer: Optimizer, number: int, owners: Owners) -> None:
@@ -77,17 +77,17 @@ class OwnedPart(Part):
         self._updates = {
             transfer: PieceUpdate(like(optimizer), transfer) for transfer in owners.transfers
         }
-        self.attendance: Attendance | None = None  # asked before the state is read
+        self.attendance: Attendance | None = None  # it is asked before the state is read
         self._backwards = 0  # backwards that were sent before the last step
         self.states = OwnedStates([update.own_states() for update in self._updates.values()])
-        # the groups that a step has taken parameters out of, with all that they had
+        # groups that a step has taken parameters out of, with all the parameters they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
     def has(self, parameter: nn.Parameter) -> bool:
         return parameter in self._owners
 
     def open(self) -> None:
-        """Send the updates off, and take the parameters out of the groups."""
+        """Send the updates to lanes, and take the parameters out of their groups."""
         self._backwards = self._owners.backwards
         if self.attendance is not None:
             self.attendance.step_begins()
@@ -108,7 +108,7 @@ class OwnedPart(Part):
             self.attendance.step_ends()
 
     def norms(self, order: float) -> list[Tensor]:
-        """Of gradients that somebody has brought to every rank, and of those at their owners."""
+        """Return the norms of gradients on every rank, and of gradients at their owners."""
         owned = self._owners.norms(self.parameters(), order)
         return [*norms_of(self.local_gradients(), order), *owned]
 
@@ -145,7 +145,8 @@ class OwnedPart(Part):
                 for name, (value, _) in state.items():
                     values = kept.setdefault(piece.parameter, {})
                     values.setdefault(name, Owned()).add(piece, value)
-        # an entry that is left where nothing is owned here would bring the state from its owners
+        # without an empty entry, a parameter without pieces here would fetch its state from its
+        # owners
         return {parameter: kept.get(parameter, {}) for parameter in self.parameters()}
 
     def take_state(self) -> None:
@@ -164,7 +165,7 @@ class OwnedPart(Part):
         return sum(update.state_bytes() for update in self._updates.values())
 
     def _state_for(self, server: int) -> TakeState:
-        """What a server is to take of `optimizer.state`."""
+        """Return the part of `optimizer.state` that a server is to take."""
         state = self.optimizer.state
         of_transfers = (
             state_of_pieces(transfer, server, state) for transfer in self._owners.served
@@ -173,7 +174,7 @@ class OwnedPart(Part):
         return TakeState(self._number, tuple(states))
 
     def _send_off(self, group_of: Mapping[nn.Parameter, int]) -> None:
-        """Have lanes and servers update what has a gradient, in the order that forward needs."""
+        """Let lanes and servers update parameters with gradients, in forward's order."""
         # step 4
         captured = [settings(group) for group in self.optimizer.param_groups]
         attributes_now = attributes(self.optimizer)
@@ -203,7 +204,7 @@ class OwnedPart(Part):
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]
     ) -> Sequence[tuple[OwnedTransfer, Sequence[nn.Parameter]]]:
-        """The transfers that have a gradient, and those of their parameters that are in a group."""
+        """Return the transfers that have a gradient, with their parameters that are in a group."""
         leaving = []
         for transfer in self._owners.returning:
             parameters = [p for p in transfer.parameters if p in group_of]

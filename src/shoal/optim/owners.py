@@ -7,8 +7,8 @@
     next forward       the first use of a parameter waits for its own
                        transfer, and for nothing else                          arrive
 
-Exactly one synchronous step: whoever looks at a parameter or a gradient in between gets the right
-one (guarded.py). Collectives, called by every rank: reading `.grad` before it is cleared,
+Exactly one synchronous step: a look at a parameter or a gradient in between gives the right one
+(guarded.py). Collectives, called by every rank: reading `.grad` before it is cleared,
 optimizer.clip_grad_norm_, state_dict. Guarded by tests/equivalence/test_owners.py and
 test_access.py.
 
@@ -48,11 +48,11 @@ from shoal.tensors.guarded import ComingParameter, GuardedParameter, guard, ungu
 
 
 def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
-    """Where there are no servers."""
+    """Do nothing: there are no servers."""
 
 
 def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
-    """Each one's norm, in float64, on the CPU; for a GPU all wait at once."""
+    """Return the norm of each tensor, in float64, on the CPU. For a GPU all wait at once."""
     numbers = [
         t.detach() if t.layout is torch.strided else t.detach().coalesce().values() for t in tensors
     ]
@@ -64,14 +64,14 @@ def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
 
 
 def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of all their elements together, in float64, on the CPU."""
+    """Return the norm of all their elements together, in float64, on the CPU."""
     norms = norms_of(tensors, order) or (torch.zeros((), dtype=torch.float64, device="cpu"),)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
     return total
 
 
 def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply gradients by a number, which is brought once to where each of them is."""
+    """Multiply gradients by a number, which is copied once to each of their devices."""
     factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for gradient in gradients:
         where = gradient.device, gradient.dtype
@@ -84,7 +84,7 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
 def values_of(
     transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int
 ) -> TakeValues:
-    """Copies of a rank's pieces of those parameters, of these transfers by number."""
+    """Return copies of a rank's pieces of these parameters, by the number of the transfer."""
     return TakeValues(
         {
             number: {
@@ -98,7 +98,7 @@ def values_of(
 
 
 def put_values(transfers: Sequence[OwnedTransfer], values: Values) -> None:
-    """Take those values of the own pieces."""
+    """Put values into the rank's own pieces."""
     for number, pieces in values.items():
         for index, value in pieces.items():
             piece = transfers[number].pieces[index]
@@ -117,15 +117,15 @@ def gather_values(transfer: OwnedTransfer, comm: Comm) -> None:
 
 @final
 class Owners:
-    """What the ranks own of one model, and what is on its way.
+    """The parameters with owners of one model, and their new values on the way.
 
     Args:
-        engine: runs the transfers.
-        transfers: of parameters that have owners.
-        rank: this one.
-        tell: servers are told so.
-        late: how many of the served transfers come back when they are summed.
-        beside: where workers run ahead of one another, what all do together goes over it.
+        engine: the engine that runs the transfers.
+        transfers: the transfers of parameters that have owners.
+        rank: this rank.
+        tell: the function that tells servers.
+        late: the number of served transfers that come back once they are summed.
+        beside: the channel for work of all ranks together, if workers run ahead of one another.
     """
 
     def __init__(
@@ -139,22 +139,23 @@ class Owners:
     ) -> None:
         self.transfers = tuple(transfers)
         self.served = served = tuple(transfer for transfer in transfers if transfer.served)
-        # sent when backward is over: back when they are summed
+        # transfers that are sent when backward is over, and come back when they are summed
         first = served[max(0, len(served) - late) :]
-        # In the order in which forward needs them. Autograd runs nodes from last to first, so the
-        # parameter that has all of its gradient first is the one that forward comes to last.
+        # The order in which forward needs them. Autograd runs nodes from last to first, so forward
+        # needs last the parameter that is first to have all of its gradient.
         summed = (transfer for transfer in reversed(self.transfers) if transfer not in first)
         self.returning = (*first, *summed)
         self.rank = rank
         self.tell: Tell = tell
         known = (p for transfer in self.served for p in transfer.parameters)
-        self._versions = {p: p._version for p in known}  # of what servers know
-        self._came: dict[Tensor, int] = {}  # versions of those that their owners have sent
-        self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
+        self._versions = {p: p._version for p in known}  # versions that servers know
+        self._came: dict[Tensor, int] = {}  # versions that owners have sent
+        # parameters with memory that a view shares, and these views
+        self._open: dict[Tensor, list[ref[Tensor]]] = {}
         self._engine, self._beside = engine, beside
-        # which parameters are on their way: any thread may look at one while a step begins
+        # guards marks of parameters on their way: any thread may look at one while a step begins
         self._marking = RLock()
-        # a large parameter is cut among several
+        # a large parameter is cut among several transfers
         self._transfers: dict[nn.Parameter, list[OwnedTransfer]] = {}
         for transfer in transfers:
             for parameter in transfer.parameters:
@@ -166,12 +167,12 @@ class Owners:
         return parameter in self._transfers
 
     def fetch(self, parameter: nn.Parameter) -> None:
-        """Bring the owners' gradients, all of them, to every rank, unless this one is here."""
+        """Bring all owners' gradients to every rank, if this parameter's is at its owner."""
         self._engine.check_sent()
         if self._is_held(parameter):
             self.fetch_all()
 
-    @torch.inference_mode(False)  # what is read in it is stepped with outside
+    @torch.inference_mode(False)  # the gradients are used in a step outside of inference mode
     def fetch_all(self) -> None:
         """Bring all gradients that are at their owners to every rank (a collective)."""
         self.tell(FetchAll())
@@ -186,13 +187,13 @@ class Owners:
             fetch.publish()
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """From here on this is the gradient."""
+        """Set a parameter's gradient from now on."""
         set_local_gradient(parameter, gradient)
         for transfer in self._transfers[parameter]:
             transfer.held.discard(parameter)
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Wait for the new values of the transfers that bring this parameter's."""
+        """Wait for the transfers that bring new values of this parameter."""
         for transfer in self._transfers[parameter]:
             self._engine.routes.settle(transfer)  # step 12
         with self._marking:
@@ -209,13 +210,13 @@ class Owners:
                         self._versions[member] = member._version
 
     def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
-        """Take a parameter for changed, as long as somebody has its memory, and once more."""
+        """Note that a view shares this memory: while it lives, the parameter counts as changed."""
         if parameter in self._versions:
             kept = [view for view in self._open.get(parameter, ()) if view() is not None]
             self._open[parameter] = [*kept, ref(memory)]
 
     def tell_changes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give servers the values of those parameters that were changed since these sent them."""
+        """Give servers the values of parameters that have changed since servers sent them."""
         here = [p for p in parameters if p in self._versions and not isinstance(p, ComingParameter)]
         changed = {p for p in here if p._version != self._versions[p] or p in self._open}
         if changed:
@@ -230,7 +231,7 @@ class Owners:
                     del self._open[parameter]
 
     def changes(self) -> list[Tensor]:
-        """The parameters that somebody has changed since their owners sent them."""
+        """Return the parameters that have changed since their owners sent them."""
         return [
             parameter
             for parameter, version in self._came.items()
@@ -238,7 +239,7 @@ class Owners:
         ]
 
     def settle(self) -> None:
-        """Wait for everything that is on its way."""
+        """Wait for all values on their way."""
         for transfer in self.transfers:
             self.arrive(transfer.parameters[0])
 
@@ -248,7 +249,7 @@ class Owners:
         return self._engine.routes.step
 
     def release(self) -> None:
-        """Make the parameters ordinary ones, which have their gradients (a collective)."""
+        """Make the parameters ordinary, with their gradients (a collective)."""
         self.settle()
         if any(transfer.held for transfer in self.transfers):
             self.fetch_all()
@@ -256,18 +257,18 @@ class Owners:
             unguard(parameter)
 
     def check_sent(self) -> None:
-        """Raise UsageError where gradients are only this rank's own."""
+        """Raise UsageError if gradients are only this rank's own."""
         self._engine.check_sent()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""
+        """Return whether a gradient is here or at its owners, without waiting."""
         return self._is_held(parameter) or local_gradient(parameter) is not None
 
     def _is_held(self, parameter: nn.Parameter) -> bool:
         return any(parameter in transfer.held for transfer in self._transfers[parameter])
 
     def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
-        """The norm of each owner's pieces of those gradients, in rank order (a collective)."""
+        """Return the norm of each owner's pieces of the gradients, in rank order (a collective)."""
         self.tell(Norms(self._numbers(parameters), order))
         self.settle()
         numbers: list[Tensor] = []
@@ -285,13 +286,13 @@ class Owners:
         return numbers
 
     def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
-        """Multiply those parameters' gradients, where it is the owners that hold them."""
+        """Multiply the gradients of these parameters, if their owners hold them."""
         self.tell(ScaleGradients(self._numbers(parameters), factor))
         self.settle()
         scale(_gradients(self.transfers, parameters), factor)
 
     def _numbers(self, parameters: Iterable[Tensor]) -> Numbers:
-        """What servers know of those parameters."""
+        """Return the numbers by which servers know these parameters."""
         wanted = set(parameters)
         return tuple(
             (number, index)
@@ -301,7 +302,7 @@ class Owners:
         )
 
     def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None], purpose: str) -> None:
-        """Do something with all ranks that a transfer is among, at once (a collective)."""
+        """Do work at once on all ranks of a transfer (a collective)."""
         if self._beside is not None:
             work(self._beside)
             return
@@ -309,7 +310,7 @@ class Owners:
         self._engine.routes.settle(transfer)
 
     def refresh(self) -> None:
-        """Have the values that servers have, where workers that run ahead stand still."""
+        """Take the values of the servers, while workers that run ahead stand still."""
         assert self._beside is not None
         self.settle()
         self.tell(GatherValues())
@@ -326,9 +327,9 @@ class Owners:
         parameters: Iterable[nn.Parameter],
         work: Callable[[Comm], None],
     ) -> Errand:
-        """Let a lane bring new values of some of a transfer's parameters.
+        """Let a lane bring new values of some parameters of a transfer.
 
-        Until then, whoever uses one waits.
+        Until then, any use of them waits.
         """
         with self._marking:
             errand = self._engine.routes.later(transfer, work, "update and return")
@@ -339,7 +340,7 @@ class Owners:
 
 
 def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's pieces of those parameters' gradients, where it is the owners that hold them."""
+    """Return this rank's pieces of the parameters' gradients, if their owners hold them."""
     wanted = set(parameters)
     return [
         gradient
@@ -351,7 +352,7 @@ def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor])
 
 @final
 class _Fetch:
-    """One transfer's gradients, on their way into their parameters' lines on every rank."""
+    """One transfer's gradients, on their way into whole parameters on every rank."""
 
     def __init__(self, transfer: OwnedTransfer, lines: Mapping[nn.Parameter, Tensor]) -> None:
         self.transfer = transfer

@@ -1,4 +1,4 @@
-"""Part: those parameters of an optimizer that one of several has, and what a step does with them.
+"""Part: the parameters of an optimizer that are held in one way, and their work in a step.
 
     whole    this rank has all of the parameter; the optimizer itself updates it      (whole.py)
     owned    ranks or servers own pieces of it, and update these on lanes             (owned.py)
@@ -9,8 +9,8 @@
 An optimizer has parts of each model that it trains. Its methods loop over them, in the same order
 on every rank (extend.py). A parameter is in one part only.
 
-If a parameter's state is not whole here, `optimizer.state` has a `FarState` of it (far_state.py).
-Somebody may change, replace or delete it by hand. `absorb` has the part take that over.
+If a parameter's state is not whole here, `optimizer.state` has a `FarState` of it (far_state.py). A
+user may change, replace or delete it by hand. `absorb` lets the part take that over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.optim.far_state import FarState, here
 from shoal.tensors.cut import SpreadCut, opened
 
-States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
+States = dict[nn.Parameter, dict[str, Any]]  # states by parameter, as in Optimizer.state
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Keeping:
     """The forms in which parts of this rank stand in an optimizer's state.
 
     Args:
-        spread: is given a part of a tensor, and how that is cut.
+        spread: a function of a part of a tensor, and of its cut.
         owned: whether values that ranks own in pieces stand as `Owned`. If not, all ranks get them.
     """
 
@@ -49,32 +49,33 @@ class Keeping:
 
 
 class Part(ABC):
-    """Some of an optimizer's parameters, all in the same hands.
+    """Parameters of an optimizer that are held in the same way.
 
-    Parameters are looked up at every call, since a group may be added at any time.
+    Every call looks the parameters up again, because a group may be added at any time.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._entries: dict[nn.Parameter, FarState] = {}
         self._brought: States | None = None
-        self._stale: list[tuple[ref[Tensor], int]] = []  # brought before, and their versions
+        # tensors that were brought before, and their versions
+        self._stale: list[tuple[ref[Tensor], int]] = []
 
     @abstractmethod
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter belongs to this part."""
+        """Return whether a parameter belongs to this part."""
 
     @abstractmethod
     def open(self) -> None:
-        """A step begins: see to the update of these parameters, before the optimizer's own code."""
+        """Begin a step: arrange the update of these parameters, before the optimizer's own code."""
 
     @abstractmethod
     def close(self) -> None:
-        """The step has ended, or failed. May be called again, or without `open`."""
+        """End a step, or clean up after a failed one. May be called again, or without `open`."""
 
     @abstractmethod
     def norms(self, order: float) -> list[Tensor]:
-        """Norms of the gradients, in float64 on the CPU, the same on every rank (a collective)."""
+        """Return the gradients' norms, in float64 on the CPU, on every rank (a collective)."""
 
     @abstractmethod
     def scale(self, factor: Tensor) -> None:
@@ -82,35 +83,35 @@ class Part(ABC):
 
     @abstractmethod
     def whole_state(self) -> States:
-        """The state of these parameters in one-process form, on every rank (a collective)."""
+        """Return the parameters' state in one-process form, on every rank (a collective)."""
 
     def kept_state(self, keeping: Keeping) -> States:
-        """The same, in which what ranks have parts of may be this rank's part, as `keeping` says.
+        """Return the state of these parameters in the forms of `keeping`.
 
-        A collective, where there is anything else.
+        It may have only this rank's part of a value. A collective, unless all values stay in parts.
         """
         return self.whole_state()
 
     @abstractmethod
     def take_state(self) -> None:
-        """Take over what `optimizer.state` has of these parameters in one-process form."""
+        """Take over the state of these parameters from `optimizer.state`, in one-process form."""
 
     def state_bytes(self) -> int:
-        """Bytes of state that this rank keeps outside of `optimizer.state`."""
+        """Return the bytes of state that this rank keeps outside of `optimizer.state`."""
         return 0
 
     def parameters(self) -> list[nn.Parameter]:
-        """The optimizer's parameters that belong to this part."""
+        """List the optimizer's parameters that belong to this part."""
         groups = self.optimizer.param_groups
         return [p for group in groups for p in group["params"] if self.has(p)]
 
     def local_gradients(self) -> list[Tensor]:
-        """What this rank itself has of the gradients."""
+        """List the gradients that this rank itself has."""
         gradients = map(local_gradient, self.parameters())
         return [gradient for gradient in gradients if gradient is not None]
 
     def mark(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give an entry in `optimizer.state` to parameters whose state is elsewhere.
+        """Give parameters an entry in `optimizer.state`, although their state is not in it.
 
         Without any entry, torch.distributed.checkpoint would make a step of its own.
         """
@@ -149,7 +150,7 @@ class Part(ABC):
             if values:
                 state[parameter] = values
         self.take_state()
-        self.mark(list(entries))  # some have no state any more, but the user's own keys
+        self.mark(list(entries))  # some have no state now, but the user's own keys
 
     def load(self) -> None:
         """Take over a state that `load_state_dict` has put into `optimizer.state`."""
@@ -159,7 +160,7 @@ class Part(ABC):
         self.take_state()
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        """Whether somebody has put something else in the place of a parameter's entry."""
+        """Return whether a user has replaced a parameter's entry."""
         entry, own = self.optimizer.state.get(parameter), self._entries.get(parameter)
         return entry is not own and (own is not None or bool(entry))
 
@@ -175,7 +176,7 @@ class Part(ABC):
                 dict.update(entry, {**values, **here(entry)})
 
     def _send_back(self) -> None:
-        """Take all that was brought out of the entries again."""
+        """Take all fetched states out of the entries again."""
         for parameter, values in (self._brought or {}).items():
             for name, value in values.items():
                 if (entry := self._entries.get(parameter)) is not None:
@@ -185,7 +186,7 @@ class Part(ABC):
         self._brought = None
 
     def _check_stale(self) -> None:
-        """Refuse changes of tensors that were read before the last step: no owner would know."""
+        """Refuse changes of tensors that were read before the last step: owners miss them."""
         kept = [(view, version) for view, version in self._stale if view() is not None]
         for view, version in kept:
             tensor = view()
@@ -212,7 +213,7 @@ class Part(ABC):
 
 @contextmanager
 def hidden(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, cut parameters have no gradient, so that the optimizer leaves them alone."""
+    """Hide the gradients of cut parameters in the context, so that the optimizer skips them."""
     gradients = {parameter: local_gradient(parameter) for parameter in parameters}
     for parameter in gradients:
         set_local_gradient(parameter, None)
@@ -226,7 +227,7 @@ def hidden(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def shown(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> Iterator[None]:
-    """Inside, `optimizer.state` has these states too."""
+    """Add these states to `optimizer.state` in the context."""
     before = {parameter: optimizer.state.get(parameter) for parameter in states}
     put(optimizer, states)
     try:
@@ -239,7 +240,7 @@ def shown(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -
 
 
 def put(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Put states into `optimizer.state`, beside what the user has put there."""
+    """Put states into `optimizer.state`, and keep the user's keys there."""
     for parameter, state in states.items():
         both = {**here(optimizer.state.pop(parameter, None)), **state}
         if both:

@@ -1,4 +1,4 @@
-"""What codecs have lost of parameters that servers own: workers and servers sum it up together."""
+"""Losses of codecs on parameters that servers own: workers and servers sum them together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.optim.owners import Owners
 
 
 def sum_residuals(owners: Owners) -> StateDict:
-    """What all ranks owe together of what servers have a part of (a collective, servers too).
+    """Sum the losses of all ranks and servers on the servers' parameters (a collective).
 
     Returns:
-        By parameter name, then "gradient" or "parameter": flat, of the whole parameter's elements,
-        on every rank.
+        By parameter name, then "gradient" or "parameter": a flat tensor of all the parameter's
+        elements, on every rank.
     """
     sums: StateDict = {}
     owners.settle()
@@ -31,7 +31,7 @@ def _sum(carrier: Remembering, sums: StateDict, comm: Comm) -> None:
 
 
 def add_residuals(sums: StateDict, more: StateDict) -> None:
-    """Add what is owed beside it to what is owed."""
+    """Add losses to the sums by parameter."""
     for name, entries in more.items():
         known = sums.setdefault(name, {})
         for what, numbers in entries.items():

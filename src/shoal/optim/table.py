@@ -1,4 +1,4 @@
-"""What is a table at servers: these make the step, and have the state.
+"""Parameters that are tables at servers, which make the step and have the state.
 
 Guarded by tests/equivalence/test_tables.py.
 """
@@ -23,9 +23,9 @@ class TablePart(Part):
     """The tables of one model.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         number: its place among the model's optimizers.
-        tables: the way to the servers that have them.
+        tables: the way to the servers that have the tables.
     """
 
     def __init__(self, optimizer: Optimizer, number: int, tables: Tables) -> None:
@@ -37,7 +37,7 @@ class TablePart(Part):
         return is_cut(parameter) and cut_of(parameter) in self._tables.all
 
     def open(self) -> None:
-        """Have the servers make the step."""
+        """Let the servers make the step."""
         held = self.parameters()
         self.absorb(held)
         attributes_now = attributes(self.optimizer)
@@ -69,6 +69,6 @@ class TablePart(Part):
         self.mark(parameter for parameter, _ in tables)
 
     def _found(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, FarTable]]:
-        """Those of some parameters that are this model's tables."""
+        """Return this model's tables among some parameters, each with its table."""
         cuts = [(parameter, cut_of(parameter)) for parameter in parameters if self.has(parameter)]
         return [(parameter, cut) for parameter, cut in cuts if isinstance(cut, FarTable)]

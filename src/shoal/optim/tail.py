@@ -1,4 +1,4 @@
-"""What hosts of their own have, which run the end of a model: these make the step.
+"""Parameters on hosts that run the end of a model: these hosts make the step.
 
 Guarded by tests/equivalence/test_stage.py.
 """
@@ -23,7 +23,7 @@ class TailPart(Part):
     """The parameters of a model's end.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         number: its place among the model's optimizers.
         stage: the way to the hosts.
     """
@@ -37,7 +37,7 @@ class TailPart(Part):
         return parameter in self._stage.names
 
     def open(self) -> None:
-        """Have the hosts make the step."""
+        """Let the hosts make the step."""
         held = self.parameters()
         self.absorb(held)
         self._stage.step(self._number, self._groups(), attributes(self.optimizer))
@@ -55,7 +55,7 @@ class TailPart(Part):
     def scale(self, factor: Tensor) -> None:
         if self.parameters():
             self._stage.scale(self._number, self._groups(), factor)
-            self._stage.entered()  # what somebody saw of gradients is not what they are now
+            self._stage.entered()  # gradients that were seen before are old now
 
     def whole_state(self) -> States:
         states = self._stage.state(self._number, self._groups())
@@ -68,7 +68,7 @@ class TailPart(Part):
         self.mark(held)
 
     def _groups(self) -> Groups:
-        """The optimizer's groups: settings, and names of the parameters that the hosts have."""
+        """Return the optimizer's groups: settings, and names of the parameters on the hosts."""
         names = self._stage.names
         return tuple(
             TailGroup(Data(settings(group)), tuple(names[p] for p in group["params"] if p in names))

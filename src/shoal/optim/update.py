@@ -3,7 +3,7 @@
 10  the update of the own pieces
 11  the return: their new values go to all ranks
 
-Workers and servers make it in the same way. The numbers are those of
+Workers and servers make it in the same way. The numbers are from
 docs/ideas/walk-optimizer-step.md. Guarded by tests/equivalence/test_owners.py.
 """
 
@@ -30,7 +30,7 @@ from shoal.remote.wire import Data
 def steps_of(
     transfer: OwnedTransfer, group_of: Mapping[nn.Parameter, int], rank: int
 ) -> dict[int, PieceOrder]:
-    """What a rank is to do with its pieces of a transfer, by number, as of now."""
+    """Return a rank's orders for its pieces of a transfer, by number, as of now."""
     steps = {}
     for number, piece in enumerate(transfer.owned[rank]):
         parameter = piece.parameter
@@ -44,7 +44,7 @@ def steps_of(
 def state_of_pieces(
     transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]
 ) -> dict[int, dict[str, Any]]:
-    """A rank's pieces of a state in one-process form, by number, if they have a state."""
+    """Return a rank's pieces of a state in one-process form, by number, if they have a state."""
     return {
         number: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
         for number, piece in enumerate(transfer.owned[rank])
@@ -55,36 +55,37 @@ def state_of_pieces(
 def put_states(
     updates: Mapping[OwnedTransfer, PieceUpdate], states: Sequence[Mapping[int, Data]]
 ) -> None:
-    """Have updates keep those states of the own pieces, by number."""
+    """Put states of the rank's own pieces, by number, into updates."""
     for update, pieces in zip(updates.values(), states, strict=True):
         update.take_state({number: state.value for number, state in pieces.items()})
 
 
 def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
-    """A piece of a tensor of its parameter's shape, as the optimizer is given it."""
+    """Return a piece of a tensor of its parameter's shape, in the form that the optimizer takes."""
     return piece.formed(piece.of(whole))
 
 
 @final
 class PieceUpdate:
-    """The update of this rank's pieces of one transfer; it has their state.
+    """The update of this rank's pieces of one transfer, with their state.
 
     Args:
-        optimizer: a copy, which this has to itself.
-        transfer: whose pieces they are.
+        optimizer: a copy, which no other object uses.
+        transfer: the transfer of the pieces.
     """
 
     def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
         self._transfer = transfer
         self._copy = optimizer
         self._strides = [parameter.stride() for parameter in transfer.parameters]
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by piece: a sum, and its form
+        # a sum, and its form, by the number of the piece
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self._tensors = {
             piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces
         }
 
     def check_strides(self) -> None:
-        """Raise UsageError where a parameter's line is no longer what it was."""
+        """Raise UsageError if a parameter's memory layout has changed."""
         if self._strides != [parameter.stride() for parameter in self._transfer.parameters]:
             raise UsageError(
                 "a parameter lies otherwise in memory than when the model was parallelised",
@@ -99,13 +100,13 @@ class PieceUpdate:
         attributes: Mapping[str, Any],
         parameters: Collection[Tensor] = (),
     ) -> Callable[[Comm], None]:
-        """What a lane is to do: the update, and the return of new values.
+        """Return the lane's work: the update, and the return of new values.
 
         Args:
-            steps: of this rank's pieces, by number.
+            steps: orders for this rank's pieces, by number.
             groups: settings of the optimizer's groups.
-            attributes: of the optimizer.
-            parameters: whose new values are taken from their owners.
+            attributes: attributes of the optimizer.
+            parameters: parameters that take new values from their owners.
         """
 
         def update(comm: Comm) -> None:
@@ -131,12 +132,12 @@ class PieceUpdate:
         groups: Sequence[dict[str, Any]],
         attributes: Mapping[str, Any],
     ) -> list[Tensor]:
-        """Update the own pieces by their gradients, in order; their new values."""
+        """Update the own pieces by their gradients, in order, and return their new values."""
         members: list[list[Tensor]] = [[] for _ in groups]
         pieces = zip(self._tensors.items(), gradients, strict=True)
         for number, ((piece, tensor), gradient) in enumerate(pieces):
             begin = piece.parameter.data_ptr() + piece.start * tensor.itemsize
-            if tensor.data_ptr() != begin:  # the parameter has other memory than before
+            if tensor.data_ptr() != begin:  # the parameter has new memory since
                 tensor.data = _formed_part(piece, piece.parameter)
             if (step := steps.get(number)) is not None:
                 flat = gradient if step.at_owner else step.gradient
@@ -147,7 +148,7 @@ class PieceUpdate:
         return self.values()
 
     def _formed(self, number: int, piece: Piece, flat: Tensor | None) -> Tensor | None:
-        """A gradient in its parameter's form; of the owner's sums, which stay, made once."""
+        """Return a gradient in its parameter's form, which is made once for an owner's sum."""
         if flat is None:
             return None
         known, formed = self._gradients.get(number, (None, None))
@@ -157,16 +158,16 @@ class PieceUpdate:
         return formed
 
     def values(self) -> list[Tensor]:
-        """The own pieces of the parameters, as they are."""
+        """Return the present values of the rank's own pieces."""
         return [piece.of(piece.parameter) for piece in self._tensors]
 
     def state_bytes(self) -> int:
-        """Bytes of the own pieces' state."""
+        """Return the bytes of the own pieces' state."""
         values = (value for state in self._copy.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def take_state(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Keep the state of the own pieces, by number, where there is one."""
+        """Take the state of the own pieces, by number, if there is one."""
         for number, tensor in enumerate(self._tensors.values()):
             self._copy.state.pop(tensor, None)
             if number in states:
@@ -179,9 +180,9 @@ class PieceUpdate:
             self.join_states(whole, of_ranks)
 
     def own_states(self) -> Callable[[], list[Any]]:
-        """Return a function that gives the states of the own pieces, also when the model is gone.
+        """Return a function that gives the states of the own pieces, even after the model is gone.
 
-        It holds no parameter, as hooks on these lead to the model.
+        The function holds no parameter, because hooks on parameters lead to the model.
         """
         optimizer, tensors = self._copy, [*self._tensors.values()]
         return lambda: [_on_cpu(optimizer.state.get(tensor, {})) for tensor in tensors]
@@ -196,7 +197,7 @@ class PieceUpdate:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
-    """The values, and whether each is at the host anyway."""
+    """Return the values on the CPU, and whether each is on the host anyway."""
     return {
         name: (value.cpu(), value.device.type == "cpu")
         if isinstance(value, Tensor)
@@ -210,8 +211,8 @@ def _put_together(
 ) -> None:
     """Put a piece's value into its parameter's state.
 
-    What has the piece's form goes into a whole tensor at the parameter's device, all else as it is.
-    A count of steps stays at the host, too, as torch's optimizers want it.
+    A value in the piece's form goes into a whole tensor on the parameter's device. Other values go
+    in unchanged. A count of steps stays on the host, too, as torch's optimizers want it.
     """
     parameter, is_all = piece.parameter, piece.numel == piece.parameter.numel()
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What the optimizer itself updates: parameters that this rank has, all of each."""
+"""Parameters that the optimizer itself updates, because this rank has all of each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WholePart(Part):
     """The parameters that no other part has.
 
     Args:
-        optimizer: the user's.
-        other_parts: a list that may grow.
-        left_alone: parameters that no part has; a set that may grow.
+        optimizer: the user's optimizer.
+        other_parts: all other parts; the list may grow.
+        left_alone: parameters that no part has; the set may grow.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WholePart(Part):
         scale(self.local_gradients(), factor)
 
     def whole_state(self) -> States:
-        """Nothing: it is where it always was."""
+        """Return nothing: whole parameters keep their state in the optimizer."""
         return {}
 
     def take_state(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Plans that give each layer to a rank: who has which, in how many parts rows go, and their codec.
+"""Plans that give each layer to a rank: the rank of each, the number of parts of rows, their codec.
 
 Rows go in 1, 2, 4 or 8 parts, if the sample showed that parts of a rank's rows are computed alike.
 More parts keep ranks less idle, but each is computed more slowly.
@@ -25,8 +25,8 @@ from shoal.strategies.row_parts import RowFacts, whole_rows
 
 Holders = Callable[[RowPassage], dict[str, int] | None]
 
-_PARTS = (1, 2, 4, 8)  # of a rank's rows
-_PARTS_WORTH = 0.05  # of the step: what more parts must gain
+_PARTS = (1, 2, 4, 8)  # parts of a rank's rows
+_PARTS_WORTH = 0.05  # share of the step that more parts must save
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Dealing:
     """Layers that are given to ranks.
 
     Args:
-        pins: of each layer.
+        pins: the pin of each layer.
         parts: parts of each rank's rows.
     """
 
@@ -51,7 +51,7 @@ def way_of_dealing(constraints: Constraints) -> str | None:
 
 
 def is_dealt_alone(constraints: Constraints) -> bool:
-    """Return whether nothing but a pipeline is allowed."""
+    """Return whether a pipeline is the only strategy allowed."""
     return all(named(Strategy, n).role.names_ranks for n in known(constraints.strategies))
 
 
@@ -62,13 +62,13 @@ def dealing_of(
     micro_batches: int | None,
     codecs: Sequence[str],
 ) -> Dealing | None:
-    """Return the best way to give each layer to a rank; None if that is not to be.
+    """Return the best way to give each layer to a rank; None if layers may not be given to ranks.
 
     Args:
         profile: the model.
         cluster: the ranks.
-        constraints: what the plan must keep.
-        micro_batches: parts of each rank's rows, if somebody asks for a number.
+        constraints: the limits that the plan must keep.
+        micro_batches: parts of each rank's rows; None leaves the number open.
         codecs: codecs that may be used, as plans write them.
     """
     way = way_of_dealing(constraints)
@@ -98,7 +98,7 @@ def dealing_of(
 
 
 def _rows_codec(codecs: Sequence[str]) -> list[str]:
-    """Return the codec for values that cross: the nearest one that may code them."""
+    """Return the codec for values that cross: the most exact one that may code them."""
     able = [codec for codec in map(codec_named, codecs) if codec.by_value]
     return [str(min(able, key=lambda codec: codec.most_error))] if able else []
 
@@ -110,7 +110,7 @@ def _in_parts(
     holders: Holders,
     codec: str,
 ) -> tuple[dict[str, int], Setting, float] | None:
-    """Return the ranks of layers, what goes between them, and the seconds of the step."""
+    """Return the ranks of layers, the setting of rows between them, and the seconds of the step."""
     facts = profile.layers[0].measured(RowFacts)
     numbers = [micro_batches] if micro_batches else _numbers(profile)
     dealt = holders(passage_of(Setting(parts=numbers[0], codec=codec), facts, cluster))

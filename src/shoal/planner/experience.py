@@ -1,4 +1,4 @@
-"""Corrects the choice of a plan by the steps of earlier runs, measured beside predicted.
+"""Corrects the choice of a plan by the steps of earlier runs, as measured and as predicted.
 
     1  keep     a run keeps, for the kind of its plan, seconds of a step as predicted and as
                 measured (features/experience.py)

@@ -1,4 +1,4 @@
-"""Explains a plan: what each layer and its alternatives cost, why, and where that would flip."""
+"""Explains a plan: the cost of each layer and its alternatives, the reason, and the flip point."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the w
 def explain(
     plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives: bool = True
 ) -> Explanation:
-    """The plan with its reasons.
+    """Return the plan with its reasons.
 
     Args:
         plan: for this model and this number of ranks.
         profile: the model, as profiled.
         cluster: the ranks and their links.
-        alternatives: also what else each layer could be served by; of many layers the 96 largest
-            are compared so.
+        alternatives: whether to compare other strategies for each layer. Of many layers only the 96
+            largest are compared.
 
     Returns:
         One row a layer, and the predicted step by its parts.
@@ -120,7 +120,7 @@ def _sure(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:
-    """Step and bytes of the same plan where nothing is lossy, if anything of it is."""
+    """Return the step and bytes of the same plan without lossy codecs, if it has any."""
     bare = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
     if bare == plan:
         return None
@@ -129,19 +129,20 @@ def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | N
 
 
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
-    """The servers, the tail's ranks, or ranks of a pipeline, if the plan has no use for them."""
+    """Name the servers, tail ranks or pipeline ranks that the plan has no use for."""
     if is_dealt(plan):
         held = {choice.holder for choice in plan.choices}
         hosts = enumerate(cluster.topology.hosts)
         return tuple(f"rank {rank} ({host})" for rank, host in hosts if rank not in held)
     chosen = [predictor.role(choice.strategy) for choice in plan.choices]
     used = any(role.takes_servers or role.is_at_tail for role in chosen)
-    idle = () if used else cluster.servers + cluster.tail  # they stand behind those that train
+    # idle hosts come after the ones that train
+    idle = () if used else cluster.servers + cluster.tail
     return tuple(f"rank {rank} ({host})" for rank, host in enumerate(idle, start=cluster.size))
 
 
 def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> TailExplanation | None:
-    """Who sends what to whom, where tail hosts run the end of the model."""
+    """Describe the routes between workers and tail hosts, if these run the end of the model."""
     at_tail = [
         choice.layer for choice in plan.choices if predictor.role(choice.strategy).is_at_tail
     ]
@@ -177,7 +178,7 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
 
 
 def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, float] | None:
-    """Return the plain plan beside a pipeline; beside any other plan of one step, a pipeline."""
+    """Return the plain plan as a pipeline's rival, and a pipeline as another plan's rival."""
     if cluster.size == 1 or not plan.in_step:
         return None
     if is_dealt(plan):
@@ -255,7 +256,7 @@ def _alternative(
 
 
 def _cheapest(name: str, predictor: Predictor) -> Choice:
-    """How a layer is served that has lost the other half of its pair, as in the search."""
+    """Return the search's choice for a layer that has lost the other half of its pair."""
     layer = predictor.layer(name)
     able = [
         choice
@@ -273,7 +274,7 @@ def _reason(chosen: Alternative, alternatives: list[Alternative]) -> str:
         other
         for other in alternatives
         if other.choice.strategy != chosen.choice.strategy
-        # what is lossy is no rival of what is not
+        # a lossy choice is no rival of an exact one
         and (chosen.choice.codec or not other.choice.codec)
     ]
     if not rivals:

@@ -37,21 +37,22 @@ from shoal.strategies.row_parts import RowFacts
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
 _ROUNDING = 1e-9
-_FEW = 9  # ranks: up to one less, each number of them is tried
-_SIMULATED = 8  # cuts into runs, of all that are found
-_MOST_RANKS = 64  # ranks: of more, a simulation takes long, because each has a micro-batch
+_FEW = 9  # number of ranks: below it, each number of them is tried
+_SIMULATED = 8  # number of cuts into runs that are simulated, of all that are found
+# number of ranks: with more, a simulation takes long, because each has a micro-batch
+_MOST_RANKS = 64
 
 
 def unasked_holders(
     predictor: Predictor, way: str, passage: RowPassage = WHOLE
 ) -> dict[str, int] | None:
-    """Return a rank for each layer of a pipeline that nobody has asked for.
+    """Return a rank for each layer of a pipeline that the user has not asked for.
 
-    Some ranks may have no layers. None: a pipeline cannot serve the model, or it would change more
-    than how long a step takes, as if servers or buffers of each rank's own are there.
+    Some ranks may have no layers. Return None if a pipeline cannot serve the model, or would change
+    more than a step's length, for instance because of servers, or buffers of each rank's own.
 
     Args:
-        predictor: of the model, on these ranks.
+        predictor: the model's predictor, on these ranks.
         way: the name of the strategy.
         passage: the way of rows through it.
     """
@@ -177,7 +178,7 @@ def in_runs(
 
     Args:
         chain: of each layer its seconds, and the bytes that cross before it.
-        paces: of each run, what the seconds of its layers are multiplied by. Each has a layer.
+        paces: the factor of each run for the seconds of its layers. Each run has a layer.
         slacks: limits of the longest run, as multiples of the least that it can take. There is an
             answer for each.
 
@@ -212,8 +213,8 @@ def _least(
     """Return the least cost of runs from the first place to the last, and their begins.
 
     Args:
-        costs: of each run, by the places where it begins and ends.
-        joined: makes one cost of two.
+        costs: the cost of each run, by the places where it begins and ends.
+        joined: joins two costs.
     """
     (first, *others), begins = costs, []
     best = first[0]

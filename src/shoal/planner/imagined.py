@@ -1,12 +1,12 @@
-"""Hosts that one only imagines, by what was measured on those at hand.
+"""Hosts that are only imagined, with figures that were measured on the real ones.
 
-    rate        a byte takes as many times as long as the link is slower; what it takes of the
-                processor stays
-    ranks       where a rank sends to every other one at once, a message's time is that of each
-    no links    were measured, by a lone process: all that 1 Gbit/s or another rate gives, and 1 ns
-                of processor a byte (docs/lab/benchmarks.md)
+    rate        if the link is so many times slower, a byte takes as many times longer; its
+                processor time stays
+    ranks       if a rank sends to every other one at once, a message's time counts for each
+    no links    if a lone process measured none: the full 1 Gbit/s, or another rate, and 1 ns of
+                processor time a byte (docs/lab/benchmarks.md)
 
-Bytes, and messages in a row, every exchange states for any number of ranks.
+Every exchange states its bytes, and its messages in a row, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _UNKNOWN = Link(latency_s=1e-4, bytes_per_s=125e6, cpu_s_per_byte=1e-9)  # 1 Gbi
 
 
 def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
-    """So many ranks, each on a host of its own, as far as known like those that were measured."""
+    """Imagine so many ranks, each on its own host, otherwise like the measured ones."""
     topology = Topology(tuple(f"h{rank}" for rank in range(ranks)))
     known = measured.size > 1
     link = measured.link if known else _UNKNOWN
-    whole = link.bytes_per_s * measured.topology.ranks_per_host  # the host's
+    whole = link.bytes_per_s * measured.topology.ranks_per_host  # the host's rate
     rate = (network.bytes_per_s or whole) / network.oversubscription
     latency_s = link.latency_s if network.latency_s is None else network.latency_s
     cluster = Cluster(
         topology,
         replace(link, bytes_per_s=rate, latency_s=latency_s),
         network.cores_per_rank or measured.cores_per_rank,
-        # each on a host of its own; but those that took turns are like those that will
+        # ranks that took turns when measured do so here, too, unless their cores are given
         steady=measured.steady or network.cores_per_rank is not None,
         pack_byte_s=measured.pack_byte_s,
         pack_each_s=measured.pack_each_s,
@@ -49,7 +49,7 @@ def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
 
     def like(exchange: Exchange, pace: Pace) -> Pace:
         times = exchange.at_once(topology) / exchange.at_once(measured.topology)
-        own_s = max(0.0, pace.wall.round_s - link.latency_s)  # of each message
+        own_s = max(0.0, pace.wall.round_s - link.latency_s)  # seconds of each message
         return Pace(
             Price(
                 max(0.0, pace.wall.round_s + later_s + (times - 1) * own_s),
@@ -64,7 +64,7 @@ def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
 
 
 def at_rate(cluster: Cluster, times: float) -> Cluster:
-    """The same hosts on links that carry so many times as much."""
+    """Return the same hosts on links that carry so many times as much."""
 
     def like(pace: Pace) -> Pace:
         return replace(pace, wall=replace(pace.wall, byte_s=pace.wall.byte_s / times))
@@ -82,7 +82,7 @@ def at_rate(cluster: Cluster, times: float) -> Cluster:
 
 
 def stretched(profile: ModelProfile, times: float) -> ModelProfile:
-    """The profile of ranks that compute so many times as long."""
+    """Return the profile of ranks that compute so many times as long."""
     layers = tuple(
         replace(
             layer,

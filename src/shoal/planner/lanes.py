@@ -1,18 +1,18 @@
-"""The lanes, link and processor of a rank in a predicted step: what they do, and until when.
+"""The lanes, link and processor of a rank in a predicted step: their work, and when it ends.
 
-A lane does one job after the other. A job is parts of some seconds each, were it alone with what
-they take:
+A lane does one job after the other. A job has parts. Each part lasts some seconds if it has its
+processor and link alone:
 
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
-    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|  all on the link share it by what
-                                                                  they could take of it alone
+    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|  all on the link share it by the
+                                                                  rates that they could use alone
 
-What goes to servers is on the link in one direction, what comes from them in the other; all else is
-in both. Where a token bucket shapes the link, what was not used of it in a pause passes afterwards
-for next to nothing. So with the processor, which the main thread takes too while it computes: who
-wants more than an even share of it is slower for it, a lane that sends as well. A rank has as many
-processors as cores; where it has less than one, the part of a core that its main thread had in the
-profile. Costs some microseconds a part.
+Messages to servers use one direction of the link, messages from them the other. All others use
+both. If a token bucket shapes the link, the unused part of a pause passes afterwards for next to
+nothing. The processor is shared likewise, and the main thread takes it too while it computes: a
+thread that wants more than an even share slows down, and so does a lane that sends. A rank has as
+many processors as cores. If it has less than one, it has the part of a core that its main thread
+had in the profile. The cost is some microseconds a part.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any, NamedTuple, final
 from shoal.core.cost import Direction, Phase
 from shoal.core.facts import Cluster
 
-_QUICK = 10.0  # as fast as this passes a burst, if the processor sends it so fast
-_OVER_S = 1e-12  # what is left of a part that is over, for rounding
+_QUICK = 10.0  # times as fast a burst passes, if the processor can send it so fast
+_OVER_S = 1e-12  # seconds that rounding may leave of a part that is over
 
 
 class JobPart(NamedTuple):
-    """A part of a lane's job: its seconds, were it alone with what it takes."""
+    """A part of a lane's job, with the seconds that it lasts alone on processor and link."""
 
     seconds: float
-    processor: float = 0.0  # how much of a processor it takes meanwhile, at most 1
-    link: int = 0  # the directions of it that it takes
-    share: float = 1.0  # how much of the link: less where the processor is what limits it
+    processor: float = 0.0  # part of a processor that it takes meanwhile, at most 1
+    link: int = 0  # the directions of the link that it takes
+    share: float = 1.0  # part of the link that it takes: less than 1 if the processor limits it
 
 
 @final
@@ -47,27 +47,28 @@ class LaneJob:
     def __init__(
         self, ready_s: float, parts: Iterable[JobPart], after: LaneJob | None = None
     ) -> None:
-        self.ready_s = ready_s  # not before
-        self.after = after  # nor before this one is over, which may be another lane's
-        self.sent_s = self.end_s = inf  # its last byte is through; it is over
-        self.parts = deque(parts)  # those to come
+        self.ready_s = ready_s  # the job does not begin before
+        self.after = after  # the job begins only after this one, which may be another lane's
+        self.sent_s = self.end_s = inf  # moments when its last byte is through, and when it is over
+        self.parts = deque(parts)  # parts that have not begun
         self.begin(JobPart(0.0))
 
     def begin(self, part: JobPart) -> None:
-        """Have this part under way."""
+        """Begin this part."""
         self.part, self.left_s = part, part.seconds
-        self.taken = part[1:]  # what it takes
+        self.taken = part[1:]  # the processor and link that it takes
 
 
 @final
 class Speeds:
-    """What jobs are made of on one cluster, and how fast parts of them go beside one another.
+    """Parts of jobs on one cluster, and their speeds when they run at once.
 
-    What is worked out is kept.
+    Computed results are kept.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
+        # one processor is the share of a main thread in the profile
+        self.processors = max(1.0, cluster.cores_per_rank)
         self._duplex = cluster.duplex
         self._known: dict[Any, tuple[list[float], float, float]] = {}
         self._core_part = cluster.core_part
@@ -76,13 +77,13 @@ class Speeds:
     def of(
         self, taken: tuple[tuple[float, int, float], ...], computes: bool, bursts: bool
     ) -> tuple[list[float], float, float]:
-        """The speed of each part, what is used of the link (1 is all), the main thread's speed.
+        """Return each part's speed, the used share of the link, and the main thread's speed.
 
         Args:
-            taken: by part how much of a processor it takes, which directions of the link, and how
-                much of those.
-            computes: whether the main thread does.
-            bursts: whether there is something left of a burst.
+            taken: for each part its share of a processor, its directions of the link, and its share
+                of these.
+            computes: whether the main thread computes.
+            bursts: whether something is left of a burst.
         """
         key = taken, computes, bursts
         if key not in self._known:
@@ -90,8 +91,8 @@ class Speeds:
         return self._known[key]
 
     def parts(self, phase: Phase, first_s: float) -> tuple[JobPart, ...]:
-        """A phase as parts of a job, which computes for so long before all."""
-        key = id(phase), first_s  # which is kept, so that no other phase comes to have its number
+        """Return a phase as the parts of a job that first computes for `first_s`."""
+        key = id(phase), first_s  # the phase is kept, too, so that no other phase can get its id
         if key not in self._parts:
             self._parts[key] = phase, self._parts_of(phase, first_s)
         return self._parts[key][1]
@@ -141,9 +142,7 @@ class Speeds:
         return speeds, used, min(1.0, level)
 
     def _shares(self, taken: Sequence[tuple[float, int, float]], quick: float) -> tuple[float, ...]:
-        """The speed at which the link lets a job go, by the directions that it takes, where jobs
-        take these.
-        """
+        """Return a job's speed on the link, by its directions, if the running jobs take these."""
         links = [link for _, link, _ in taken]
         there, back = (
             sum(share for _, link, share in taken if link & way)
@@ -153,9 +152,7 @@ class Speeds:
         return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
 
     def _level(self, wanted: Sequence[float]) -> float:
-        """What of a processor nobody gets more than, so that all get even shares of what others
-        leave of theirs.
-        """
+        """Return the largest processor share of any job, so that the rest is divided evenly."""
         left, level = self.processors, inf
         if sum(wanted) <= left:
             return level
@@ -172,7 +169,7 @@ class Lanes:
     """Runs jobs on lanes that share a link and a processor, event by event."""
 
     def __init__(self, cluster: Cluster, number: int, speeds: Speeds, burst_s: float = 0.0) -> None:
-        """So many lanes each way, on a link whose burst lasts so many seconds."""
+        """Make so many lanes each way, on a link with so many seconds left of a burst."""
         self._speeds = speeds
         self.turn = cluster.turn
         directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
@@ -180,10 +177,10 @@ class Lanes:
             direction: [deque() for _ in range(number)] for direction in directions
         }
         self.burst_s, self._most_burst_s = burst_s, cluster.link.burst_s
-        self._main: deque[LaneJob] = deque()  # what the main thread itself sends and waits for
+        self._main: deque[LaneJob] = deque()  # sends of the main thread itself, for which it waits
         self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
-        self.now_s = 0.0  # what has been run
-        # from when on how much of the link: 1 is all that it carries
+        self.now_s = 0.0  # the time up to which jobs have run
+        # moments, with the share of the link that is used from then on: 1 is its whole rate
         self.used: list[tuple[float, float]] = []
 
     def add(
@@ -194,19 +191,19 @@ class Lanes:
         direction: Direction = Direction.BOTH,
         after: LaneJob | None = None,
     ) -> LaneJob:
-        """Queue a job on the lane of site `index` of those that take this direction."""
+        """Queue a job on the lane for site `index` in this direction."""
         lanes = self._lanes[direction]
         return self._queue(LaneJob(ready_s, parts, after), lanes[index % len(lanes)])
 
     def named(self, index: int, direction: Direction) -> tuple[str, str]:
-        """The names of the lanes for a site's gradients, and for its parameters."""
+        """Return the names of the lanes for a site's gradients, and for its parameters."""
         number = index % len(self._lanes[direction])
         if direction is Direction.BOTH:
             return (f"lane {number}",) * 2
         return f"server lane {number}", f"lane {number} from servers"
 
     def wait(self, clock: float, phase: Phase, beside_s: float = 0.0) -> float:
-        """Have the main thread at its `clock` send a phase on the link, compute, and wait.
+        """Send a phase from the main thread at its `clock`, compute meanwhile, and wait.
 
         Returns:
             The new clock.
@@ -218,25 +215,26 @@ class Lanes:
         return max(job.end_s, self.now_s)
 
     def parts(self, phase: Phase, first_s: float = 0.0) -> tuple[JobPart, ...]:
-        """A phase as parts of a job, which computes for so long before all."""
+        """Return a phase as the parts of a job that first computes for `first_s`."""
         return self._speeds.parts(phase, first_s)
 
     def pay(self, clock: float) -> float:
-        """Run lanes while the main thread computes to its `clock` alone: its clock beside them."""
+        """Run lanes while the main thread computes up to `clock`. Return its clock after that."""
         left_s = clock - self.now_s
         while left_s > _OVER_S:
             left_s -= self._advance(left_s)
         return self.now_s
 
     def finish(self, jobs: Iterable[LaneJob]) -> None:
-        """Have the main thread, at the clock that it has paid for, wait until these are over."""
+        """Let the main thread, with its compute already run, wait until these jobs are over."""
         for job in jobs:
             while job.end_s == inf:
                 self._advance(0.0)
 
     def _advance(self, main_s: float) -> float:
-        """Run until the next part ends, or the main thread has computed for so long; how long it
-        has, were it alone.
+        """Run until the next part ends, or the main thread has computed for so long.
+
+        Return the seconds that its compute would have taken alone.
         """
         lanes = [lane for lane in self._every if lane]
         if not lanes:
@@ -263,7 +261,7 @@ class Lanes:
         return passed_s * main_speed
 
     def _pass(self, seconds: float, used: float) -> None:
-        """Let time pass in which so much of the link is used, 1 for all but bursts."""
+        """Let time pass while so much of the link is used. 1 is all of it without bursts."""
         if seconds and used != (self.used[-1][1] if self.used else 0.0):
             self.used.append((self.now_s, used))
         self.now_s += seconds
@@ -278,7 +276,7 @@ class Lanes:
             job.begin(job.parts.popleft())
             return
         job.end_s = self.now_s
-        job.sent_s = min(job.sent_s, job.end_s)  # where it had nothing to send
+        job.sent_s = min(job.sent_s, job.end_s)  # a job may have had nothing to send
         lane.popleft()
         if lane:
             self._begin(lane)

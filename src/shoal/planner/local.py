@@ -1,10 +1,10 @@
-"""Plans in which ranks step by themselves: how many steps, and when weights are taken over.
+"""Plans with local steps: how many steps a round has, and when the mean of weights is taken over.
 
-"auto" is the fewest steps that hide the exchange of all weights: they last as long, and its work
-for processors that compute as well is a small part of theirs. Then buckets take turns, and each has
-the time of its turn and a step more to come back. Where the ranks of a host step together, their
-exchange is a part of the step: it is priced by the processor time of its bytes, as inside a host
-nothing else holds them up. Guarded by tests/planner/test_local.py.
+"auto" is the fewest steps that hide the exchange of all weights: they last as long, and on
+processors that also compute the exchange adds only a small part. Then buckets take turns, and each
+may return within its turn and one step more. If the ranks of a host step together, their exchange
+is a part of the step. It is priced by the processor time of its bytes, because nothing else limits
+it inside a host. Guarded by tests/planner/test_local.py.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from shoal.core.plan import Choice, Plan
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor
 
-_WORK = 0.05  # of a step that "auto" lets exchanges add
+_WORK = 0.05  # share of a step that exchanges may add under "auto"
 
 
 def with_local_steps(
     plan: Plan, profile: ModelProfile, cluster: Cluster, steps: int | str, outer: Outer | None
 ) -> Plan:
-    """The plan in which ranks make so many steps by themselves.
+    """Return the plan with so many local steps in a round.
 
     Args:
-        plan: an exact one, of which every layer is replicated.
+        plan: an exact plan that replicates every layer.
         profile: the model.
         cluster: the ranks and their links.
-        steps: how many, or "auto".
+        steps: the number of steps, or "auto".
         outer: the rule; None for the usual one.
     """
     outer = outer or Outer()
     known = outer.on(cluster.topology)
     predictor = Predictor(profile, cluster)
-    # the same link does for all ranks of a host
+    # the link of a host serves all its ranks
     split = "hierarchical" if Hierarchical().fits(cluster.topology) else "direct"
     choices = tuple(
         choice
@@ -62,14 +62,14 @@ def with_local_steps(
     assert isinstance(steps, int)
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
     step_s = predictor.beside_s(step_s, lanes_s / steps)
-    # with a lag each bucket has so many steps for itself, as buckets take turns
+    # buckets take turns, so with a lag each has its steps for itself
     hidden_s = (outer.lag or 0) * step_s * num_buckets
     waits_s = max(0.0, exchange_s - hidden_s) / steps
     return replace(plan, local_steps=steps, outer=outer, predicted_s=step_s + waits_s)
 
 
 def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfile) -> Explanation:
-    """The explanation of a plan's exact step, as that of a step of many."""
+    """Turn the explanation of an exact step into one of local steps."""
     compute_s = profile.forward_s + profile.backward_s + profile.optimizer_s
     return replace(
         explanation,
@@ -86,7 +86,7 @@ def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfil
 
 
 def _island_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds of a step in which the ranks of the fullest host exchange gradients."""
+    """Return the seconds of a step in which the ranks of the fullest host exchange gradients."""
     ranks, moved = cluster.topology.ranks_per_host, cluster.pace("direct").cpu
     island = Cluster(
         Topology(("host",) * ranks),
@@ -102,7 +102,7 @@ def _island_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def _exchange_s(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[float, int]:
-    """Seconds in which all weights are exchanged once, and in how many buckets."""
+    """Return the seconds to exchange all weights once, and the number of buckets."""
     costs = predictor.costs(plan)
     lanes_s = sum(cost.alone_s for cost in costs) / min(plan.lanes, len(costs))
     return max(cluster.link_s(total([cost.traffic for cost in costs])), lanes_s), len(costs)

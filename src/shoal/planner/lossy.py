@@ -1,13 +1,13 @@
-"""Lets allowed codecs into a plan that was found without them, where the step gets shorter by it.
+"""Adds allowed codecs to a plan that was found without them, if they make the step shorter.
 
-    exact plan ─▶ with codec 1 ─▶ with codec 2 …     from the one that is off least to that most
+    exact plan ─▶ with codec 1 ─▶ with codec 2 …     from the codec with the least error to the most
 
-One that is off by more must make the step 10 % shorter than what there is before it; else nothing
-of it is taken. Of those that may be off by as much, the one with the shortest step is taken. Then
-layer after layer goes back to what it was, the small ones first, where the step gets hardly longer:
-what hides anyway stays exact. Embeddings stay exact, and layers without a parameter of two
-dimensions. Costs a prediction for each bucket size and layer (of many layers the 96 largest), and
-two for each way to carry codes, for each codec; each takes some milliseconds.
+A codec with a larger error must make the step 10 % shorter than the plan before it. If it does not,
+the plan before it stays. Of codecs with equal errors, the shortest step wins. Then layer after
+layer returns to its old choice, small ones first, if the step gets hardly longer, so that hidden
+exchanges stay exact. Embeddings stay exact, and layers without a parameter of two dimensions. The
+cost for each codec is a prediction for each bucket size and layer (of many layers the 96 largest),
+and two for each way to carry codes. A prediction takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shoal.planner.options import known, resolve
 from shoal.planner.search_options import Constraints, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
-WORTH = 0.1  # of the step: what a codec must gain
-_LESS = 0.005  # of the step: what layers that go back may cost, all of them together
-_MOST = 96  # layers that may go back, the largest
-_VALUES = 1 << 20  # by which codecs are compared
+WORTH = 0.1  # share of the step that a codec must save
+_LESS = 0.005  # share of the step that all layers which turn exact again may cost together
+_MOST = 96  # number of layers, the largest, that may turn exact again
+_VALUES = 1 << 20  # number of values by which codecs' bytes are compared
 _TABLES = ("Embedding", "EmbeddingBag")
 _seconds = attrgetter("predicted_s")
 
@@ -42,14 +42,14 @@ def with_codecs(
     constraints: Constraints,
     options: SearchOptions,
 ) -> Plan:
-    """The plan, or one that is a tenth shorter with codecs.
+    """Return the plan, or one that codecs make a tenth shorter.
 
     Args:
-        plan: without them.
+        plan: the plan without codecs.
         profile: the model.
-        cluster: the ranks, with what codecs take.
-        codecs: that may be used, as plans write them.
-        constraints: what the plan must keep. Layers with pins stay as they are.
+        cluster: the ranks, with the times of codecs.
+        codecs: codecs that may be used, as plans write them.
+        constraints: the limits that the plan must keep. Layers with pins stay as they are.
         options: sizes of buckets that are tried.
     """
     if cluster.ahead:
@@ -69,13 +69,15 @@ def with_codecs(
 
 
 def _off_by_and_bytes(codec: Codec) -> tuple[float, int]:
-    """By how much a codec may be off, and what it saves: in this order they are tried."""
+    """Return a codec's largest error, and minus its bytes: codecs are tried in this order."""
     return codec.most_error, -codec.nbytes(_VALUES, 4)
 
 
 def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice]:
-    """How a layer may be served with a codec: each strategy and exchange that carries codes, and
-    each that cuts the layer and may send its rows so.
+    """Return the choices that serve a layer with a codec.
+
+    They are each strategy and exchange that carries codes, and each that cuts the layer and may
+    send its rows as codes.
     """
     if layer.kind in _TABLES:
         return []
@@ -101,7 +103,7 @@ def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice
 def _allowed_ways(
     predictor: Predictor, codec: Codec, constraints: Constraints
 ) -> dict[str, list[Choice]]:
-    """Ways to serve each layer without a pin with a codec, as far as strategies are allowed."""
+    """Return the choices with a codec for each layer without a pin, among allowed strategies."""
     layers, strategies = predictor.profile.layers, known(constraints.strategies)
     pinned = resolve(constraints.pins or {}, [layer.name for layer in layers])
     return {
@@ -126,7 +128,7 @@ class _CodecTrial:
         self._ways, self._sizes, self._limit = allowed, sizes, memory_limit
 
     def best(self) -> Plan:
-        """The shortest: all layers alike first, then some of them as before."""
+        """Return the shortest plan: first all layers use the codec, then some turn exact again."""
         kinds = dict.fromkeys(
             (way.strategy, way.exchange) for own in self._ways.values() for way in own
         )
@@ -142,7 +144,7 @@ class _CodecTrial:
         return self._with_less(min([best, *sized], key=_seconds))
 
     def _all(self, kind: tuple[str, str], only_carried: bool) -> Plan:
-        """Every layer that can be served so: of those in buckets only, or also of others."""
+        """Change every layer that may change, or only the layers with gradients in buckets."""
         plan = self._exact
         for choice in self._exact.choices:
             carried = self._predictor.role(choice.strategy).takes_exchange
@@ -152,7 +154,7 @@ class _CodecTrial:
         return self._mended(plan)
 
     def _with_rows(self, plan: Plan) -> Plan:
-        """Layers that are cut as they are, but that their rows cross as codes."""
+        """Keep layers cut as they are, but send their rows as codes."""
         for choice in plan.choices:
             for way in self._ways.get(choice.layer, ()):
                 if way.without_codec() == choice and way.exchange.startswith("+"):
@@ -160,12 +162,12 @@ class _CodecTrial:
         return plan
 
     def _with_less(self, plan: Plan) -> Plan:
-        """Layers as they were, where that costs little: the smallest first."""
+        """Turn layers exact again if that costs little, the smallest first."""
         before: Mapping[str, Choice] = {c.layer: c for c in self._exact.choices}
         layers = sorted(self._predictor.profile.layers, key=lambda layer: layer.nbytes)
         most_s = plan.predicted_s * (1 + _LESS)
         together = [[layer.name] for layer in layers[-_MOST:]]
-        # of tail hosts all or none
+        # tail hosts have one codec, so their layers change together
         at_tail = [name for (name,) in together if self._is_at_tail(plan.choice(name))]
         together = [names for names in together if names[0] not in at_tail] + [at_tail]
         for names in together:
@@ -182,7 +184,7 @@ class _CodecTrial:
         return self._predictor.role(choice.strategy).is_at_tail
 
     def _mended(self, plan: Plan) -> Plan:
-        """The same, where layers that need one another are still served alike."""
+        """Return the plan with exact choices for layers that have lost the layer they need."""
         for name in self._predictor.lone(plan.choices):
             plan = plan.with_choice(self._exact.choice(name))
         return self._exact if self._predictor.lone(plan.choices) else plan

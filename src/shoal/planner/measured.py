@@ -1,8 +1,8 @@
-"""What training has measured beside what a plan predicts, and facts that both fit.
+"""Compares measured training with a plan's prediction, and corrects the facts to fit both.
 
-compute      forward and backward of the slowest rank: its layers are taken to be slower alike
+compute      forward and backward of the slowest rank: all its layers count as equally slower
 optimizer    likewise
-exchanges    what the main thread waits for them; links are tried by themselves
+exchanges    the main thread's wait for them; links are tried by themselves
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shoal.core.registry import named
 from shoal.planner.imagined import at_rate, stretched
 from shoal.planner.timeline import Predictor, as_planned
 
-# times as long, or as short, as was predicted, of compute and of links: more is taken to be so much
+# limits on how many times as long, or as short, as predicted compute and links may be taken to be
 _MOST, _MOST_LINK = 8.0, 1e6
-_LEAST_PART = 0.01  # of the predicted step: of less, a ratio says nothing
-_SAME_LINK = 0.1  # of its rate: links that differ by less are the same
+_LEAST_PART = 0.01  # share of the predicted step below which a ratio means nothing
+_SAME_LINK = 0.1  # relative difference of rates up to which two links are the same
 
 
 def has_terms(plan: Plan) -> bool:
-    """Whether a prediction's terms are those of its main thread, in every step."""
+    """Return whether a prediction's terms describe its main thread in every step."""
     roles = [named(Strategy, choice.strategy).role for choice in plan.choices]
     elsewhere = any(role.runs_elsewhere or role.has_tables for role in roles)
     return plan.in_step and not plan.periods and not elsewhere
@@ -47,13 +47,15 @@ def outcome_of(
     ranks: Sequence[Spending],
     links: tuple[float, float] | None = None,
 ) -> Outcome | None:
-    """A plan's prediction beside what ranks have spent; None where one has measured no step.
+    """Compare a plan's prediction with the time that ranks have spent.
+
+    Return None if a rank has measured no step.
 
     Args:
-        plan: that the model follows.
-        profile: by which it was predicted.
-        cluster: likewise.
-        ranks: what each rank's main thread spends, by rank; or that of one.
+        plan: the plan that the model follows.
+        profile: the profile by which it was predicted.
+        cluster: the cluster by which it was predicted.
+        ranks: the time that each rank's main thread spends, by rank; or one rank's.
         links: as in `Outcome`.
     """
     if not ranks or not all(spending.steps for spending in ranks):
@@ -77,7 +79,7 @@ def outcome_of(
 def corrected(
     profile: ModelProfile, cluster: Cluster, outcome: Outcome
 ) -> tuple[ModelProfile, Cluster]:
-    """The facts, with what was measured in place of what was predicted by them."""
+    """Correct the facts by the measured step, so that they would predict it."""
     compute = _times(outcome.term(COMPUTE), outcome.predicted_s)
     optimizer = _times(outcome.term(OPTIMIZER), outcome.predicted_s)
     profile = replace(
@@ -93,7 +95,7 @@ def corrected(
 
 
 def _times(term: Term, step_s: float) -> float:
-    """How many times as long as predicted a term takes."""
+    """Return how many times as long as predicted a term takes."""
     if min(term.predicted_s, term.measured_s) < _LEAST_PART * step_s:
         return 1.0
     return min(max(term.measured_s / term.predicted_s, 1 / _MOST), _MOST)

@@ -1,4 +1,4 @@
-"""What a search chooses among for each layer, as far as it may be worth it, and what pins say."""
+"""The options that a search has for each layer, without hopeless ones, and the meaning of pins."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 PLAIN = Replicate.name
-# of a layer, or a pair, that is cut unasked: bytes, and the link's time for them
+# least size of a layer or pair that is cut unasked: in bytes, and in seconds of the link
 _LEAST_CUT_BYTES, _LEAST_CUT_S = 1 << 20, 0.02
 
 
 def options_of(
     predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, Option], every_cut: bool
 ) -> dict[str, list[Option]]:
-    """What may serve each layer, as (strategy, its own exchange or ''), the plainest first.
+    """Return the choices for each layer as (strategy, its own exchange or ''), the plainest first.
 
     A layer that no allowed strategy serves by itself is replicated.
     """
@@ -42,7 +42,7 @@ def options_of(
         names = sorted(
             (n for n in allowed if _reason(predictor, layer, n) is None), key=lambda n: n != PLAIN
         )
-        # those come in pairs
+        # a strategy that needs a partner is added as a pair
         names = [name for name in names if not predictor.needs(layer.name, name)]
         if not every_cut:
             names = _worth_trying(predictor, layer, names)
@@ -100,7 +100,7 @@ def check_able(
     servers: int,
     tail_hosts: int,
 ) -> None:
-    """Refuse, before anything is measured, strategies that cannot serve any layer, or a pinned one.
+    """Refuse, before anything is measured, strategies that cannot serve a layer or a pinned layer.
 
     Args:
         modules: the module of each layer, by the layer's name.
@@ -112,7 +112,7 @@ def check_able(
     Raises:
         PlanError: no strategy that may serve layers can serve one. The error says why.
     """
-    free: dict[str, Mapping[str, str]] = {}  # why not, of layers that are not pinned
+    free: dict[str, Mapping[str, str]] = {}  # reasons of layers without a pin
     for layer, module in modules.items():
         names = [pinned[layer]] if layer in pinned else allowed
         reasons = {
@@ -151,15 +151,15 @@ def _unable(layer: str, strategy: str, reason: str, able: Sequence[str] = ()) ->
 
 
 def _reason(predictor: Predictor, layer: LayerProfile, strategy: str) -> str | None:
-    """Why a strategy does not serve a layer that nobody has pinned to it, or None."""
+    """Return why a strategy does not serve a layer without a pin, or None."""
     return predictor.refusal(layer, strategy) or predictor.unasked(layer, strategy)
 
 
 def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
-    """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
+    """Keep only the cheapest way to cut the layer, and only if it may be worth it.
 
-    They differ in what they send. What the layer does not hide is waited for, and spares no more
-    than what the layer costs otherwise.
+    Cuts differ in their traffic. Traffic that the layer does not hide is waited for, and a cut
+    saves at most the layer's cost in another strategy.
     """
     whole = [name for name in names if not predictor.role(name).is_cut]
     cuts = sorted(
@@ -174,14 +174,12 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
 
 
 def least_cut_bytes(link: Link) -> float:
-    """Of a layer, or a pair, that may be cut unasked: the slower the link, the fewer."""
+    """Return the least bytes of a layer or pair to cut unasked: fewer on a slower link."""
     return min(_LEAST_CUT_BYTES, link.bytes_per_s * _LEAST_CUT_S)
 
 
 def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
-    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden but
-    under the layer.
-    """
+    """Return the seconds that a strategy adds to a layer, if only the layer hides traffic."""
     cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
     added_s = cost.alone_s + cost.forward_s + cost.backward_s - cost.beside_s
     return added_s + predictor.update_s(layer, cost.held + cost.update.host)
@@ -194,7 +192,7 @@ def pairs_of(
     pinned: Mapping[str, Option],
     every: bool,
 ) -> list[dict[str, Option]]:
-    """Layers that may be served together where neither is alone, if that may be worth it."""
+    """Return pairs of layers that may be served only together, if that may be worth it."""
     pairs: list[dict[str, Option]] = []
     for layer in predictor.profile.layers:
         for name in allowed:
@@ -228,12 +226,12 @@ def pairs_of(
 def with_needed(
     predictor: Predictor, pinned: Mapping[str, Option], named_layers: Collection[str]
 ) -> dict[str, Option]:
-    """Return the pins, and what follows for other layers.
+    """Return the pins, and the choices that follow for other layers.
 
     Args:
-        predictor: of the model.
+        predictor: the model's predictor.
         pinned: the pins by layer.
-        named_layers: the layers that a pin spells. They win over layers that a glob matches.
+        named_layers: layers that a pin spells out. They win over layers that a glob matches.
 
     Raises:
         PlanError: the pins cannot be kept.
@@ -258,7 +256,7 @@ def with_needed(
                     do="pin both layers to those two, or neither",
                 )
             _check_pin(predictor, predictor.layer(other), needed, "")
-            # what crosses is one for all of them
+            # all layers of a pair send their rows with one codec
             rows = Choice(name, strategy, exchange).rows if needed == strategy else ""
             complete.setdefault(other, (needed, rows))
     return complete
@@ -267,9 +265,11 @@ def with_needed(
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
     if predictor.role(strategy).runs_elsewhere:
-        exchange = ""  # how tail hosts share it: sharing.py; or the rank: holders.py
+        # the exchange says how tail hosts share the layer (sharing.py), or names the rank
+        # (holders.py)
+        exchange = ""
     if exchange.startswith("+"):
-        exchange = ""  # carried.py
+        exchange = ""  # a codec of rows: carried.py
     if reason is None and exchange and not predictor.role(strategy).takes_exchange:
         reason = "it takes no exchange"
     if (
@@ -288,7 +288,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
 
 
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
-    """The strategies that may be used, all by default (PlanError for an unknown name)."""
+    """Return the strategies that may be used, by default all (PlanError for an unknown name)."""
     if strategies is None:
         return tuple(of(Strategy))
     listed = (
@@ -306,13 +306,14 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
-    """Pins by layer name, of which there are `names`; a later pin wins over an earlier one."""
+    """Return pins by layer name, among `names`. A later pin wins over an earlier one."""
     resolved: dict[str, Option] = {}
     check_pins(pins)
     for pattern, value in pins.items():
         strategy, exchange = strategy_and_exchange(value)
         role = named(Strategy, strategy).role
-        if role.names_ranks and "+" in exchange[1:]:  # the rank first, as an exchange comes first
+        # put the rank first, because an exchange comes first
+        if role.names_ranks and "+" in exchange[1:]:
             rank, _, codec = exchange.partition("+")
             exchange = f"+{codec}:{rank}"
         codec, rest = rows_and_rest(exchange)
@@ -330,9 +331,9 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
 
 
 def with_pins(plan: Plan, pins: Mapping[str, str]) -> Plan:
-    """Return a plan in which pinned layers are served as their pins say.
+    """Return a plan in which pinned layers are served by their pins.
 
-    An exchange that a pin leaves out is that of another layer of the strategy, else the simplest.
+    If a pin leaves out the exchange, another layer of the strategy gives it, or it is the simplest.
     """
     pinned = resolve(pins, [choice.layer for choice in plan.choices])
     known_ones = {choice.strategy: choice.exchange for choice in plan.choices}
@@ -344,7 +345,7 @@ def with_pins(plan: Plan, pins: Mapping[str, str]) -> Plan:
 
 
 def check_pins(pins: Any) -> None:
-    """Raise PlanError for what is no mapping from layers to names of strategies."""
+    """Raise PlanError for a value that is no mapping from layers to names of strategies."""
     form = 'write for instance pins={"classifier.*": "factor"}'
     if not isinstance(pins, Mapping):
         what = "pins is not a mapping from layers to strategies"
@@ -359,7 +360,7 @@ def check_pins(pins: Any) -> None:
 
 
 def common(names: Sequence[str], options: Mapping[str, Sequence[Option]]) -> list[Option]:
-    """What each of these layers may be served by."""
+    """Return the options that all of these layers have."""
     return [
         option for option in options[names[0]] if all(option in options[name] for name in names)
     ]

@@ -1,14 +1,16 @@
-"""Chooses: the strategy of every layer, and the exchange and bucket size that carry the rest.
+"""Chooses the strategy of every layer, and the exchange and bucket size that carry the rest.
 
-Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that
-takes buckets, and from each layer's cheapest choice alone, each carried as is best for it; takes
-the layers one at a time, largest first, and keeps a change that makes the step shorter; then pairs
-of layers, and the ways to carry buckets; then all of it once more. From the best end it goes on: it
-changes two of the largest layers at once, and then one again. A change must gain more than
-`_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks,
-which takes every rank to save or evaluate, must gain `CUT_WORTH`, and one whose buckets all go
-otherwise than by the library's all-reduce `OTHER_WORTH`. In a model of many layers small neighbours
-change together. Costs about layers × strategies × 5 predictions of some milliseconds.
+The search is coordinate descent on the predicted step. It starts from all layers in one strategy,
+for each strategy that takes buckets, and from each layer's cheapest choice alone. It takes the
+layers one at a time, largest first, and keeps a change that makes the step shorter. Then it tries
+pairs of layers, and the ways to carry buckets, and repeats all of it once. From the best end it
+goes on: it changes two of the largest layers at once, and then one again.
+
+A change must gain more than `_WORTH` of the step, so that layers with hidden exchanges stay plain.
+A plan with layers that are cut over ranks must gain `CUT_WORTH`, because every rank has to take
+part when it is saved or evaluated. A plan without a bucket on the library's own all-reduce must
+gain `OTHER_WORTH`. In a model of many layers small neighbours change together. The cost is about
+layers × strategies × 5 predictions of some milliseconds.
 """
 
 from __future__ import annotations
@@ -37,20 +39,21 @@ from shoal.planner.options import (
 from shoal.planner.search_options import DEFAULT, UNCONSTRAINED, Constraints, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
-LANES = 3  # in flight at once: with one, the link idles between buckets
-# of the model: what buckets that have memory at one time may be together, where memory is to be low
+LANES = 3  # buckets in flight at once: with one, the link idles between buckets
+# share of the model for all buckets in memory at one time, if memory is to be low
 _LOW = 0.2
-_FEWEST = 16  # groups of many
-_LARGEST = 4  # layers, of which two change together
-_WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
-# of the step: what must be gained on the library's own all-reduce if no layer's buckets go by it
+_FEWEST = 16  # fewest groups of layers, if many layers change in groups
+_LARGEST = 4  # number of layers, the largest, that change in twos
+_WORTH = 0.002  # share of the step: a smaller predicted gain is not worth a less plain choice
+# share of the step that must be gained if no bucket goes by the library's own all-reduce
 OTHER_WORTH = 0.04
-# of the step: what a plan must gain if saving and evaluating are to take every rank
+# share of the step that a plan must gain if every rank has to take part in saving and evaluating
 CUT_WORTH = 0.05
-_OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
-_ROUNDING = 1e-9  # of seconds that are compared
+# penalty for exceeding a limit of memory, in steps: this times the exceeding share
+_OVER_WORTH = 100.0
+_ROUNDING = 1e-9  # relative rounding of compared seconds
 _Carrier = tuple[dict[str, str], int, int]  # each strategy's exchange, bucket bytes, lanes
-_End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step
+_End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step's seconds
 
 
 def search(
@@ -59,17 +62,17 @@ def search(
     constraints: Constraints = UNCONSTRAINED,
     options: SearchOptions = DEFAULT,
 ) -> Plan:
-    """The plan with the shortest predicted step that it finds, layer by layer.
+    """Search for the plan with the shortest predicted step, layer by layer.
 
     Args:
         profile: the model, as profiled.
         cluster: the ranks and their links.
-        constraints: what the plan must keep.
-        options: sizes of buckets and the like that it tries.
+        constraints: limits that the plan must keep.
+        options: sizes of buckets, and other settings to try.
 
     Raises:
-        PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses
-            it; or a placement that cannot be; or no plan was found that keeps the limit of memory.
+        PlanError: a pin matches no layer, has an unknown name, or names a strategy that refuses its
+            layer; or the placement is impossible; or no plan was found within the memory limit.
     """
     allowed, placement = known(constraints.strategies), constraints.placement
     servers, stale = len(cluster.servers), cluster.ahead
@@ -87,7 +90,7 @@ def search(
 
 
 def within_memory(options: SearchOptions, profile: ModelProfile, memory: str) -> SearchOptions:
-    """The options, with the sizes of buckets that such a `memory` allows (see `Constraints`)."""
+    """Return the options with bucket sizes that such a `memory` allows (see `Constraints`)."""
     if memory != "low":
         return options
     most_bytes = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES)
@@ -110,7 +113,7 @@ class _Descent:
         self._tried = tried
         self._memory_limit = memory_limit
         self._order = [layer.name for layer in predictor.profile.layers]
-        self._large = len(self._order) > tried.most_layers  # so that trying takes long
+        self._large = len(self._order) > tried.most_layers  # trying so many layers takes long
         self._together = _neighbours(predictor.profile.layers, options, tried.most_layers)
         self._pairs = pairs
         used = {
@@ -121,19 +124,21 @@ class _Descent:
         }
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: carriers[0] for name, carriers in self._exchanges.items()}
-        # of sizes that take all of the model only the least: they make the same buckets
+        # several sizes may hold the whole model and so make the same buckets: keep the least of
+        # them
         enough = [nbytes for nbytes in tried.bucket_bytes if nbytes >= predictor.profile.nbytes]
         self._sizes = [n for n in tried.bucket_bytes if not enough or n <= enough[0]]
         self._start: _Carrier = (first, min(tried.start_bytes, self._sizes[-1]), LANES)
         self._made: dict[tuple[str, str, str], Choice] = {}
-        # starts meet, and come to the same plans
-        # seconds, and whether they may be more, by numbers of choices, which are kept
+        # different starts meet the same plans, so keep by numbers of choices the seconds, and
+        # whether they are a lower limit only
         self._steps: dict[tuple[int, ...], tuple[float, bool]] = {}
 
     def best(self) -> Plan:
         """Descend from every start, and go on from the best end."""
         starts = [{name: self._cheapest(name) for name in self._order}]
-        for strategy in reversed(self._exchanges):  # as much of one strategy as there can be
+        # prefer one strategy for as many layers as possible
+        for strategy in reversed(self._exchanges):
             kinds = {
                 n: [o for o in options if o[0] == strategy] or options
                 for n, options in self._options.items()
@@ -178,10 +183,10 @@ class _Descent:
         return replace(plan, late=step.late, least_part_bytes=least_part_bytes)
 
     def _carriers(self, picks: dict[str, Option]) -> list[_Carrier]:
-        """How these picks are best carried and, in a small model, how any are at first.
+        """Return the best way to carry these picks and, in a small model, also the start's.
 
-        Carried otherwise, layers are changed for what only the exchange of their start costs, and
-        one at a time they do not change back.
+        If only the start's is tried, layers change because of its exchange alone, and do not change
+        back one at a time.
         """
         _, carrier = self._carried(picks, self._start, self._step(picks, self._start))
         return [carrier] if self._large or carrier == self._start else [carrier, self._start]
@@ -193,19 +198,19 @@ class _Descent:
         return end
 
     def _gone_on(self, end: _End) -> _End:
-        """What comes of changing two of the largest layers at once, and then one while it gains."""
+        """Change two of the largest layers at once, then one, as long as it gains."""
         before_s, end = end[0], self._with_two_changed(end)
         while end[0] < before_s * (1 - _WORTH):
             before_s, end = end[0], self._changed(end, self._changes())
         return end
 
     def _changed(self, end: _End, changes: Iterable[dict[str, Option]]) -> _End:
-        """What comes of trying these changes one by one, and then other ways to carry buckets."""
+        """Try these changes one by one, and then other ways to carry buckets."""
         best_s, picks, carrier = end
         for change in changes:
             changed = self._mended({**picks, **change})
             if changed != picks:
-                # a plainer choice may cost nothing; any other must be worth it
+                # a plainer choice need only be as good; any other must be worth it
                 plainer = all(strategy == PLAIN for strategy, _ in change.values())
                 most_s = best_s if plainer else best_s * (1 - _WORTH)
                 step_s = self._step(changed, carrier, most_s)
@@ -217,7 +222,7 @@ class _Descent:
     def _carried(
         self, picks: dict[str, Option], carrier: _Carrier, best_s: float
     ) -> tuple[float, _Carrier]:
-        """The best step, with the bucket sizes and each strategy's exchanges that give it."""
+        """Return the best step, with its bucket sizes and each strategy's exchange."""
 
         def carriers() -> Iterator[_Carrier]:
             for nbytes in self._sizes:
@@ -233,16 +238,14 @@ class _Descent:
         return best_s, carrier
 
     def _changes(self) -> Iterator[dict[str, Option]]:
-        """What may be changed at once, in the order in which it is tried."""
+        """Yield changes to try, in order."""
         for names in self._together:
             for option in common(names, self._options):
                 yield dict.fromkeys(names, option)
         yield from self._pairs
 
     def _with_two_changed(self, end: _End) -> _End:
-        """What comes of changing two of the largest layers at once, in a small model with other
-        buckets at that.
-        """
+        """Change two of the largest layers at once, and in a small model the buckets, too."""
         changes = [
             dict.fromkeys(one, option) | dict.fromkeys(other, other_option)
             for one, other in combinations(self._together[:_LARGEST], 2)
@@ -259,7 +262,7 @@ class _Descent:
         return end
 
     def _mended(self, picks: dict[str, Option]) -> dict[str, Option]:
-        """The same, but what has lost the layer that it needs is served as is cheapest."""
+        """Give layers without the partner that they need their cheapest choice."""
         lone = self._predictor.lone(Choice(name, strategy) for name, (strategy, _) in picks.items())
         return {**picks, **{name: self._cheapest(name) for name in lone}}
 
@@ -274,7 +277,7 @@ class _Descent:
         return choices
 
     def _step(self, picks: Mapping[str, Option], carrier: _Carrier, most_s: float = inf) -> float:
-        """The step's worth in seconds, or, where it is more than `most_s`, something above that."""
+        """Return the step's worth in seconds; above `most_s`, perhaps a smaller value above it."""
         tried = self._choices(picks, carrier[0]), carrier[1], carrier[2]
         key = (carrier[1], carrier[2], *map(id, tried[0]))
         known_s, may_be_more = self._steps.get(key, (0.0, True))
@@ -288,14 +291,14 @@ class _Descent:
         return known_s
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
-        """By how much a rank holds more than it may, as a part of the limit."""
+        """Return by how much a rank exceeds the memory limit, as a share of the limit."""
         if self._memory_limit is None:
             return 0.0
         held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
         return max(0.0, held / self._memory_limit - 1)
 
     def _worth(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> float:
-        """How much shorter a plain step may be predicted that is as good."""
+        """Return how many times as long a plain plan's step may take and still be as good."""
         exchanges = [
             own or carried[strategy]
             for strategy, own in picks.values()
@@ -320,11 +323,10 @@ class _Descent:
 def _neighbours(
     layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]], most_layers: int
 ) -> list[tuple[str, ...]]:
-    """The layers by name, largest first.
+    """Group the layers by name, largest first.
 
-    Of more than `most_layers`, those that follow one another, have options in common and are small
-    together come as one. There are then so few groups that their number times that of layers stays
-    what it is.
+    If there are more than `most_layers`, small neighbours with common options form one group. There
+    are then so few groups that the number of groups times the number of layers stays the same.
     """
     limit, most = 0, min(most_layers, max(_FEWEST, most_layers**2 // max(len(layers), 1)))
     while True:
@@ -343,6 +345,6 @@ def _neighbours(
 
 
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """The same plan with the step time that is to be expected of it here."""
+    """Return the plan with its step time as predicted here."""
     timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
     return replace(plan, predicted_s=timeline.step_s)

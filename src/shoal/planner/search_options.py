@@ -1,4 +1,4 @@
-"""Settings of a search: what it tries beside ways to serve layers, and what plans must keep."""
+"""Settings of a search: other things to try than strategies, and limits that plans must keep."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ _EXAMPLES = {"bucket_bytes": "(1 << 20,)", "chunks": "(1, 2)", "joined": "(True,
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a search of plans tries. The defaults suit training; narrow them to try something.
+    """Settings that a search of plans tries. The defaults suit training.
+
+    Narrow them for an experiment.
 
     Args:
         bucket_bytes: sizes of buckets.
         least_part_bytes: the least size of the parts that a layer with owners is cut into.
         chunks: numbers of chunks that rows come in to layers that are cut over ranks.
-        joined: whether all micro-batches go through tail hosts at once.
-        most_layers: layers that are decided about one by one. Of more, small neighbours change
-            together.
+        joined: whether to let all micro-batches go through tail hosts at once.
+        most_layers: the largest number of layers that are decided one by one. With more, small
+            neighbours change together.
 
     Raises:
-        UsageError: one of them leaves nothing to try, or is of another type.
+        UsageError: a setting leaves nothing to try, or has another type.
 
     Examples:
         >>> import shoal
@@ -71,12 +73,12 @@ class SearchOptions:
 
     @property
     def start_bytes(self) -> int:
-        """The size of buckets that a search begins with."""
+        """The size of buckets at the start of a search."""
         small = [nbytes for nbytes in self.bucket_bytes if nbytes <= _START_BYTES]
         return max(small, default=self.least_bytes)
 
     def sizes_within(self, limit: float) -> tuple[int, ...]:
-        """The sizes of buckets up to a limit, or the least."""
+        """Return the sizes of buckets up to a limit, or the least size."""
         within = tuple(nbytes for nbytes in self.bucket_bytes if nbytes <= limit)
         return within or (self.least_bytes,)
 
@@ -87,10 +89,10 @@ class Constraints:
 
     # strategy ("factor"), or strategy and exchange ("replicate:ring"), by dotted layer name or glob
     pins: Mapping[str, str] | None = None
-    strategies: Iterable[str] | None = None  # names of those that may be used; None: all
-    # who owns what; a layer with a parameter that is given to a rank is served by what has owners
+    strategies: Iterable[str] | None = None  # names of strategies that may be used; None: all
+    # ranks as owners; a layer with a parameter that is given to a rank gets a strategy with owners
     placement: Placement = BALANCED
-    # with "low", the buckets that have memory at one time make a fifth of the model
+    # "low" limits all buckets in memory at one time to a fifth of the model
     memory: str = MEMORY[0]
     # bytes of a rank between steps: parameters, gradients, buckets and optimizer state
     memory_limit: float | None = None

@@ -1,10 +1,11 @@
-"""What is decided for a found plan: chunks, micro-batches at the tail, how tail hosts share.
+"""Settings of a found plan: chunks, micro-batches at the tail, and how tail hosts share layers.
 
-The last is a plan within the plan, for a job of their own: each has the rows of its workers, W/T
-times those of one, and the layers are served as those of any job.
+Tail hosts have a plan within the plan, because they are a job of their own. Each has the rows of
+its workers, W/T times one worker's rows, and its layers are served as in any job.
 
-Beside the best plan of a search stands one that gives each layer to a rank: a pipeline. It wins if
-its step is `DEALT_WORTH` times as short, because no rank can do anything of it alone.
+The best plan of a search competes with a plan that gives each layer to a rank: a pipeline. The
+pipeline wins if its step is `DEALT_WORTH` times as short, because no rank of it can evaluate or
+save alone.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
 from shoal.planner.steady import steadied
 from shoal.profiling.tails import tail_of
 
-# times as fast a pipeline must be, and seconds that it must save
+# how many times as fast a pipeline must be, and the seconds that it must save
 DEALT_WORTH, LEAST_SAVED_S = 1.3, 0.02
-_CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
+_CHUNKS_WORTH = 0.01  # share of the step that more than one chunk must save
 
 
 def plan_for(
@@ -42,14 +43,14 @@ def plan_for(
     codecs: Sequence[str] = (),
     **how: Any,
 ) -> Plan:
-    """The plan that `search` finds, with codecs, its chunks of rows and how tail hosts share.
+    """Return the plan that `search` finds, with codecs, chunks of rows, and shares of tail hosts.
 
     Args:
         profile: the model, as profiled in so many micro-batches.
         cluster: the ranks and their links.
         micro_batches: number of parts of each rank's batch, if that is asked for.
-        options: what is tried.
-        codecs: that it may use, as plans write them.
+        options: settings to try.
+        codecs: codecs that it may use, as plans write them.
         how: the fields of `Constraints`.
     """
     constraints = Constraints(**how)
@@ -60,7 +61,7 @@ def plan_for(
     try:
         dealt = make(dealing.parts, (), replace(constraints, pins=dealing.pins))
         pipeline = repredicted(dealt, profile, cluster)
-    except PlanError:  # the limit of memory
+    except PlanError:  # the limit of memory may allow no pipeline
         if is_dealt_alone(constraints):
             raise
         return make(micro_batches, codecs, constraints)
@@ -85,7 +86,7 @@ def _plan_under(
     codecs: Sequence[str],
     constraints: Constraints,
 ) -> Plan:
-    """Return the plan that a search finds under these constraints, with all of the rest."""
+    """Return the plan that a search finds under these constraints, with all other settings."""
     found = partial(search, profile, cluster, options=options)
     made = steadied(found(constraints), cluster, constraints, found)
     ways = [choice.strategy for choice in made.choices]
@@ -109,11 +110,10 @@ def _plan_under(
 def with_sharing(
     plan: Plan, profile: ModelProfile, cluster: Cluster, options: SearchOptions = DEFAULT
 ) -> Plan:
-    """The plan with a strategy, in its choices' `exchange`, by which tail hosts share each layer
-    that they have.
+    """Add the strategy by which tail hosts share each of their layers, in its choice's `exchange`.
 
     Raises:
-        PlanError: the plan names one that cannot be.
+        PlanError: the plan names an impossible one.
     """
     kinds = of(Strategy)
     at_tail = [choice for choice in plan.choices if kinds[choice.strategy].role.is_at_tail]

@@ -1,10 +1,10 @@
-"""Takes a simpler plan if the best one leads by less than predictions are sure of.
+"""Takes a simpler plan if the best one's lead is smaller than the error of predictions.
 
-Times vary from one start to the next, and with them the plan that is predicted to be the fastest.
-Results agree to rounding, but one plan lets a rank act alone, and another does not. So a plan with
-owners or factors must lead the best replicated one, and a plan with cut layers the best one
-without, by `LEAD` of the step. On one host, and over fast links, it must lead by `LEAD_ON_FAST`,
-because times of shared cores are less sure there, and little can be won.
+Times vary from one start to the next, and so does the plan with the shortest prediction. Results
+agree to rounding, but one plan lets a rank act alone, and another does not. So a plan with owners
+or factors must lead the best replicated one, and a plan with cut layers the best one without, by
+`LEAD` of the step. On one host, and over fast links, it must lead by `LEAD_ON_FAST`, because times
+of shared cores are less sure there, and little can be won.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.core.role import Role
 from shoal.planner.options import known
 from shoal.planner.search_options import Constraints
 
-# kinds of plans, the simplest first; a plan is of the highest kind that any of its layers has
+# kinds of plans, the simplest first; the highest kind among a plan's layers is its kind
 KINDS = ("all-reduce", "owners or factors", "cut layers", "a pipeline")
 _CUT = KINDS.index("cut layers")
 LEAD = 0.05  # share of the step

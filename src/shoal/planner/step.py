@@ -1,4 +1,4 @@
-"""One step as the planner sees it: what a plan's sites send, beside the compute they hide under.
+"""One step as the planner sees it: the traffic of a plan's sites, and the compute that hides it.
 
 One rank's main thread computes. Its lanes send sites in the plan's order and share one link:
 
@@ -9,23 +9,23 @@ One rank's main thread computes. Its lanes send sites in the plan's order and sh
 
 1  A job of a lane is its phase's compute and traffic (core/cost.py).
 2  A site is sent when its last layer's gradient is there, and all sites before it have been sent.
-3  The optimizer waits for the sites whose backward phase says so (`Wait.WHEN_NEEDED`).
+3  The optimizer waits for the sites with a backward phase that says so (`Wait.WHEN_NEEDED`).
 
-Of a site with owners the gradients are waited for by nobody. The rest follows after the step:
+If a site has owners, no thread waits for its gradients. The rest follows after the step:
 
     forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|                       5
     lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|               4
 
-4  Owners update and send back on the site's lane, last site first. Servers first send back what
-   was late.
-5  The next forward waits layer by layer. It is taken to be this step's own: a steady state.
+4  Owners update and send back on the site's lane, last site first. Servers first send back the
+   sites that were late.
+5  The next forward waits layer by layer. It counts as this step's own: a steady state.
 
     forward    |─ 1 ─|┄┄ rows ┄┄|─ 2, cut ─|┄┄                          6
 
-6  The main thread itself sends what is `Wait.AT_ONCE`, as the rows of cut layers. It computes
-   beside some of it, and waits for the rest on the link that it shares with the lanes.
+6  The main thread itself sends phases of `Wait.AT_ONCE`, such as the rows of cut layers. It
+   computes during some of it, and waits for the rest on the link that it shares with the lanes.
 
-What hides costs nothing until link or processor is full (lanes.py).
+Hidden traffic costs nothing until link or processor is full (lanes.py).
 Equations: docs/ideas/how-it-chooses.md.
 """
 
@@ -52,27 +52,28 @@ class SiteSpan:
 
     site: Site
     ready_s: float
-    sent_s: float  # its last byte is through
-    end_s: float  # its gradients are there, or with their owners
-    back_s: float  # its parameters are back from their owners; 0 where it has none
-    lanes: tuple[str, str]  # it goes over, and comes back over
+    sent_s: float  # moment when its last byte is through
+    end_s: float  # moment when its gradients are there, or with their owners
+    back_s: float  # moment when its parameters are back from their owners; 0 if it has none
+    lanes: tuple[str, str]  # the lanes over which it goes and returns
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A step as the planner sees it, on one rank."""
 
-    forward_s: float  # of the main thread, with what lanes take from it
-    waited_s: float  # in forward, for parameters that their owners send
-    backward_s: float  # of the main thread, with what lanes take from it
-    end_s: float  # since backward began, until every gradient is there that is waited for
-    optimizer_s: float  # of what is not updated by owners
+    forward_s: float  # the main thread's seconds, including time that lanes take from it
+    waited_s: float  # seconds in forward of waiting for parameters from their owners
+    backward_s: float  # the main thread's seconds, including time that lanes take from it
+    end_s: float  # seconds from the start of backward until all needed gradients are there
+    optimizer_s: float  # seconds of updates without owners
     spans: tuple[SiteSpan, ...]
-    traffics: tuple[Traffic, ...]  # of the sites
+    traffics: tuple[Traffic, ...]  # traffic of the sites
     late: int  # sites that are still on their way to servers when backward ends
-    burst_s: float = 0.0  # of the link that pass for free when it ends
-    used: tuple[tuple[float, float], ...] = ()  # from when on how much of the link
-    # of forward_s and backward_s: seconds that the main thread waits for rows of other ranks
+    burst_s: float = 0.0  # seconds of the link that pass for free at the end
+    # moments, with the share of the link that is used from then on
+    used: tuple[tuple[float, float], ...] = ()
+    # seconds of forward_s and backward_s in which the main thread waits for rows of other ranks
     crossing_s: float = 0.0
 
     @property
@@ -82,7 +83,7 @@ class Timeline:
 
     @property
     def computed_s(self) -> float:
-        """Seconds of forward and backward in which the main thread waits for nobody."""
+        """Seconds of forward and backward in which the main thread waits for no other rank."""
         return self.forward_s + self.backward_s - self.crossing_s
 
     @property
@@ -96,7 +97,7 @@ class Timeline:
         return total(self.traffics).worst
 
     def events(self) -> list[TraceEvent]:
-        """The step as events from the start of its backward, as a trace should show it."""
+        """Return the step as events from the start of its backward, in the form of a trace."""
         optimizer_end_s = self.end_s + self.optimizer_s
         forward_end_s = optimizer_end_s + self.forward_s + self.waited_s
         events = [
@@ -115,26 +116,29 @@ class Timeline:
         return events
 
     def rates(self, bytes_per_s: float) -> list[LinkRate]:
-        """What the link carries, in the busier direction, at so many bytes a second."""
+        """Return the busier direction's rate over time, on a link of so many bytes a second."""
         return [LinkRate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A step in which nothing is sent, as profiled."""
+    """A step without any traffic, as profiled."""
 
     forward_s: float
     backward_s: float
-    needed_s: tuple[tuple[str, float], ...]  # since forward began, each layer in its order
-    ready_s: tuple[tuple[str, float], ...]  # since backward began, each layer in its order
-    nbytes: Mapping[str, int]  # of each layer's parameters
-    counts: Mapping[str, int]  # how many those are
-    update: UpdatePace  # of the optimizers, whatever sizes parameters have
-    update_bytes_s: float  # what they take for all bytes
+    # seconds from the start of forward, each layer in order
+    needed_s: tuple[tuple[str, float], ...]
+    # seconds from the start of backward, each layer in order
+    ready_s: tuple[tuple[str, float], ...]
+    nbytes: Mapping[str, int]  # bytes of each layer's parameters
+    counts: Mapping[str, int]  # number of each layer's parameters
+    update: UpdatePace  # the optimizers' time that does not depend on sizes
+    update_bytes_s: float  # the optimizers' time for all bytes
 
     def own_update_s(self, updates: Mapping[str, Update]) -> float:
-        """Seconds of the main thread's own updates: who updates each layer; itself those that are
-        not named.
+        """Return the seconds of the main thread's own updates.
+
+        `updates` tells by layer which ranks update it. This rank updates all other layers itself.
         """
         parts = {layer: updates[layer].main if layer in updates else 1.0 for layer in self.nbytes}
         updated = sum(self.counts[layer] for layer, part in parts.items() if part)
@@ -144,23 +148,23 @@ class Compute:
         return self.update.of(updated) + self.update_bytes_s * nbytes / self.total_nbytes
 
     def added_update_s(self, layer: str, part: float) -> float:
-        """Seconds that a part of a layer's bytes adds to an update of others."""
+        """Return the seconds that a part of a layer's bytes adds to an update of other layers."""
         fixed_s = self.counts[layer] * self.update.parameter_s
         return fixed_s + self.update_bytes_s * part * self.nbytes[layer] / self.total_nbytes
 
     def owners_update_s(self, site: Site, update: Update) -> float:
-        """Seconds of the busiest owner's update of a site."""
+        """Return the seconds that the busiest owner takes to update a site."""
         return self.update.of(update.pieces) + self.update_bytes_s * self.share(site) * update.lane
 
     def hosts_update_s(self, site: Site, update: Update) -> float:
-        """Seconds of a site's update on a host that does not train; 0 where none updates it."""
+        """Return the seconds of a site's update on a host that does not train, or 0."""
         if not update.host:
             return 0.0
         fixed_s = self.update.of(sum(self.counts[layer] for layer in site.layers))
         return fixed_s + self.update_bytes_s * self.share(site) * update.host
 
     def share(self, site: Site) -> float:
-        """A site's part of all parameters, by bytes."""
+        """Return a site's part of all parameters, by bytes."""
         nbytes = sum(self.nbytes[layer] for layer in site.layers)
         return nbytes / site.parts / self.total_nbytes
 
@@ -172,19 +176,19 @@ class Compute:
 
 @dataclass(frozen=True)
 class Priced:
-    """A site, and what serving it costs."""
+    """A site, and the cost to serve it."""
 
     site: Site
     cost: Cost
-    backward_with: str  # the layer with which its change of the backward comes
+    backward_with: str  # the layer at which its change of the backward counts
 
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """The state beside the gradients that ranks agree on in backward: its cost and its turn."""
+    """State that ranks agree on in backward, apart from gradients: its cost and its turn."""
 
     phase: Phase | None = None  # None: there is no such state
-    goes_last: bool = False  # after the gradients; else before them
+    goes_last: bool = False  # it goes after the gradients, or else before them
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,14 +196,14 @@ class _Flight:
     """A site's gradients on a lane."""
 
     priced: Priced
-    lane: int  # its number among the sites that go in this direction
+    lane: int  # the site's number among all that go in this direction
     direction: Direction
     sent: LaneJob
 
 
 @final
 class StepSimulation:
-    """A predicted step: its sites run on lanes, beside the compute of the main thread."""
+    """A predicted step: its sites run on lanes, next to the compute of the main thread."""
 
     def __init__(
         self,
@@ -212,10 +216,10 @@ class StepSimulation:
         self._state = state
         self._cut = {p.site.layers[-1]: p for p in sites if p.cost.on_main_thread}
         self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
-        self._crossing_s = 0.0  # in backward
+        self._crossing_s = 0.0  # seconds in backward
 
     def run(self, late: int | None = None) -> Timeline:
-        """The timeline; so many sites at servers come first, by default those that are late."""
+        """Return the timeline. `late` sites at servers come back first: None means all."""
         lanes = self._lanes
         flights = self._backward()
         backward_s = lanes.now_s
@@ -239,9 +243,9 @@ class StepSimulation:
         )
 
     def seconds(self, most_s: float) -> float:
-        """What the step takes, or, where that is more than `most_s`, something between the two.
+        """Return the step's seconds. Above `most_s`, it may be a smaller value above `most_s`.
 
-        Costs less than `run`, and is the same to the bit.
+        This costs less than `run`, and has the same bits.
         """
         flights = self._backward()
         end_s, optimizer_s = self._gathered(flights), self._optimizer_s()
@@ -253,7 +257,7 @@ class StepSimulation:
         return forward_s + waited_s + end_s + optimizer_s
 
     def _gathered(self, flights: Sequence[_Flight]) -> float:
-        """When every gradient is there that is waited for, behind backward."""
+        """Return when all needed gradients are there, at the end of backward or after it."""
         backward_s = self._lanes.now_s
         needed = [flight.sent for flight in flights if _is_needed(flight.priced.cost.in_backward)]
         needed += self._state_sent
@@ -263,7 +267,7 @@ class StepSimulation:
     def _on_the_way_back(
         self, flights: Sequence[_Flight], late: int | None, end_s: float
     ) -> tuple[int, dict[_Flight, LaneJob]]:
-        """How many sites at servers are late, and what is sent back."""
+        """Count the late sites at servers, and send parameters back."""
         at_servers = [flight for flight in flights if _returns(flight) is Direction.IN]
         if late is None:
             late = sum(flight.sent.end_s == inf for flight in at_servers)
@@ -271,7 +275,7 @@ class StepSimulation:
         return late, self._returned(flights, first, end_s)
 
     def _least_forward_s(self) -> float:
-        """What forward takes at least: its compute, were nothing waited for."""
+        """Return the least seconds of forward: its compute, without any wait."""
         changes_s = 0.0
         for priced in self._cut.values():
             phase = priced.cost.in_forward
@@ -280,7 +284,7 @@ class StepSimulation:
         return self._compute.forward_s + changes_s
 
     def _backward(self) -> list[_Flight]:
-        """Compute backward, and send each site as its gradients come."""
+        """Compute backward, and send each site when its gradients come."""
         lanes, waiting = self._lanes, deque(self._on_lanes)
         numbers = {direction: count() for direction in Direction}
         last_layers = {priced.site.layers[-1] for priced in waiting}
@@ -311,7 +315,7 @@ class StepSimulation:
         return flights
 
     def _send_state(self, numbers: Mapping[Direction, count[int]], clock: float) -> None:
-        """Send what agrees in backward beside gradients."""
+        """Send the state that ranks agree on in backward."""
         phase = self._state.phase
         if phase is not None:
             lanes, direction = self._lanes, phase.direction
@@ -324,14 +328,14 @@ class StepSimulation:
         return () if phase is None else (phase.traffic,)
 
     def _last_rank(self) -> Iterator[tuple[str, float]]:
-        """The slowest rank's backward: each layer, and seconds since the one before.
+        """Yield the slowest rank's backward: each layer, and seconds since the one before.
 
-        Where ranks share cores without a quota for each, they do not keep step, but take turns: the
-        last has to wait, and is then faster. They meet at each layer that is cut over them.
+        If ranks share cores without a quota for each, they do not keep step, but take turns. The
+        last rank has to wait, and is then faster. Ranks meet at each layer that is cut over them.
         """
         turn, changes = self._lanes.turn, self._changes()
         profiled_s, spared_s = 0.0, 0.0
-        run: list[tuple[str, float]] = []  # since they have met
+        run: list[tuple[str, float]] = []  # layers since the ranks have met
         for layer, ready_s in (*self._compute.ready_s, ("", self._compute.backward_s)):
             change_s = changes.get(layer, 0.0) + spared_s
             own_s = ready_s - profiled_s + change_s
@@ -345,20 +349,21 @@ class StepSimulation:
                 run = []
 
     def _changes(self) -> Mapping[str, float]:
-        """What strategies change in the backward of layers."""
+        """Return the seconds that strategies add to the backward of layers."""
         changes: dict[str, float] = defaultdict(float)
         for priced in self._sites:
             changes[priced.backward_with] += priced.cost.backward_s
         return changes
 
     def _waited_in_backward(self, cost: Cost, clock: float) -> float:
-        """The main thread's clock when a cut layer's backward is over: it computes the last seconds
-        of that beside what it waits for.
+        """Return the main thread's clock at the end of a cut layer's backward.
+
+        It computes the last seconds of this backward while it waits.
         """
         phase, lanes = cost.in_backward, self._lanes
         if phase is None or phase.wait is not Wait.AT_ONCE:
             return lanes.pay(clock)
-        # as `_last_rank` has that compute
+        # backward takes turns, as in `_last_rank`
         beside_s = min(lanes.turn * phase.beside_s, max(0.0, clock - lanes.now_s))
         begin_s = lanes.pay(clock - beside_s)
         end_s = lanes.wait(begin_s, phase, beside_s)
@@ -384,7 +389,7 @@ class StepSimulation:
         return returned
 
     def _optimizer_s(self) -> float:
-        """Seconds of the main thread's own updates."""
+        """Return seconds of the main thread's own updates."""
         return self._compute.own_update_s(
             {layer: priced.cost.update for priced in self._sites for layer in priced.site.layers}
         )
@@ -392,9 +397,9 @@ class StepSimulation:
     def _forward(
         self, end_s: float, begin_s: float, returned: Mapping[_Flight, LaneJob]
     ) -> tuple[float, float]:
-        """Seconds of the forward: computing, and waiting for parameters and cut layers.
+        """Return the seconds of the forward: computing, and waiting for parameters and cut layers.
 
-        It begins after the optimizer; what is updated elsewhere is so from the end of backward on.
+        It begins after the optimizer. Updates on other hosts run from the end of backward on.
         """
         lanes, back = self._lanes, _by_layer(returned)
         clock, passed_s, waited_s, change_s = begin_s, 0.0, 0.0, 0.0
@@ -420,7 +425,7 @@ class StepSimulation:
         return clock - begin_s - waited_s, waited_s
 
     def _waited_in_forward(self, priced: Priced, clock: float, end_s: float) -> float:
-        """The main thread's clock when what a cut layer is called with is there, and updated."""
+        """Return the main thread's clock when a cut layer has its inputs and updated parameters."""
         updated_s = end_s + self._compute.hosts_update_s(priced.site, priced.cost.update)
         clock, phase = max(clock, updated_s), priced.cost.in_forward
         if phase is None or phase.wait is not Wait.AT_ONCE:
@@ -434,7 +439,7 @@ class StepSimulation:
 
 
 def _on_lane(phase: Phase | None) -> Phase | None:
-    """The phase, if a lane sends it."""
+    """Return the phase if a lane sends it, or None."""
     return None if phase is None or phase.wait is Wait.AT_ONCE else phase
 
 
@@ -443,13 +448,13 @@ def _is_needed(phase: Phase | None) -> bool:
 
 
 def _returns(flight: _Flight) -> Direction | None:
-    """In which direction of the link parameters come back, if they do."""
+    """Return the direction in which parameters come back over the link, or None."""
     phase = flight.priced.cost.after_step
     return phase.direction if phase else None
 
 
 def _by_layer(returned: Mapping[_Flight, LaneJob]) -> Mapping[str, Iterable[LaneJob]]:
-    """What each layer's forward waits for."""
+    """Return the jobs that each layer's forward waits for."""
     back: dict[str, list[LaneJob]] = defaultdict(list)
     for flight, job in returned.items():
         if _is_needed(flight.priced.cost.after_step):

@@ -2,7 +2,7 @@
 
     plan ─▶ sites (core/plan.py) ─▶ costs (each strategy's `estimate`) ─▶ timeline (step.py)
 
-What is worked out for a site is kept, so that a search pays for it once.
+Results for a site are kept, so that a search pays for each site once.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from shoal.planner.step import Compute, Priced, StateTraffic, StepSimulation, Ti
 from shoal.strategies.moving import phase_of
 from shoal.strategies.sync_batchnorm import phases_of
 
-_BURST = 0.01  # of the step: what is less does not change it
+_BURST = 0.01  # share of the step: a smaller burst does not change it
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile with what the plan says of owners, of the end of the model, and of chunks."""
+    """Return the profile with the plan's settings of owners, of the model's end, and of chunks."""
     setting = Setting(chunks=plan.chunks, joined=plan.joined, parts=plan.micro_batches)
     return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.periods)
 
 
 class Predictor:
-    """Predicts steps of one model on one cluster; what it works out for a site it keeps."""
+    """Predicts steps of one model on one cluster, and keeps its results for each site."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
         self.profile = profile
         self.cluster = cluster
         self._layers = {layer.name: layer for layer in profile.layers}
-        # of those that are not updated in each step
+        # periods of layers that are not updated in each step
         self.periods = {
             layer.name: layer.setting.every for layer in profile.layers if layer.setting.every > 1
         }
@@ -63,7 +63,7 @@ class Predictor:
         self._needs: dict[tuple[str, str], dict[str, str]] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
-        """Why a strategy cannot serve a layer, or None."""
+        """Return why a strategy cannot serve a layer, or None."""
         kind = self._strategies[strategy]
         if self.cluster.ahead and not kind.role.takes_servers:
             return "workers run ahead of one another, so servers own every layer"
@@ -74,21 +74,21 @@ class Predictor:
         return kind.refusal(layer, self.cluster)
 
     def unasked(self, layer: LayerProfile, strategy: str) -> str | None:
-        """Why a strategy that can serve a layer serves it only where a pin says so, or None."""
+        """Return why a strategy that can serve a layer does so only by a pin, or None."""
         if layer.may_vary and self._roles[strategy].is_cut:
             return f"{layer.may_vary}: pin it where every rank calls it as often as the others"
         return None
 
     def layer(self, name: str) -> LayerProfile:
-        """A layer by its name."""
+        """Return a layer by its name."""
         return self._layers[name]
 
     def strategy(self, name: str) -> Strategy:
-        """A strategy by its name."""
+        """Return a strategy by its name."""
         return self._strategies[name]
 
     def needs(self, layer: str, strategy: str) -> dict[str, str]:
-        """Other layers, with the strategy that each must have where this one serves the layer."""
+        """Return the layers that this strategy needs, with the strategy that each must have."""
         if (layer, strategy) not in self._needs:
             self._needs[layer, strategy] = self._strategies[strategy].needs(self._layers[layer])
         return self._needs[layer, strategy]
@@ -97,21 +97,21 @@ class Predictor:
         return plan.sites(self._compute.nbytes, self._roles, placed=self._placed)
 
     def role(self, strategy: str) -> Role:
-        """What part a strategy plays."""
+        """Return the role that a strategy plays."""
         return self._roles[strategy]
 
     def native(self, exchange: str) -> bool:
-        """Whether the network library itself carries it."""
+        """Return whether the network library itself carries this exchange."""
         return self.exchange(exchange).native
 
     def exchange(self, text: str) -> Exchange:
-        """The exchange that a plan writes so."""
+        """Return the exchange that a plan writes so."""
         if text not in self._exchanges:
             self._exchanges[text] = exchange_named(text)
         return self._exchanges[text]
 
     def carriers(self, strategy: str) -> list[str]:
-        """The exact exchanges that can carry a strategy here; [''] where it takes none."""
+        """Return the exact exchanges that can carry a strategy here; [''] if it takes none."""
         if not self.role(strategy).takes_exchange:
             return [""]
         kinds = {name: kind() for name, kind in of(Exchange).items()}
@@ -126,9 +126,9 @@ class Predictor:
         return [name for name, exchange in fitting.items() if takes(exchange)]
 
     def coding_carriers(self, strategy: str, codec: Codec) -> list[str]:
-        """The exchanges here that carry its codes for a strategy."""
+        """Return the exchanges here that carry a codec's codes for a strategy."""
         if self.cluster.ahead:
-            return []  # each worker is answered by itself
+            return []  # a server answers each worker by itself
         takes = self._strategies[strategy].takes
         exchanges = [self.exchange(name) for name in self.carriers(strategy)]
         return [
@@ -138,11 +138,11 @@ class Predictor:
         ]
 
     def cost(self, site: Site) -> Cost:
-        """What serving a site costs one rank."""
+        """Return the cost of a site for one rank."""
         return self._priced(site).cost
 
     def costs(self, plan: Plan) -> list[Cost]:
-        """What serving each site of a plan costs one rank."""
+        """Return the cost of each site of a plan for one rank."""
         return [self.cost(site) for site in self._sites(plan)]
 
     def _priced(self, site: Site) -> Priced:
@@ -178,21 +178,21 @@ class Predictor:
         return cost.mean
 
     def update_s(self, layer: LayerProfile, part: float) -> float:
-        """Seconds that the optimizer takes for a part of one layer's bytes, beside other layers."""
+        """Return the seconds that the optimizer adds for a part of one layer's bytes."""
         return self._compute.added_update_s(layer.name, part)
 
     def alone_s(self, choice: Choice) -> tuple[float, float]:
-        """Bytes, and seconds of link and lane, of one layer served by itself."""
+        """Return bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
         return cost.traffic.worst, cost.alone_s
 
     def added_s(self, choice: Choice) -> float:
-        """Seconds that one layer served so adds to a step in which nothing hides."""
+        """Return the seconds that this choice adds to a step in which nothing hides."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
         return self.alone_s(choice)[1] + cost.forward_s + cost.backward_s
 
     def lone(self, choices: Iterable[Choice]) -> list[str]:
-        """The layers that need another, which these choices serve otherwise."""
+        """Name the layers that need another layer, but do not get it by these choices."""
         served = {choice.layer: choice.strategy for choice in choices}
         needs = {name: self.needs(name, strategy) for name, strategy in served.items()}
         return [
@@ -211,7 +211,7 @@ class Predictor:
         ).with_periods(self.periods)
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
-        """The busiest rank's parameters, optimizer state, gradients and buckets between steps."""
+        """Return the bytes of parameters, state, gradients and buckets on the fullest rank."""
         plan = self._plan(choices, bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._compute.total_nbytes
         held = 0.0
@@ -223,7 +223,7 @@ class Predictor:
         return held
 
     def as_is(self, plan: Plan) -> Timeline:
-        """The timeline of a step under a plan."""
+        """Return the timeline of a step under a plan."""
         return self._run(plan, plan.late)
 
     def predict(
@@ -234,7 +234,10 @@ class Predictor:
         late: int | None = None,
         least_part_bytes: int = LEAST_PART_BYTES,
     ) -> Timeline:
-        """The timeline of a step under these choices; None: what is late at servers comes first."""
+        """Return the timeline of a step under these choices.
+
+        `late` sites at servers come back first; None means all late ones.
+        """
         plan = self._plan(choices, bucket_bytes, lanes)
         return self._run(replace(plan, least_part_bytes=least_part_bytes), late)
 
@@ -246,22 +249,22 @@ class Predictor:
         least_part_bytes: int = LEAST_PART_BYTES,
         most_s: float = inf,
     ) -> float:
-        """Seconds of a step under these choices, as `predict` has them.
+        """Return the seconds of a step under these choices, equal to the prediction of `predict`.
 
-        Where they are more than `most_s`, it may be something between the two, found sooner.
+        Above `most_s`, the result may be a smaller value above `most_s`, which takes less time.
         """
         plan = replace(self._plan(choices, bucket_bytes, lanes), least_part_bytes=least_part_bytes)
         step_s = self._step(plan).seconds(most_s)
         return self._run(plan, None).step_s if self._bursts(step_s) else step_s
 
     def _step(self, plan: Plan, burst_s: float = 0.0) -> StepSimulation:
-        """A step under a plan, that begins with so many seconds of a burst."""
+        """Return a step under a plan that begins with so many seconds of a burst."""
         sites = [self._priced(site) for site in self._sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes, self._speeds, burst_s)
         return StepSimulation(self._compute, sites, lanes, self._state)
 
     def _bursts(self, step_s: float) -> bool:
-        """Whether what a step leaves of a burst changes the next one."""
+        """Return whether the burst that a step leaves over changes the next step."""
         return self.cluster.link.burst_s > _BURST * step_s
 
     def _run(self, plan: Plan, late: int | None) -> Timeline:
@@ -277,22 +280,21 @@ class Predictor:
         return timeline
 
     def beside_s(self, main_s: float, lanes_s: float) -> float:
-        """What a main thread takes at least whose lanes work so long on the same processors."""
+        """Return the least seconds of a main thread that shares its processors with lanes."""
         return max(main_s, (main_s + lanes_s) / self._speeds.processors)
 
     def lanes_s(self, plan: Plan) -> float:
-        """Processor seconds of what a rank's lanes do to serve each site once."""
+        """Return the processor seconds of a rank's lanes to serve each site once."""
         return self._of_lanes_s(self.costs(plan))
 
     def _of_lanes_s(self, costs: Iterable[Cost]) -> float:
         return sum(cost.processor_s / self.cluster.core_part + cost.lane_s for cost in costs)
 
     def floor_s(self, plan: Plan) -> float:
-        """What no schedule of this plan beats: its compute, or a host's bytes at the link's rate.
+        """Return the least seconds in any schedule of this plan: compute, or bytes at link rate.
 
-        Compute is the main thread's, with what lanes compute and the processor time of the bytes
-        where they share its processor. For what a main thread waits for there is no more than its
-        bytes.
+        Compute is the main thread's. Where lanes share its processor, their compute and the
+        processor time of bytes count too. A wait of the main thread costs at least its bytes.
         """
         costs = self.costs(plan)
         if self._state.phase is not None:
@@ -313,10 +315,10 @@ class Predictor:
 
 
 def _compute(profile: ModelProfile, norms: tuple[Phase, Phase] | None) -> Compute:
-    """A step in which nothing is sent but by norms over all ranks.
+    """Return a step without traffic apart from norms over all ranks.
 
-    The main thread waits for those. They are taken to be all over the model, so that every moment
-    of it comes later by the same factor.
+    The main thread waits for the norms. They are taken to be spread over the whole model, so that
+    all its moments move by the same factor.
     """
     forward_s, backward_s = profile.forward_s, profile.backward_s
     if norms is not None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shoal.contracts.batch import DEPTH, OPAQUE, mapped
 
-LENGTH = "#"  # in a path: of the list there
+LENGTH = "#"  # the step of a path into a list
 Path = tuple[int | str, ...]
 Size = tuple[int, ...]
 
 
 def picked(value: Any, number: int, rows: Sequence[int]) -> Any:
-    """Return a value with these rows of everything that has so many."""
+    """Return a value with these rows of everything in it that has `number` rows."""
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, list):
@@ -31,12 +31,12 @@ def picked(value: Any, number: int, rows: Sequence[int]) -> Any:
 
 
 def _holds_parts(values: list[Any], number: int) -> bool:
-    """Return whether a list is of tensors with so many rows each, as torch's loader makes it."""
+    """Return whether a list holds tensors of so many rows each, as torch's loader collates it."""
     return all(isinstance(value, Tensor) and value.shape[:1] == (number,) for value in values)
 
 
 def picked_of_parts(batch: Any, number: int, rows: Sequence[int]) -> Any:
-    """Return these rows of a whole batch, which may be a list of its parts: [x, y]."""
+    """Return these rows of a whole batch. A list may hold the parts of a batch: [x, y]."""
     if isinstance(batch, list):
         return [picked(part, number, rows) for part in batch]
     return picked(batch, number, rows)
@@ -64,7 +64,7 @@ def sizes(value: Any, path: Path = (), depth: int = DEPTH) -> Iterator[tuple[Pat
 
 
 def sizes_of_batch(batch: Any) -> Iterator[tuple[Path, Size]]:
-    """Yield sizes in a batch. A list holds its parts, as torch's loader makes it, or rows."""
+    """Yield sizes in a batch. A list holds parts, as torch's loader collates it, or rows."""
     if isinstance(batch, list):
         if _may_be_rows(batch):
             yield (LENGTH,), (len(batch),)

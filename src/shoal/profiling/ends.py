@@ -1,10 +1,10 @@
 """Finds out where a layer's output goes: into a loss, or to one other layer.
 
-A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed
-cut; one whose output goes to one other linear layer, with element-wise work between, can leave it
-cut for that. Found by trying, whatever the modules between: one forward in which every linear
-layer's output is what a cut layer would give (tensors/cut_output.py), on a lone rank; outputs tell
-what is done with them.
+If a linear layer's output goes into a cross entropy and nowhere else, the loss can be computed on
+the cut output. If it goes to one other linear layer, with element-wise work between, the output can
+stay cut until there. A trial finds this whatever modules stand between: one forward on a lone rank
+in which every linear layer returns the output that a cut layer would return
+(tensors/cut_output.py). These outputs report each use.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from shoal.tensors.weight_products import Product, Products
 
 @dataclass(frozen=True)
 class Ends:
-    """By layer, what one forward showed."""
+    """Uses of layers' outputs, by the layer's name, as one forward showed them."""
 
-    # of linear layers whose output goes into a loss and would not have to be gathered
+    # linear layers with an output that goes into a loss and need not be gathered
     losses: dict[str, list[Use]]
-    # of linear layers: the one that takes all of their output, and takes nothing else
+    # linear layers, with the one layer that takes all of their output and has no other input
     feeds: dict[str, str]
 
     @classmethod
     def of(cls, trial: Trial) -> Ends:
-        """Run the sample forward."""
+        """Run the sample forward and note the uses."""
         by_outputs = trial.once(rowwise)
         uses: dict[str, list[Use]] = {}
-        sources: dict[str, list[str]] = {}  # by linear layer: whose outputs it was called with
+        # layers that produced the inputs of a linear layer, by its name
+        sources: dict[str, list[str]] = {}
 
         def take(name: str) -> Any:
             def enter(module: nn.Module, args: Any) -> Any:
@@ -123,5 +124,5 @@ class _EndsOfCall(Products):
 
 
 def _calling(ends: Callable[[], Products]) -> Callable[..., Any]:
-    """Return a function that calls a layer's own forward, each time watched anew."""
+    """Return a replacement for a layer's own forward. Each call gets a new watcher."""
     return lambda forward, *args, **kwargs: ends().run(forward, args, kwargs)

@@ -1,4 +1,4 @@
-"""A line through measured points: what a thing costs at all, and what each row or byte adds."""
+"""A line through measured points: a fixed cost, and the cost of each row or byte."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 
 def fit_line(seconds: Mapping[int, float] | Mapping[float, float]) -> tuple[float, float]:
-    """Least squares of `seconds[size]` = fixed + slope · size with neither part below 0.
+    """Fit `seconds[size]` = fixed + slope · size by least squares, with neither part below 0.
 
-    Weighted by 1/seconds: the large sizes decide the slope, the small ones the fixed part.
+    The weights are 1/seconds: large sizes decide the slope, small ones the fixed part.
 
     Returns:
         (fixed seconds, seconds per unit of size).
@@ -21,6 +21,6 @@ def fit_line(seconds: Mapping[int, float] | Mapping[float, float]) -> tuple[floa
     slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread if spread else 0.0
     if slope < 0:
         return mean_y, 0.0
-    if mean_y < slope * mean_x:  # through the origin
+    if mean_y < slope * mean_x:  # a line through the origin
         return 0.0, sum(w * x * y for x, y, w in points) / sum(w * x * x for x, _, w in points)
     return mean_y - slope * mean_x, slope

@@ -1,4 +1,4 @@
-"""What a model is made of: layers, owners of parameters, and a digest to compare models by.
+"""The layers of a model, the owners of its parameters, and a digest to compare models by.
 
 A *layer* is a module that directly owns a trainable parameter. A parameter that several modules
 share belongs to the first of them in `named_parameters()` order. Every rank must see the same
@@ -24,7 +24,7 @@ ROOT = "(model)"  # the name of the layer that the root module's own parameters 
 
 
 def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """The model's layers in registration order, without those that have no trainable parameter."""
+    """Return the layers in registration order, without modules that train no parameter."""
     layers: list[Layer] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -55,7 +55,7 @@ def tied_modules(model: nn.Module, layers: Sequence[Layer]) -> tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class OtherNames:
-    """Names in a model that mean a layer, or a parameter, which is known by another name."""
+    """Further names of a layer or a parameter that a plan knows by its first name."""
 
     layers: Mapping[str, str]
     parameters: Mapping[str, str]
@@ -83,9 +83,9 @@ def other_names(model: nn.Module) -> OtherNames:
 
 
 def layer_signatures(model: nn.Module) -> dict[str, str]:
-    """The type of each module that owns tensors, with their names, shapes and types.
+    """Return the type of each module that owns tensors, with their names, shapes and types.
 
-    Two ranks whose signatures are equal have the same model as far as a plan can tell.
+    Two ranks with equal signatures have the same model as far as a plan can tell.
     """
     signatures: dict[str, str] = {}
     seen: dict[int, str] = {}
@@ -105,7 +105,7 @@ def layer_signatures(model: nn.Module) -> dict[str, str]:
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of the signatures, in hex: the same in every process and on every machine."""
+    """Return a digest of the signatures, in hex: the same in every process and on every machine."""
     return hashlib.sha256(json.dumps(sorted(layer_signatures(model).items())).encode()).hexdigest()
 
 
@@ -113,13 +113,13 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
     """Compare the ranks' models layer by layer, and the kinds of devices that they are on.
 
     Raises:
-        RanksDiffer: on every rank, naming the first layer that differs and the rank where it does.
+        RanksDiffer: on every rank. The error names the first layer that differs, and its rank.
     """
     signatures = layer_signatures(model)
     devices = ", ".join(sorted({parameter.device.type for parameter in model.parameters()}))
     told = comm.gather_objects((model_digest(model), devices), "parallelize: comparing models")
     for rank, (_, theirs) in enumerate(told):
-        if theirs != told[0][1]:  # gradients of a GPU are scaled behind the sum, others before it
+        if theirs != told[0][1]:  # a GPU's gradients are scaled after the sum, others before it
             raise RanksDiffer(
                 f"rank {rank} has its model on another kind of device than rank 0",
                 where=f"rank {rank}",
@@ -146,7 +146,7 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
 
 
 def content(tensor: Tensor) -> Any:
-    """A tensor's bytes, for a digest; of a sparse one those of its indices and values."""
+    """Return a tensor's bytes for a digest; a sparse tensor's indices and values."""
     if tensor.layout is not torch.strided:
         return b"".join(content(part) for part in _parts(tensor))
     flat = tensor.detach().cpu().contiguous().view(-1)
@@ -154,7 +154,7 @@ def content(tensor: Tensor) -> Any:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that a sparse one is made of."""
+    """Return the strided tensors that make up a sparse one."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,6 +1,6 @@
-"""What a host's network interfaces carry while a trace is recorded, by the kernel's own counters.
+"""Bytes on a host's network interfaces while a trace is recorded, by the kernel's own counters.
 
-Linux only; elsewhere nothing is told. A shaped interface counts what has passed the shaper.
+Linux only: on other systems nothing is recorded. A shaped interface counts bytes after the shaper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RECEIVED, _SENT = 0, 8  # columns of an interface's counters
 
 
 def carried() -> dict[str, int]:
-    """Bytes that each interface has sent and received until now."""
+    """Return the bytes that each interface has received and sent until now."""
     try:
         lines = _COUNTERS.read_text().splitlines()[2:]
     except OSError:
@@ -38,7 +38,7 @@ def carried() -> dict[str, int]:
 
 @contextmanager
 def watching(recorder: Recorder) -> Iterator[None]:
-    """Note every few milliseconds what each interface carries, from a thread of its own."""
+    """Record every few milliseconds the traffic of each interface, from a separate thread."""
     ended = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(recorder, ended), name="shoal-interfaces", daemon=True

@@ -1,15 +1,16 @@
-"""Measures a model on a sample: for each layer its size as a product, its times, when its gradients
-come, and what strategies ask for.
+"""Measures a model on a sample: each layer's size as a product, its times, the moments of its
+gradients, and the facts that strategies ask for.
 
-    1  watch     a step to warm up, in whose forward probes see every call    (contracts/probe.py)
+    1  watch     a warm-up step, in which probes see every call of forward  (contracts/probe.py)
     2  measure   some training steps: each rank's times are medians
     3  probe     each probe measures each layer
     4  agree     the profile is the maximum over ranks, the same on every rank
-    5  state     what forward changes beside the gradients, and has to agree          (moving.py)
+    5  state     find the state that forward changes and that ranks must agree on       (moving.py)
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training
-will find them. Costs some training steps (of a slow model three where they agree, of a quick one
-half a second's) and what the probes do. It leaves no trace: see untraced.py.
+will find them. The cost is some training steps, and the time of the probes: three steps of a slow
+model, if they agree, and half a second of steps of a quick one. It leaves no trace: see
+untraced.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from shoal.profiling.usage import Readers, kind_of, outside_use
 from shoal.profiling.weight_use import UNUSED, WeightUse, weight_uses
 
 _CHECKING = "parallelize: trying the sample"
-_UNLIKE = 1.5  # times the fastest rank's seconds: a slower rank is of another kind
+_UNLIKE = 1.5  # limit on a rank's seconds over the fastest rank's: a slower rank has other hardware
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class ProfileOptions:
     micro_batches: int | None = None
     # parts of a rank's batch in a pipeline; None: the planner may choose
     row_parts: int | None = None
-    # what measures for strategies; None: all that any known strategy asks for
+    # probes that measure for strategies; None: all that any known strategy asks for
     probes: Iterable[type[Probe]] | None = None
-    buffers: Ways = "agree"  # how what forward changes comes to agree, as `parallelize` takes it
+    buffers: Ways = "agree"  # how changed buffers come to agree, as in `parallelize`
     compute_loss: ComputeLoss | None = None  # takes (model, batch) and returns a scalar
     counted: bool = False  # the training loop will say the terms of each batch's loss
     known: KnownFigures = field(default_factory=KnownFigures)  # figures of an earlier start
@@ -86,14 +87,14 @@ def profile_model(
     """Measure a training step of the model on one batch, on all ranks at once.
 
     Args:
-        model: any module; it is run in training mode and left as it was.
-        loss_fn: takes (output, y) and returns a scalar; None where there is a `compute_loss`, or
+        model: any module; it runs in training mode, and is left unchanged.
+        loss_fn: takes (output, y) and returns a scalar; None if there is a `compute_loss`, or
             the model returns its own loss.
-        optimizers: those of the model; their step is measured on copies.
+        optimizers: the model's optimizers. Their step is measured on copies.
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of
-            keyword arguments. With a `compute_loss`, a batch as that takes it.
+            keyword arguments. With a `compute_loss`, a batch as this function takes it.
         comm: the ranks that measure together; with one rank nothing is exchanged.
-        options: what is measured beside the step, and how.
+        options: further things to measure, and settings.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -135,7 +136,7 @@ def _trial(
     readers: Readers,
     step: MeasuredStep,
 ) -> Trial:
-    """Return the trial that probes look at."""
+    """Return the context in which probes measure."""
     return Trial(
         sample,
         layers,
@@ -176,7 +177,7 @@ def _terms(
 def _profile_here(
     trial: Trial, readers: Readers, probes: Sequence[Probe], comm: Comm
 ) -> ModelProfile:
-    """Profile the model as this rank finds it, with what each probe measures of each layer."""
+    """Profile the model as this rank finds it, with the facts that each probe measures."""
     step, model = trial.step, trial.sample.model
     facts = [  # 3
         agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probes
@@ -213,7 +214,7 @@ def _meet(comm: Comm) -> None:
 
 
 def _measuring(probe: Probe, trial: Trial) -> Callable[[], dict[str, Facts]]:
-    """What a probe finds of each layer, by name, when it is called."""
+    """Return a function that lets a probe measure each layer, and returns the facts by name."""
     return lambda: {layer.name: probe.measure(layer, trial) for layer in trial.layers}
 
 
@@ -231,7 +232,7 @@ def _names(layer: Layer, trial: Trial) -> list[str]:
 def layer_profile(
     layer: Layer, step: MeasuredStep, outside: str, use: WeightUse = UNUSED
 ) -> LayerProfile:
-    """Return what a step measures of every layer alike.
+    """Return the part of a layer's profile that a step measures for every layer alike.
 
     Args:
         layer: the layer.
@@ -274,11 +275,11 @@ def layer_profile(
 
 
 def _by_the_fastest(profiles: Sequence[ModelProfile]) -> Sequence[ModelProfile]:
-    """The ranks' profiles, with seconds of layers in the fastest rank's proportions.
+    """Return the ranks' profiles, with the fastest rank's proportions among layers.
 
-    Where hosts are unlike, a slow one often has a quota: it sleeps for some milliseconds at a time,
-    inside of one layer or another, which then looks ten times as long. A rank's seconds of forward
-    and of backward stay its own. Among like ranks nothing is changed.
+    If hosts are unlike, a slow one often has a processor quota: it sleeps for some milliseconds at
+    a time inside one layer or another, which then looks ten times as long. A rank's total seconds
+    of forward and of backward stay its own. If ranks are alike, nothing changes.
     """
     fastest = min(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
     slowest = max(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
@@ -289,7 +290,7 @@ def _by_the_fastest(profiles: Sequence[ModelProfile]) -> Sequence[ModelProfile]:
 
 
 def _in_proportions(like: ModelProfile, profile: ModelProfile) -> ModelProfile:
-    """A rank's profile, with its seconds dealt to the layers as in another rank's profile."""
+    """Return a rank's profile, with its seconds dealt to layers as in another rank's profile."""
     forward = profile.forward_s / like.forward_s
     backward = profile.backward_s / like.backward_s
     layers = tuple(
@@ -309,7 +310,7 @@ def _in_proportions(like: ModelProfile, profile: ModelProfile) -> ModelProfile:
 
 
 def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """The ranks' profiles in one: the most of every number."""
+    """Merge the ranks' profiles: the largest of every number."""
     return ModelProfile(
         layers=tuple(
             maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
@@ -327,7 +328,7 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
 
 
 def maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
-    """Make one layer's profiles one: of a kind of facts, as that says."""
+    """Merge one layer's profiles. Each kind of facts says how its ranks' facts are merged."""
     return replace(
         ranks[0],
         parameters=tuple(
@@ -356,7 +357,7 @@ def maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
 
 
 def completed(profile: ModelProfile) -> ModelProfile:
-    """The profile with facts that follow from all of it."""
+    """Return the profile with the facts that follow from all of it."""
     return replace(
         profile,
         layers=tuple(
@@ -367,10 +368,10 @@ def completed(profile: ModelProfile) -> ModelProfile:
 
 
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:
-    """Layers by the moment of their last gradient, unused ones last; of equals the later first.
+    """Order layers by the moment of their last gradient, with unused ones last.
 
-    An order that every rank saw in every step is also that of its medians, and of the ranks'
-    maxima.
+    Of layers with equal moments, the later one comes first. If every rank saw the same order in
+    every step, the medians and the maxima over ranks have it too.
     """
     registered = enumerate(profile.layers)
     order = sorted(registered, key=lambda entry: (entry[1].ready_s, -entry[0]))

@@ -1,11 +1,11 @@
 """Measures the links: latency, rate and processor cost of a byte.
 
-Every rank sends to another host and receives from one, all at once, back to back. So ranks that
-share a host each find their share of its link; on one host alone they find what they can send each
-other. After a pause a shaped link (the lab's, or a cloud's) lets a burst pass for free, so each
-size begins with messages that are not counted, and the large ones decide the rate; how much it is,
-a train of messages after a pause tells by how much too early it comes. What the ranks agree on is
-the slowest rank's, so that all go on alike and return the same.
+Every rank sends to another host and receives from one, all at once and without a pause. So ranks on
+the same host each find their share of its link. If there is one host only, they find the rate
+among themselves. After a pause a shaped link (the lab's, or a cloud's) lets a burst pass for free.
+So each size begins with messages that are not counted, and the large sizes decide the rate. A train
+of messages after a pause shows the size of the burst, because it arrives too early. Ranks agree on
+the slowest rank's figures, so that all return the same.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
 SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-_BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
-_CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3  # bytes of a message; so many after each of so many pauses
-_PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
-# of messages timed together, so that clumps even out; the median group counts
+_BURST = 1 << 18  # bytes: more than the free burst after a pause
+# bytes of a message, messages in a train, and trains, each after a pause
+_CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3
+_PAUSE_S, _LONGEST_S = 0.05, 0.5  # seconds of one pause, and of all trains
+# groups, and the most messages in one: they are timed together, because messages clump. The median
+# group counts.
 _GROUPS, _MOST_IN_GROUP = 9, 16
-# groups, of so many seconds, that are enough where they differ by no more than so much
+# fewest groups, and seconds of each, that are enough if the groups differ by no more than this
+# share
 _FEWEST, _QUICK_S, _AGREE = 3, 0.1, 0.05
-# a trial: seconds, and bytes, of one of so many messages
+# a trial: its seconds, the least and the most bytes of a message, and the number of messages
 _TRIAL_S, _TRIAL_BYTES, _TRIALS = 0.02, (1 << 16, 1 << 22), 3
-_ALIKE = 1.7  # times as fast, or as slow: what a link may be that was measured before
+# limit on how many times as fast or slow a link may be as an earlier start measured it
+_ALIKE = 1.7
 
 
 _TRYING = "trying the links"
@@ -43,20 +47,20 @@ _TRYING = "trying the links"
 def probe_link(
     comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, budget_s: float = 2.0
 ) -> Link:
-    """Measure what one rank's way to the others carries while all of them use theirs.
+    """Measure the rate from one rank to the others while all ranks send.
 
     Args:
         comm: the ranks, all of which call this at once.
         sharing: how many of them run on this rank's machine.
-        sizes: bytes of a message, at least two of them; on a slow link the largest are left out.
-        budget_s: about how long it may take, at most twice that; a third where messages of each
-            size take as long as one another.
+        sizes: bytes of a message, at least two sizes. On a slow link the largest are left out.
+        budget_s: about how long it may take, at most twice that. A third is enough if messages of
+            one size take equally long.
 
     Returns:
         The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the
-        whole process's: where ranks are threads it counts them all. With one rank there is nothing
-        to measure: no latency, no limit. Where one host holds more than half of the ranks, some of
-        them must send within it, and the share of the others is found larger than it is.
+        whole process's: if ranks are threads, it counts them all. With one rank there is nothing
+        to measure: no latency, no limit. If one host holds more than half of the ranks, some of
+        them must send within it, and the measured share of the others is too large.
     """
     if comm.size == 1:
         return Link(latency_s=0.0, bytes_per_s=math.inf)
@@ -82,13 +86,14 @@ def probe_link(
 
 
 def probe_now(comm: Comm, link: Link) -> float:
-    """What the slowest rank's way to the others carries now, by a few messages (a collective).
+    """Measure by a few messages the rate that the slowest rank has now (a collective).
 
-    Not as exact as `probe_link`, and done in about 0.1 s. Compare it with another trial only.
+    The trial takes about 0.1 s and is less exact than `probe_link`. Compare it with another trial
+    only.
 
     Args:
         comm: the ranks, all of which call this at once.
-        link: as it was measured.
+        link: the link as it was measured.
 
     Returns:
         Bytes a second, the same on every rank.
@@ -97,7 +102,7 @@ def probe_now(comm: Comm, link: Link) -> float:
     nbytes = int(min(max(link.bytes_per_s * _TRIAL_S, link.burst_bytes, least), most))
     shift = _shifter(comm, nbytes)
     comm.gather_objects(None, _TRYING)
-    shift(1)  # which may profit from the pause before
+    shift(1)  # a warm-up, because the first message may profit from the pause before
     best_s = min(shift(1) for _ in range(_TRIALS))
     sent_s = max(best_s - link.latency_s, best_s / 2)
     found: list[float] = comm.gather_objects(nbytes / max(sent_s, 1e-9), _TRYING)
@@ -105,7 +110,7 @@ def probe_now(comm: Comm, link: Link) -> float:
 
 
 def is_as_before(link: Link, now: float) -> bool:
-    """Whether a link that was tried as it was measured carries about as much `now`.
+    """Return whether a link carries about as much `now` as in the trial when it was measured.
 
     Examples:
         >>> link = Link(1e-4, 125e6, tried=110e6)
@@ -116,8 +121,11 @@ def is_as_before(link: Link, now: float) -> bool:
 
 
 def _burst(comm: Comm, link: Link, steady_s: float) -> float:
-    """Bytes that pass for free after a pause: by how much sooner a train of messages is through
-    than its cars were that took `steady_s` each."""
+    """Return the bytes that pass for free after a pause.
+
+    A train of messages after a pause is through sooner than the same messages at `steady_s` each.
+    The time saved gives the bytes.
+    """
     if _TRAINS * _TRAIN * steady_s > _LONGEST_S:
         return 0.0
     shift = _shifter(comm, _CAR)
@@ -131,7 +139,7 @@ def _burst(comm: Comm, link: Link, steady_s: float) -> float:
 
 
 def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tuple[float, float]:
-    """(seconds a message, processor seconds a byte) of messages of one size, back to back."""
+    """Return (seconds a message, processor seconds a byte) for one size, without pauses."""
     shift = _shifter(comm, size)
     warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
     one_s = max(comm.gather_objects(shift(warm_up), "measuring the links"))
@@ -139,7 +147,7 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tup
     groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
     quick = max(1, min(in_group, math.ceil(_QUICK_S / one_s)))
     cpu_start = ProcessorTime.now()
-    # the first one may profit from the pause
+    # a warm-up, because the first group may profit from the pause before
     timed = [shift(quick) for _ in range(min(_FEWEST, groups))]
     count = len(timed) * quick
     apart = max(comm.gather_objects(max(timed) / min(timed) - 1, "measuring the links"))
@@ -153,7 +161,7 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tup
 
 
 def _shifter(comm: Comm, size: int) -> Callable[[int], float]:
-    """What sends some messages of this size, and receives as many: seconds of each."""
+    """Return a function that sends and receives some messages of this size: seconds of each."""
     source, to = _partners(comm)
     outgoing = torch.zeros(size, dtype=torch.uint8, device="cpu")
     incoming = torch.empty_like(outgoing)
@@ -174,7 +182,7 @@ def _shifter(comm: Comm, size: int) -> Callable[[int], float]:
 
 
 def _partners(comm: Comm) -> tuple[int, int]:
-    """Whom this rank receives from and sends to: in a ring of hosts, the largest host away."""
+    """Return the ranks to receive from and to send to: a ring whose step is the largest host."""
     ring = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
     place, away = ring.index(comm.rank), comm.topology.ranks_per_host % comm.size or 1
     return ring[place - away], ring[(place + away) % comm.size]

@@ -1,15 +1,16 @@
-"""Finds the state that training changes on each rank otherwise: what has to agree, and how.
+"""Finds state that training changes differently on each rank, and how ranks come to agree on it.
 
-    1  changed    the first step of the profile, or all of them, left it otherwise than it was
-    2  differs    its bits differ between ranks, or would with other rows. What all ranks come to
-                  alike stays: SyncBatchNorm's statistics, a counter, weights that follow others
+    1  changed    the first step of the profile, or all of them, changed its value
+    2  differs    its bits differ between ranks, or would if the rows did. State that is alike on
+                  all ranks stays as it is: SyncBatchNorm's statistics, a counter, weights that
+                  follow others
     3  is read    two steps with other values in its place have another loss or other gradients:
-                  then all ranks take rank 0's. What is only written, as running statistics, is
-                  averaged
+                  then all ranks take rank 0's value. State that is only written, such as running
+                  statistics, is averaged
 
-Where two equal steps give unlike results, 3 cannot be seen: then it is rank 0's. Costs nothing
-where nothing changes or only torch's own running statistics do, else some steps. Guarded by
-tests/equivalence/test_moving.py.
+If two equal steps give unlike results, step 3 sees nothing, and ranks take rank 0's value. The cost
+is some steps, but nothing if no state changes, or only torch's own running statistics do. Guarded
+by tests/equivalence/test_moving.py.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from shoal.profiling.traces import Traces
 from shoal.profiling.untraced import drop_gradients
 from shoal.tensors.sync_norm import Synchronised
 
-Ways = str | Mapping[str, str]  # what the user says of buffers
+Ways = str | Mapping[str, str]  # the user's choice for all buffers, or by name
 _WAYS = ("first", "mean", "local")
 _AGREE, _LOCAL = "agree", "local"
 _CHECKING = "parallelize: looking for state that training changes"
 _FAILED = "failed: "
 _DISTURBANCES = 3
-_BUDGET_S = 20.0  # for all tries, each of two steps
+_BUDGET_S = 20.0  # seconds for all tries, each of two steps
 _NORMS = ("running_mean", "running_var")
 
 
 @final
 class Changes:
-    """What state there was before a model was run."""
+    """The values of the model's state before the model was run."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.states = states(model, loss_fn)
@@ -60,9 +61,10 @@ class Changes:
             if (tensor := state.tensor) is not None
         }
         self._between: dict[str, Tensor] = {}
-        self._once: set[str] = set()  # changed by the first step: a place in a ring comes back
+        # changed by the first step: a position in a ring buffer returns to its first value
+        self._once: set[str] = set()
         self.in_backward = False
-        # of weights that are trained the version tells, as they may be large
+        # trained weights may be large, so their version tells of a change
         self._weights = {
             name: (parameter, parameter._version)
             for name, parameter in model.named_parameters()
@@ -70,7 +72,7 @@ class Changes:
         }
 
     def forward_ended(self) -> None:
-        """Note what is changed before backward of the same step."""
+        """Note the state that forward has changed, before backward of the same step begins."""
         self._between = {
             name: tensor.detach().clone()
             for name in self.changed()
@@ -78,7 +80,7 @@ class Changes:
         }
 
     def backward_ended(self) -> None:
-        """Note what the step has changed, and whether backward has changed any of it again."""
+        """Note the state that the step has changed, and whether backward has changed it again."""
         self._once.update(self.changed())
         self.in_backward = any(
             (now := self.states[name].tensor) is None or not _same(now, before)
@@ -87,7 +89,7 @@ class Changes:
         self._between.clear()
 
     def changed(self) -> list[str]:
-        """The state that is not what it was, or was not after the first step, by name."""
+        """Name the state that has another value now, or had one after the first step."""
         return [
             name
             for name, before in self._before.items()
@@ -99,11 +101,11 @@ class Changes:
         return now is not None and (now is not tensor or not _same(now, value))
 
     def before(self, name: str) -> Tensor:
-        """What it was."""
+        """Return the value from before the model was run."""
         return self._before[name][1]
 
     def keeps_form(self, name: str) -> bool:
-        """Whether it has the shape and type that it had: else it is a cache, which stays."""
+        """Return whether its shape and type are as before. If not, it is a cache, and stays."""
         (_, before), now = self._before[name], self.states[name].tensor
         forms = [
             (tensor.shape, tensor.dtype, tensor.layout is torch.strided)
@@ -113,7 +115,7 @@ class Changes:
         return len(set(forms)) == 1 == forms[0][2] and len(forms) == 2
 
     def weights(self) -> dict[str, str]:
-        """Digests of the trained weights that forward or backward has changed, by name."""
+        """Return digests of the trained weights that forward or backward has changed, by name."""
         return {
             name: _digest([parameter])
             for name, (parameter, version) in self._weights.items()
@@ -124,17 +126,20 @@ class Changes:
 def moving(
     sample: Sample, changes: Changes, comm: Comm, step_s: float, ways: Ways = _AGREE
 ) -> tuple[MovingState, ...]:
-    """What has to agree, the same on every rank (a collective, behind some steps of the sample).
+    """Find the state that ranks must agree on (a collective, after some steps of the sample).
 
     Args:
-        sample: that was run.
-        changes: from before it was.
+        sample: the sample that was run.
+        changes: the state from before the run.
         comm: the ranks.
         step_s: seconds of a step.
-        ways: what the user says of buffers; that holds.
+        ways: the user's choice for buffers, which overrides trials.
+
+    Returns:
+        The state with the way to agree, the same on every rank.
 
     Raises:
-        SampleError: forward changes trained weights, on each rank otherwise.
+        SampleError: forward changes trained weights, differently on each rank.
     """
     told = comm.gather_objects((changes.changed(), changes.weights(), step_s), _CHECKING)
     slowest_s = max(seconds for *_, seconds in told)
@@ -152,7 +157,7 @@ def moving(
 
 
 def left_local(changes: Changes, comm: Comm, ways: Ways) -> tuple[str, ...]:
-    """Name the state that training changes and that stays each rank's own, as the user says."""
+    """Name the changed state that the user keeps local to each rank."""
     said = {ways} if isinstance(ways, str) else set(ways.values())
     if _LOCAL not in said:
         return ()
@@ -164,7 +169,7 @@ def left_local(changes: Changes, comm: Comm, ways: Ways) -> tuple[str, ...]:
 
 
 def check_ways(ways: Any, model: nn.Module, loss_fn: Any) -> None:
-    """Refuse what the user says of buffers where it says nothing (UsageError)."""
+    """Refuse a choice for buffers that is not known, or that fits no buffer (UsageError)."""
     if ways in (_AGREE, _LOCAL):
         return
     if not isinstance(ways, Mapping) or not all(way in _WAYS for way in ways.values()):
@@ -194,7 +199,7 @@ def check_ways(ways: Any, model: nn.Module, loss_fn: Any) -> None:
 
 
 def _asked(ways: Ways, names: Iterable[str]) -> dict[str, str]:
-    """What the user says, by name; of two patterns that match, an exact name, else the later."""
+    """Return the user's choice by name. Exact names win over patterns, later ones over earlier."""
     if isinstance(ways, str):
         return {}
     by_glob = {n: way for pattern, way in ways.items() for n in names if fnmatchcase(n, pattern)}
@@ -224,7 +229,7 @@ def _check_weights(ranks: Sequence[Mapping[str, str]], model: nn.Module) -> None
 
 
 def _unlike(names: Sequence[str], sample: Sample, changes: Changes, comm: Comm) -> list[str]:
-    """Those of the changed that differ between ranks, or would with other rows."""
+    """Name the changed state that differs between ranks, or would if the rows did."""
     known = changes.states
     names = [name for name in names if not _known_alike(known[name])]
     own = [_digest_of(known[name]) if changes.keeps_form(name) else "" for name in names]
@@ -234,13 +239,13 @@ def _unlike(names: Sequence[str], sample: Sample, changes: Changes, comm: Comm) 
     if len(unlike) < len(kept):
         told = comm.gather_objects(_follows_rows(sample, changes, list(kept)), _CHECKING)
         unlike.update(*told)
-    # of one module all that changes: a queue, and the place in it that uneven rows make unlike
+    # take all changed state of a module if one differs: a queue, and the position in it
     modules = {known[name].module() for name in unlike}
     return [name for name in kept if known[name].module() in modules]
 
 
 def _follows_rows(sample: Sample, changes: Changes, names: Sequence[str]) -> list[str]:
-    """The state that a step leaves otherwise where every row is the first one."""
+    """Name the state that ends differently after a step in which every row is the first one."""
     start = Traces(sample.model, sample.function)
     values = {name: (changes.states[name], changes.before(name)) for name in names}
     alike = replace(sample, x=_rows_alike(sample.x), y=_rows_alike(sample.y))
@@ -258,7 +263,7 @@ def _rows_alike(batch: Any) -> Any:
 
 
 def _known_alike(state: TensorSlot) -> bool:
-    """Whether all ranks have the same by what it is."""
+    """Return whether its kind alone shows that all ranks have the same."""
     module = state.module()
     return isinstance(module, nn.SyncBatchNorm | Synchronised) or (
         isinstance(module, _NormBase) and state.leaf == "num_batches_tracked"
@@ -268,7 +273,7 @@ def _known_alike(state: TensorSlot) -> bool:
 def _found(
     sample: Sample, known: Mapping[str, TensorSlot], names: Sequence[str], comm: Comm, tries: int
 ) -> dict[str, str]:
-    """How each of these is to agree."""
+    """Choose for each of these the way to agree."""
     ways = {name: "mean" if _is_torchs_own(known[name]) else "first" for name in names}
     to_try = [name for name in names if ways[name] == "first" and _is_float(known[name])]
     if to_try:
@@ -276,14 +281,14 @@ def _found(
         read = {known[name].module() for name in to_try if name not in written}
         for name in written:
             module = known[name].module()
-            # a module's state goes one way: a scale that follows from extremes goes with those
+            # all state of a module agrees one way, because a scale may follow from extremes
             if module is not None and not read.intersection(module.modules()):
                 ways[name] = "mean"
     return ways
 
 
 def _is_torchs_own(state: TensorSlot) -> bool:
-    """Whether it is a running statistic of a norm of torch's, which training does not read."""
+    """Return whether it is a running statistic of a torch norm, which training does not read."""
     module = state.module()
     forward = getattr(type(module), "forward", None)
     return (
@@ -301,7 +306,7 @@ def _is_float(state: TensorSlot) -> bool:
 def _only_written(
     sample: Sample, known: Mapping[str, TensorSlot], names: Sequence[str], comm: Comm, tries: int
 ) -> set[str]:
-    """Those whose values no rank's training depends on, found by so many tries."""
+    """Name the state that does not influence training on any rank, found by so many tries."""
     if tries < 2 + _DISTURBANCES:
         return set()
     start = Traces(sample.model, sample.function)
@@ -330,10 +335,10 @@ def _only_written(
 def _outcome(
     sample: Sample, start: Traces, values: Mapping[str, tuple[TensorSlot, Tensor]], steps: int = 2
 ) -> str:
-    """A digest of what some steps give, with these values, or how they fail."""
+    """Return a digest of the results of some steps with these values, or of their error."""
     digest = hashlib.blake2b(digest_size=16)
     trained = [p for p in sample.model.parameters() if p.requires_grad]
-    with RANDOM_STATE:  # threads that are ranks draw from one state
+    with RANDOM_STATE:  # ranks that are threads draw from one random state
         start.put_back()
         with torch.no_grad():
             for state, value in values.values():
@@ -359,7 +364,7 @@ def _outcome(
 def _disturbed(
     known: Mapping[str, TensorSlot], names: Sequence[str], number: int
 ) -> dict[str, tuple[TensorSlot, Tensor]]:
-    """Other values: far above, far below, and at random."""
+    """Return other values to put in: far above, far below, and at random."""
     values = {}
     generator = torch.Generator().manual_seed(number)
     for name in names:
@@ -375,7 +380,7 @@ def _disturbed(
 
 
 def _described(changes: Changes, found: Mapping[str, str], comm: Comm) -> tuple[MovingState, ...]:
-    """What moves, in the order of the model."""
+    """Describe the state that is to agree, in the order of the model."""
     in_backward = any(comm.gather_objects(changes.in_backward, _CHECKING))
     described = []
     for name, state in changes.states.items():
@@ -389,7 +394,7 @@ def _described(changes: Changes, found: Mapping[str, str], comm: Comm) -> tuple[
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits."""
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
     if a.layout is not torch.strided:

@@ -1,9 +1,9 @@
-"""What the optimizers' step costs, measured on scratch copies: the real ones are not touched.
+"""The cost of the optimizers' step, measured on scratch copies: the real ones are not touched.
 
-A large step is almost all memory traffic, so its time grows with the number of elements: what does
-not fit under the cap is scaled up from what does. Of few elements there are several copies: caches
-would hold one from a measured step to the next. In training they hold what came between. What each
-parameter costs whatever its size is measured on parameters of one element.
+A large step is almost all memory traffic, so its time grows with the number of elements. The part
+under the cap is measured and scaled up. Few elements are copied several times: caches would hold
+one copy from one measured step to the next, but in training they hold other data by then. The cost
+of a parameter whatever its size is measured on parameters of one element.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from shoal.core.rows import held_bytes, in_rows
 from shoal.profiling.timeline import DeviceClock
 from shoal.profiling.updates import unhooked_step
 
-# 32 MB of float32, as much of gradients, and state: beyond caches, and small beside a model's own
+# 32 MB of float32, as much of gradients, and state: larger than caches, small next to a model's own
 _MOST_ELEMENTS = 8_000_000
-# beyond most caches with their gradients and state; copies of each, at most
+# elements that, with gradients and state, exceed most caches; the most copies of each parameter
 _LEAST_ELEMENTS, _MOST_TIMES = 4_000_000, 32
 _MANY = 32  # parameters of one element
-# over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
+# times the parameters' bytes, if the step cannot be run: read and write w and one state, read g
 _PASSES = 5
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """What a step of some optimizers takes, and what they keep."""
+    """Seconds of a step of some optimizers, and bytes of their state."""
 
     seconds: float
     state_bytes: float
-    pace: UpdatePace  # the part of the seconds that does not go with bytes
+    pace: UpdatePace  # the part of the seconds that does not depend on bytes
 
     @classmethod
     def of(
         cls, optimizers: Sequence[Optimizer], rows: Mapping[Tensor, int] | None = None
     ) -> OptimizerCost:
-        """Of all of them together. All ranks call this at the same time.
+        """Measure all optimizers together. All ranks call this at the same time.
 
-        `rows` says how many rows gradients have that are sparse, by parameter.
+        `rows` gives the number of rows in each sparse gradient, by parameter.
         """
         costs = [_cost(optimizer, rows or {}) for optimizer in optimizers]
         counts = [len(_trained(optimizer)) for optimizer in optimizers]
@@ -66,12 +66,12 @@ class _Scratch:
     """Copies of an optimizer's groups, up to the cap."""
 
     groups: list[dict[str, Any]]
-    share: float  # of the elements that a step touches
-    held: float  # of all elements
+    share: float  # share of the copied elements among all that a step touches
+    held: float  # share of the copied elements among all
 
     @classmethod
     def of(cls, optimizer: Optimizer, rows: Mapping[Tensor, int]) -> _Scratch:
-        """Of the parameters that train."""
+        """Copy the parameters that train."""
         left = _MOST_ELEMENTS
         touched, all_touched, copied, total = 0, 0, 0, 0
         groups = []
@@ -92,7 +92,7 @@ class _Scratch:
         return cls(groups, touched / max(all_touched, 1), copied / max(total, 1))
 
     def several(self) -> _Scratch:
-        """As many copies of all as caches do not hold."""
+        """Return enough copies of all parameters to exceed caches."""
         numel = sum(p.numel() for group in self.groups for p in group["params"])
         times = min(_LEAST_ELEMENTS // max(numel, 1), _MOST_TIMES)
         if times < 2:
@@ -105,7 +105,7 @@ class _Scratch:
 
 
 def _num_touched(parameter: Tensor, rows: Mapping[Tensor, int], copy: Tensor | None = None) -> int:
-    """Elements that a step touches of a parameter, or of its copy."""
+    """Count the elements that a step touches of a parameter, or of its copy."""
     whole = parameter if copy is None else copy
     if parameter not in rows:
         return whole.numel()
@@ -122,7 +122,7 @@ def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
         copy = _like(optimizer, scratch.groups)
         measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
         pace = _pace(optimizer, rows, clock)
-    # it needs a closure, other arguments … : whatever it is, its cost is memory
+    # it may need a closure or other arguments: estimate the cost by memory traffic
     except Exception:
         measured, kept = _PASSES * _copy_seconds(tensors, clock), optimizer.state.values()
         pace = UpdatePace()
@@ -134,7 +134,7 @@ def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
 
 
 def _pace(optimizer: Optimizer, rows: Mapping[Tensor, int], clock: DeviceClock) -> UpdatePace:
-    """By a step of one parameter of one element, and a step of many such."""
+    """Measure a step of one parameter of one element, and a step of many of them."""
     small = [
         (group, _element(parameter, parameter in rows))
         for group in optimizer.param_groups
@@ -157,25 +157,25 @@ def _pace(optimizer: Optimizer, rows: Mapping[Tensor, int], clock: DeviceClock) 
 
 
 def _element(parameter: Tensor, sparse: bool) -> Tensor:
-    """A leaf of as many dimensions as the parameter, of one element, with a gradient."""
+    """Make a leaf of as many dimensions as the parameter, with one element and a gradient."""
     element = torch.ones((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     return _copy(element, 1, 1 if sparse else None)
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that it updates."""
+    """List the parameters that it updates."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _like(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """Another one of the class and the defaults, with these groups."""
+    """Make another optimizer of the same class and defaults, with these groups."""
     kind: Any = type(optimizer)
     made: Optimizer = kind(groups, **_options(optimizer))
     return made
 
 
 def _copy(parameter: Tensor, most: int, rows: int | None = None) -> Tensor:
-    """A leaf like the parameter, with a gradient, cut to about `most` elements."""
+    """Make a leaf like the parameter, with a gradient, cut to about `most` elements."""
     part = parameter.detach()
     if part.numel() > most:
         part = part[: max(1, most * part.shape[0] // part.numel())]
@@ -185,7 +185,7 @@ def _copy(parameter: Tensor, most: int, rows: int | None = None) -> Tensor:
 
 
 def _again(copies: Sequence[Tensor], times: int) -> Iterator[Tensor]:
-    """So many more copies of each, with gradients of their own."""
+    """Yield so many more copies of each, with gradients of their own."""
     for copy in (copy for _ in range(times) for copy in copies):
         again = copy.detach().clone().requires_grad_()
         assert copy.grad is not None
@@ -194,20 +194,20 @@ def _again(copies: Sequence[Tensor], times: int) -> Iterator[Tensor]:
 
 
 def _rows_of(table: Tensor, rows: int) -> Tensor:
-    """A sparse gradient of so many rows, anywhere in a table."""
+    """Make a sparse gradient of so many rows, anywhere in a table."""
     places = torch.randperm(len(table), device=table.device)[:rows].sort().values
     values = torch.rand_like(table[: len(places)])
     return in_rows(places, values, table.shape, coalesced=True)
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
-    """Those of its defaults that its constructor takes."""
+    """Return the defaults that its constructor accepts."""
     accepted = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in accepted}
 
 
 def _copy_seconds(tensors: list[Tensor], clock: DeviceClock) -> float:
-    """Seconds to pass over these tensors' bytes once, at the rate of a copy in memory."""
+    """Return the seconds of one pass over these tensors' bytes, at the rate of a copy in memory."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     source = torch.zeros(max(nbytes, 1 << 20), dtype=torch.uint8, device=tensors[0].device)
     target = torch.zeros_like(source)

@@ -1,12 +1,13 @@
-"""An optimizer's own methods besides `step`: which of them use the state of parameters.
+"""An optimizer's own methods apart from `step`: which of them use the state of parameters.
 
-Schedule-free ones have `eval()` and `train()`, others swap averages or slow weights. Where a rank
-has a part of the state only, such a method would find nothing there, and do nothing in silence. So
-each whose code names `state` is tried, on a copy that has made some steps. One that cannot be tried
-(it wants arguments) is taken to use it, unless `step` calls it. Then it is a part of the step, as
-`init_group(group)` of pytorch_optimizer's is, and owners make that.
+Schedule-free optimizers have `eval()` and `train()`, others swap averages or slow weights. If a
+rank has only a part of the state, such a method would find nothing there, and do nothing in
+silence. So each method with `state` in its code is tried, on a copy that has made some steps. A
+method that cannot be tried, because it needs arguments, counts as one that uses the state. But if
+`step` calls it, it is a part of the step, as pytorch_optimizer's `init_group(group)` is, and owners
+call it.
 
-Those of torch.optim.Optimizer are not among them: these are served (optim/extend.py).
+Methods of torch.optim.Optimizer are left out, because Shoal serves them (optim/extend.py).
 Guarded by tests/profiling/test_optimizer_methods.py.
 """
 
@@ -22,14 +23,14 @@ from torch.optim import Optimizer
 
 
 def methods_of_state(kind: type[Optimizer]) -> list[str]:
-    """Names of the public methods of a class whose code, or what it calls of its own, names it.
+    """Name the public methods of a class that use `state`, themselves or through other methods.
 
-    Not those of torch's own classes.
+    Methods of torch's own classes are left out.
     """
     own = {
         name: function
         for each in reversed(kind.__mro__)
-        # of torch's own only Adagrad has one, `share_memory`, which is for threads
+        # torch's only such method is Adagrad's `share_memory`, which is for threads
         if not each.__module__.startswith("torch.optim")
         for name, function in vars(each).items()
         if isinstance(function, FunctionType)
@@ -46,16 +47,16 @@ def methods_of_state(kind: type[Optimizer]) -> list[str]:
 
 
 def _wants_arguments(method: FunctionType) -> bool:
-    """Whether it cannot be called with itself alone."""
+    """Return whether it cannot be called without arguments."""
     _, *others = inspect.signature(method).parameters.values()
     various = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return any(p.default is p.empty and p.kind not in various for p in others)
 
 
 def reads_state(trial: Optimizer, name: str) -> bool:
-    """Whether a method of a copy, which has a state, reads or replaces it.
+    """Return whether a method of a copy, which has a state, reads or replaces the state.
 
-    Also where it cannot be called without arguments.
+    Return True also if it cannot be called without arguments.
     """
     state = trial.state
     watched = _WatchedState(state)
@@ -63,7 +64,7 @@ def reads_state(trial: Optimizer, name: str) -> bool:
     try:
         getattr(trial, name)()
         return watched.used or trial.state is not watched
-    except Exception:  # of whatever kind: it is somebody's own
+    except Exception:  # the method is the user's own, and may raise any exception
         return True
     finally:
         trial.state = state
@@ -71,7 +72,7 @@ def reads_state(trial: Optimizer, name: str) -> bool:
 
 @final
 class _WatchedState(defaultdict[Any, Any]):
-    """An optimizer state that notes whether somebody reads it."""
+    """An optimizer state that notes whether it is read."""
 
     def __init__(self, state: Any) -> None:
         super().__init__(dict, state)
@@ -100,7 +101,7 @@ class _WatchedState(defaultdict[Any, Any]):
 
 
 def _names(name: str, own: dict[str, FunctionType], seen: set[str]) -> set[str]:
-    """All names in the code of a function, and of those of the class that it names."""
+    """Collect all names in a function's code, and in the methods of its class that it calls."""
     seen.add(name)
     found: set[str] = set()
     for code in _codes(own[name]):
@@ -111,9 +112,9 @@ def _names(name: str, own: dict[str, FunctionType], seen: set[str]) -> set[str]:
 
 
 def _codes(function: FunctionType) -> Iterator[CodeType]:
-    """Its code, that of what it wraps, and of functions within."""
+    """Yield the code of a function, of the function that it wraps, and of functions inside it."""
     left: list[CodeType] = [inspect.unwrap(function).__code__]
-    try:  # a decorator may not say what it wraps
+    try:  # a decorator need not name the function that it wraps
         inside = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # not there yet
         inside = []

@@ -6,11 +6,11 @@ As many buckets are in flight as there are lanes, back to back, small ones and l
                                       = messages in a row · round_s + lanes · bytes · byte_s
     processor seconds of one bucket   = messages in a row · round_s + bytes · byte_s
 
-Processor time is short beside the clock's grain, so no byte is taken to cost less than one of the
-link's own messages. Nobody computes meanwhile. Ranks that share cores do not keep step: when the
-last of them comes to a gradient the others wait for it, and their processors are free. (Measured
-with every rank computing, on four ranks and two cores, an all-reduce of 64 KB took anything from 2
-to 400 ms: no figure to plan with.)
+Processor time is short compared with the clock's grain, so a byte never counts for less than a byte
+of the link's own messages. No rank computes meanwhile. Ranks that share cores do not keep step:
+when the last of them comes to a gradient the others wait for it, and their processors are free.
+(Measured with every rank computing, on four ranks and two cores, an all-reduce of 64 KB took
+anything from 2 to 400 ms: no figure to plan with.)
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from shoal.core.side_threads import side_threads
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
-# bytes of a bucket; of the large, the first that fits
+# bytes of a small bucket; bytes to try for a large one, of which the first that fits is used
 _SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)
-# for each exchange and size: where two runs agree, and for two more where they do not
+# seconds for each exchange and size if two runs agree, and for two more if they do not
 _QUICK_S, _BUDGET_S = 0.12, 0.5
 _TIMES = 2
-_AGREE = 0.1  # what runs that agree differ by
+_AGREE = 0.1  # relative difference of runs that agree
 _MOST_ROUNDS = 64
-_ONE_LINK = 1.2  # times the link's rate: lanes that carry no more share it
+_ONE_LINK = 1.2  # limit over the link's rate: lanes that carry no more share one link
 _PACK_S = 0.1
-_COLD = 64 << 20  # bytes that no cache holds beside as many others
-_DUPLEX_S = 1.0  # of each turn: what the queues of a link hold is used up in a tenth of it
+_COLD = 64 << 20  # bytes: more than a cache holds twice
+_DUPLEX_S = 1.0  # seconds of each turn: a link's queues are empty after a tenth of them
 CPU = torch.device("cpu")
 _COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
@@ -57,11 +57,11 @@ def probe_paces(
     sharing: int = 1,
     device: torch.device = CPU,
 ) -> dict[str, Pace]:
-    """Measure what each exchange takes to move its stated bytes.
+    """Measure how long each exchange takes to move its stated bytes.
 
     Args:
         comm: the ranks, all of which call this at once with the same exchanges.
-        link: what `probe_link` measured.
+        link: the link as `probe_link` measured it.
         exchanges: by name; about a second for each.
         lanes: one channel for each bucket in flight at once; each gets a thread.
         sharing: how many of the ranks run on this rank's machine.
@@ -69,13 +69,13 @@ def probe_paces(
 
     Returns:
         By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends
-        nothing. The processor time is the whole process's: where ranks are threads it counts them
+        nothing. The processor time is the whole process's: if ranks are threads, it counts them
         all.
     """
     with side_threads(len(lanes), "probe lane") as pool:
 
         def run(exchange: Exchange, nbytes: int, rounds: int) -> tuple[float, float]:
-            """(seconds, processor seconds) of so many rounds, the slowest rank's."""
+            """Return (seconds, processor seconds) of so many rounds, the slowest rank's."""
             flats = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in lanes]
 
             def exchanged(lane: Comm, flat: Tensor) -> None:
@@ -124,12 +124,12 @@ def _on_link(seconds: Mapping[float, float], link: Link) -> Price:
     """Fit a price to measured sizes; no byte is cheaper than the link can carry it.
 
     Small buckets wait for one another's messages, and a shaped link lets a burst pass after each
-    wait. A line through them and a larger bucket is too flat: by it, a large bucket would go faster
-    than the link. Lanes with links of their own are faster than one link, and are priced as they
-    are measured.
+    wait. A line through a small and a large bucket is too flat: it would make a large bucket faster
+    than the link. Lanes with links of their own are faster than one link, and are priced as
+    measured.
 
     Args:
-        seconds: by bytes of a message on all lanes.
+        seconds: seconds by the bytes of a message on all lanes.
         link: the link that lanes share.
     """
     round_s, byte_s = fit_line(seconds)
@@ -142,9 +142,10 @@ def _on_link(seconds: Mapping[float, float], link: Link) -> Price:
 
 
 def _a_round(run: Callable[[int], tuple[float, ...]], first_s: float) -> list[float]:
-    """What a round takes, by the figures of a run of some, the first of them its seconds.
+    """Return one round's figures. `run` makes some rounds, and its first figure is seconds.
 
-    Runs that agree are averaged: the kernel counts interrupts by ticks. Of others the least counts.
+    Runs that agree are averaged, because the kernel counts interrupts by ticks. If they do not
+    agree, the smallest figure counts.
     """
     for budget_s in _QUICK_S, _BUDGET_S:
         rounds = max(1, min(int(budget_s / _TIMES / first_s), _MOST_ROUNDS))
@@ -164,15 +165,15 @@ def probe_moves(
     sharing: int = 1,
     device: torch.device = CPU,
 ) -> Pace:
-    """Measure what main threads wait for: rows among all ranks, one move at a time.
+    """Measure the wait of main threads for rows among all ranks, one move at a time.
 
     Ranks that share cores come to a move one after the other, about a time slice of the kernel's
     apart, and wait for the last.
 
     Args:
         comm: the ranks, all of which call this at once.
-        link: what `probe_link` measured.
-        direct: the exchange in each of whose halves every rank sends to every other.
+        link: the link as `probe_link` measured it.
+        direct: an exchange with two halves. Every rank sends to every other in each half.
         lane: the channel to move them on.
         sharing: how many of the ranks run on this rank's machine.
         device: where the rows are.
@@ -216,19 +217,18 @@ def probe_duplex(
 ) -> float:
     """Measure how much of its rate each direction of a link keeps while both are in use.
 
-    Where packets wait long at a link, what acknowledges those that come waits behind those that go,
-    and TCP with it.
+    If packets wait long at a link, acknowledgements of one direction wait in the queue of the
+    other, and TCP slows down.
 
     Args:
         comm: all ranks, servers too, all of which call this at once.
-        exchange: what carries buckets to servers and back.
-        shares: what part of a bucket each rank owns.
+        exchange: the exchange that carries buckets to servers and back.
+        shares: the part of a bucket that each rank owns.
         num_lanes: how many buckets go at once, and how many come.
-        nbytes: of a bucket.
+        nbytes: bytes of a bucket.
 
     Returns:
-        1 where neither direction knows of the other, on every rank the same; a half where they take
-        turns.
+        1 if neither direction slows the other, a half if they take turns. The same on every rank.
     """
     there, back = (
         [comm.channel(f"duplex-{way}{i}") for i in range(num_lanes)] for way in ("there", "back")
@@ -249,7 +249,7 @@ def probe_duplex(
         def seconds(
             rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]
         ) -> list[float]:
-            """Until each way was done, the soonest first."""
+            """Return the seconds until each way was done, the soonest first."""
             comm.gather_objects(None, "measuring the links: paces")
             start = time.perf_counter()
             errands = [
@@ -267,8 +267,8 @@ def probe_duplex(
         rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)[-1]), _MOST_ROUNDS))
         turns = [(seconds(rounds, going), seconds(rounds, going, coming)) for _ in range(_TIMES)]
         alone_s = min(alone_s for (alone_s,), _ in turns)
-        # what is left of one way when the other is done goes alone: so much of it was not done
-        # beside the other
+        # The second direction runs alone once the first is done. That time shows the part of it
+        # that was not done while both ran.
         done_s = [
             (alone_s + max(0.0, alone_s - (last_s - both_s)), 2 * both_s)
             for _, (both_s, last_s) in turns
@@ -281,7 +281,7 @@ def probe_duplex(
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of this thread's own, to its end, where a device has streams."""
+    """Compute on a stream of this thread's own, to its end, if the device has streams."""
     if device.type == "cpu":
         yield
         return
@@ -291,19 +291,19 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for what this thread computes on the device."""
+    """Wait until the device has done this thread's work."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 def _nothing(flat: Tensor, lane: Comm) -> None:
-    """No move."""
+    """Move nothing."""
 
 
 def probe_pack(comm: Comm, device: torch.device = CPU) -> float:
-    """Seconds that a byte of gradient takes into its bucket while every rank packs.
+    """Return the seconds to pack a byte of gradient into its bucket while every rank packs.
 
-    Neither is in a cache: between two steps everything else was.
+    Neither is in a cache, because the rest of a step has replaced both.
     """
     gradients = torch.ones(_COLD // 4, dtype=torch.float32, device=device).split(_LARGE[0] // 4)
     buckets = torch.ones(_COLD // 4, dtype=torch.float32, device=device).split(_LARGE[0] // 4)
@@ -321,7 +321,7 @@ def probe_pack(comm: Comm, device: torch.device = CPU) -> float:
 
 
 def _large(traffic: Mapping[int, Traffic], link: Link, in_flight: int) -> int:
-    """The largest bucket of which three rounds are quick, else the smallest."""
+    """Return the largest bucket with three quick rounds, or the smallest bucket."""
     for nbytes in _LARGE:
         if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= _QUICK_S:
             break

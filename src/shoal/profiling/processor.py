@@ -1,10 +1,10 @@
-"""Processor time of a rank's communication: its process's, and what the kernel spends besides.
+"""Processor time of a rank's communication: the process's own, and the kernel's besides.
 
-A packet that comes is handled in an interrupt, at the cost of whoever computes just then, or in a
-kernel thread: of what a byte takes by gloo over TCP, a quarter is on no process's bill. Of the
-machine's interrupts a rank's share is counted, as all its ranks send alike while they measure;
-never more than its share of all the time that the machine was busy, since kernels differ in whether
-a process is billed for interrupts in its own time.
+The kernel handles an incoming packet in an interrupt, which takes time from the running process, or
+in a kernel thread. So a quarter of a byte's cost by gloo over TCP is on no process's bill. A rank
+counts its share of the machine's interrupts, because all ranks send alike while they measure. The
+figure never exceeds the rank's share of the machine's busy time, because some kernels bill a
+process for interrupts in its own time.
 
 Linux counts by ticks of 10 ms, so it takes some tenths of a second to measure.
 """
@@ -26,11 +26,11 @@ class ProcessorTime:
 
     process_s: float
     interrupts_s: float
-    busy_s: float  # interrupts included
+    busy_s: float  # seconds with interrupts
 
     @classmethod
     def now(cls) -> ProcessorTime:
-        """Up to this moment; where the kernel does not tell (no Linux), the process's alone."""
+        """Read the seconds so far. Without Linux only the process's own are known."""
         process_s = time.process_time()
         try:
             total = _STAT.read_text().split("\n", 1)[0].split()
@@ -42,14 +42,14 @@ class ProcessorTime:
         return cls(process_s, hard + soft, user + nice + system + hard + soft)
 
     def since(self, start: ProcessorTime, sharing: int) -> float:
-        """Seconds since then that one of `sharing` ranks on this machine has cost."""
+        """Return the seconds since `start` that one of `sharing` ranks on this machine has cost."""
         process_s = self.process_s - start.process_s
         interrupts_s = (self.interrupts_s - start.interrupts_s) / sharing
         return max(process_s, min(process_s + interrupts_s, (self.busy_s - start.busy_s) / sharing))
 
 
 def page_faults() -> int:
-    """How often the kernel gave this thread new, zeroed memory; 0 without Linux."""
+    """Count the times that the kernel gave this thread new, zeroed memory; 0 without Linux."""
     return (
         resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         if hasattr(resource, "RUSAGE_THREAD")

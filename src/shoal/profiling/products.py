@@ -1,11 +1,11 @@
-"""What the gradient of one weight costs to compute: over k rows, and as autograd computes it.
+"""The cost to compute the gradient of one weight: over k rows, and as autograd computes it.
 
 A strategy that rebuilds gradients (factor) computes them over the rows of all P ranks instead of
-its own K, so the cost is measured at two sizes P apart and a line laid through them. nn.Linear: the
-product dyᵀ·x into a buffer that is there already. nn.Embedding: k rows added into a table of zeros,
-where zeroing the table is the fixed part. Autograd takes memory for every gradient. Where that is
-new to the process, on a CPU the kernel's zeroing of its pages costs as much as the product. The
-allocator decides whether it is, and page faults tell.
+its own K. So the cost is measured at two sizes, in the ratio P, with a line through both. For an
+nn.Linear it is the product dyᵀ·x into an existing buffer. For an nn.Embedding, k rows are added
+into a table of zeros, and zeroing the table is the fixed part. Autograd takes memory for every
+gradient. If that memory is new to the process, the kernel of a CPU zeroes its pages, which costs as
+much as the product. The allocator decides whether it is new, and page faults tell.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from shoal.profiling.sparse import says_sparse
 from shoal.profiling.timeline import DeviceClock
 from shoal.profiling.weight_use import UNUSED, WeightUse, matrix_of, weight_uses
 
-_MOST_WORK = 1e9  # multiplications in one measurement: larger ones only take longer to say the same
-_MOST_ELEMENTS = 1 << 23  # of an operand with so many rows, and of a result: it outgrows caches
+# limit on multiplications in one measurement: more would take longer and show the same
+_MOST_WORK = 1e9
+_MOST_ELEMENTS = 1 << 23  # limit on elements of an operand and of a result: they exceed caches
 
 
 @dataclass(frozen=True)
 class ProductFacts(Facts):
-    """Seconds of a weight's gradient product over k rows, `fixed_s` + k · `s_per_row`, into memory
-    that is there.
+    """Seconds of a weight's gradient product over k rows, `fixed_s` + k · `s_per_row`.
+
+    They are measured into existing memory.
     """
 
     fixed_s: float = 0.0
     s_per_row: float = 0.0
-    # over the layer's own K rows as autograd makes it, in what is new memory in a step
+    # seconds over the layer's own K rows as autograd computes it, in part into new memory
     own_s: float = 0.0
 
     def seconds(self, rows: float) -> float:
-        """Seconds of the product over `rows` rows."""
+        """Return seconds of the product over `rows` rows."""
         return self.fixed_s + self.s_per_row * rows
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> ProductFacts:
@@ -62,10 +64,10 @@ class ProductProbe(Probe):
         use = weight_uses(trial).get(layer.name, UNUSED)
         outputs = shape_of(layer.module, use)[1]
         product_s = cost.fixed_s + cost.s_per_row * rows_of(watched, outputs)
-        # as much for x's own
+        # the gradient of x costs as much as the weight's
         is_linear = isinstance(layer.module, nn.Linear) or use.served
         others_s = product_s if watched.input_grad and is_linear else 0.0
-        # page faults take any time, but no more than was taken
+        # limit the page faults' time by the time that was measured
         most_s = max(product_s, watched.backward_s - others_s)
         return ProductFacts(
             cost.fixed_s, cost.s_per_row, own_s=min(product_s + anew * cost.anew_s, most_s)
@@ -73,7 +75,7 @@ class ProductProbe(Probe):
 
 
 def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
-    """What each layer's product costs, and how much of its gradient's memory was new each step."""
+    """Measure each layer's product, and the share of gradient memory that was new each step."""
     products = {}
     for layer in (*trial.layers, *trial.tied):
         use = weight_uses(trial).get(layer.name, UNUSED)
@@ -84,12 +86,12 @@ def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
         "products", dict[str, ProductCost], lambda: measure_products(real, trial.ranks)
     )
     known = sum(cost.page_faults for cost in costs.values())
-    # at most: backward takes other memory too
+    # an upper limit, because backward takes other memory too
     return costs, min(1.0, trial.step.page_faults / known) if known else 1.0
 
 
 def shape_of(module: nn.Module, use: WeightUse) -> tuple[int, int]:
-    """M and N of the layer as a product, (0, 0) where it is none."""
+    """Return M and N of the layer as a product, (0, 0) if it is none."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -104,7 +106,7 @@ def shape_of(module: nn.Module, use: WeightUse) -> tuple[int, int]:
 
 
 def rows_of(watched: MeasuredLayer, outputs: int) -> int:
-    """K: what the layer puts out, counted in rows of N."""
+    """Return K: the number of rows of N elements in the layer's output."""
     return watched.output_elements // outputs if outputs else 0
 
 
@@ -121,19 +123,20 @@ class ProductShape:
 
     @classmethod
     def of(cls, module: nn.Module, rows: int, use: WeightUse = UNUSED) -> ProductShape | None:
-        """The product that a module's weight gradient is, or None if it is none or was not run."""
+        """Return a module's weight gradient as a product. None if it is none, or was not run."""
         weight: Tensor | None = matrix_of(module, use)
         if isinstance(module, nn.Linear | nn.Embedding):
             weight = module.weight
         if rows == 0 or weight is None:
             return None
-        if weight.numel() == 0 or says_sparse(module):  # that is no product
+        # a weight without elements, or with sparse gradients, has no product
+        if weight.numel() == 0 or says_sparse(module):
             return None
         is_table, shape = isinstance(module, nn.Embedding), shape_of(module, use)
         return cls(is_table, rows, *shape, weight.dtype, weight.device)
 
     def sizes(self, ranks: int) -> tuple[int, int]:
-        """Two numbers of rows to measure at: K and P·K, both scaled down where that is too much."""
+        """Return two numbers of rows to measure at: K and P·K, or both scaled down."""
         factor = ranks if ranks > 1 else 4
         per_row = self.outputs * (1 if self.embedding else self.inputs)
         widest = self.outputs if self.embedding else max(self.inputs, self.outputs)
@@ -142,12 +145,12 @@ class ProductShape:
         return max(1, high // factor), high
 
     def buffer(self) -> Tensor:
-        """What a product can be written into."""
+        """Return a buffer that has the product's shape."""
         shape = (self.inputs, self.outputs) if self.embedding else (self.outputs, self.inputs)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def work(self, rows: int, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """The product over that many rows, with operands, into a buffer, else into new memory."""
+        """Return the product over that many rows, into a buffer or into new memory."""
         dy = torch.rand(rows, self.outputs, dtype=self.dtype, device=self.device)
         if self.embedding:
             ids = torch.randint(self.inputs, (rows,), device=self.device)
@@ -162,9 +165,7 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class ProductCost:
-    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and of taking new memory for
-    it, and how much.
-    """
+    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and the cost of new memory."""
 
     fixed_s: float = 0.0
     s_per_row: float = 0.0
@@ -173,7 +174,7 @@ class ProductCost:
 
 
 def measure_products(products: Mapping[str, ProductShape], ranks: int) -> dict[str, ProductCost]:
-    """The cost of each layer's product. All ranks call this at the same time."""
+    """Measure the cost of each layer's product. All ranks call this at the same time."""
     costs = {product: _measure(product, ranks) for product in dict.fromkeys(products.values())}
     return {name: costs[product] for name, product in products.items()}
 

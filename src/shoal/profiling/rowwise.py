@@ -1,9 +1,9 @@
-"""Finds layers each of whose outputs is made of one row of the weight: those can be cut by outputs.
+"""Finds layers that make each output from one row of the weight: they can be cut by outputs.
 
-A layer of rows [a, b) of weight and bias then gives outputs [a, b). Torch's own nn.Linear and
-nn.Conv2d (of one group) do so. Of classes made from them (a head that scales its rows to length 1,
-as margin losses want) it is found by trying: the layer's own forward, on random numbers of float64,
-with each of the parts of its weight that ranks would have.
+Such a layer with rows [a, b) of its weight and bias gives outputs [a, b). Torch's own nn.Linear and
+nn.Conv2d (of one group) do so. A trial finds it of classes made from them, such as a head that
+scales its rows to length 1 for a margin loss. The trial runs the layer's own forward on random
+numbers of float64, with each part of its weight that a rank would have.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shoal.contracts.probe import Trial
 from shoal.core.pieces import cut_sizes
 
 _KINDS = (nn.Linear, nn.Conv2d)
-_NEARLY = 1e-9  # of the largest output, in float64
+_NEARLY = 1e-9  # share of the largest output, in float64
 
 
 def rowwise(trial: Trial) -> dict[str, bool]:
-    """By layer, for its ranks. Runs the sample forward once if there is any layer to try."""
+    """Find such layers by name. The sample runs forward once if a layer has to be tried."""
     found = {layer.name: made_of_weight(layer.module) for layer in trial.layers}
     able = [layer for layer in trial.layers if found[layer.name]]
     to_try = [layer for layer in able if type(layer.module) not in _KINDS]
@@ -50,12 +50,12 @@ def rowwise(trial: Trial) -> dict[str, bool]:
 
 
 def row_dims(module: nn.Module) -> int:
-    """How many dimensions a row of its input has: features, or channels, height and width."""
+    """Return the dimensions in a row of input: features, or channels, height and width."""
     return 3 if isinstance(module, nn.Conv2d) else 1
 
 
 def made_of_weight(module: nn.Module) -> bool:
-    """Whether its input, a trainable weight and its bias alone make its outputs."""
+    """Return whether its outputs depend on its input, a trainable weight and a bias alone."""
     weight = module._parameters.get("weight")
     if (
         not isinstance(module, _KINDS)
@@ -72,7 +72,7 @@ def made_of_weight(module: nn.Module) -> bool:
 
 
 class _Looked(nn.Parameter):
-    """A parameter whose `.data` is not to be had: that of a part is not that of the whole."""
+    """A parameter that hides `.data`, because a part's data differ from the whole parameter's."""
 
     @property
     def data(self) -> Any:
@@ -85,8 +85,9 @@ class _Looked(nn.Parameter):
 
 @torch.no_grad()
 def _gives_parts(module: nn.Module, x: Tensor, ranks: int) -> bool:
-    """Whether parts of its parameters give those parts of its outputs, and each row that it is
-    called with its own.
+    """Return whether parts of its parameters give the same parts of its outputs.
+
+    Each row of input must give its own row of output, too.
     """
     own = {
         name: parameter for name, parameter in module._parameters.items() if parameter is not None
@@ -114,7 +115,7 @@ def _gives_parts(module: nn.Module, x: Tensor, ranks: int) -> bool:
             got.shape == expected.shape and (got - expected).abs().max() <= nearly
             for got, expected in pairs
         )
-    except Exception:  # of any kind: its forward is somebody's own
+    except Exception:  # the user's own forward may raise any exception
         return False
     finally:
         module._parameters.update(own)
@@ -122,7 +123,7 @@ def _gives_parts(module: nn.Module, x: Tensor, ranks: int) -> bool:
 
 
 def _with_parameters(module: nn.Module, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """What its own forward gives with these in place of its parameters."""
+    """Return the output of its own forward, with these tensors in place of its parameters."""
     module._parameters.update(
         {name: _Looked(value, requires_grad=False) for name, value in values.items()}
     )

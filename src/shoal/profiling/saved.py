@@ -5,8 +5,8 @@ With it a plan is made, or simulated, without the model and without a network.
     {"format": 1, "written_by": …, "profile": {…}, "cluster": {…} or null,
      "facts": {"fc": {"ProductFacts": {…}, …}, …}}
 
-Layers' facts stand by the name of their kind, since anybody's strategy may bring more. Guarded by
-tests/profiling/test_saved.py.
+Layers' facts stand by the name of their kind, because a strategy of your own may add kinds. Guarded
+by tests/profiling/test_saved.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Measured:
     cluster: Cluster
 
     def to_json(self) -> str:
-        """As JSON text."""
+        """Return the profile as JSON text."""
         bare = tuple(replace(layer, facts=()) for layer in self.profile.layers)
         facts = {
             layer.name: {type(found).__name__: found for found in layer.facts}
@@ -66,7 +66,7 @@ class Measured:
 
     @classmethod
     def from_json(cls, text: str, source: str = "the profile") -> Measured:
-        """Read what `to_json` wrote.
+        """Read the text that `to_json` wrote.
 
         Raises:
             UsageError: the text is no profile, or one of another format.
@@ -86,7 +86,7 @@ class Measured:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it (UsageError where that cannot be)."""
+        """Write the profile to a file (UsageError if the file cannot be written)."""
         try:
             Path(path).write_text(self.to_json(), encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ class Measured:
 
     @classmethod
     def load(cls, path: str | Path) -> Measured:
-        """Read what `save` wrote (UsageError if the file is missing or no profile)."""
+        """Read the file that `save` wrote (UsageError if the file is missing or no profile)."""
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
@@ -122,8 +122,8 @@ def _alone(cores: float) -> Cluster:
 
 
 def _facts(rows: Mapping[str, Mapping[str, Any]], layer: str, source: str) -> list[Facts]:
-    """One layer's facts, of kinds that some strategy measures."""
-    of(Strategy)  # brings their modules in
+    """Return one layer's facts, of kinds that some strategy measures."""
+    of(Strategy)  # import the modules of all strategies
     kinds = {kind.__name__: kind for kind in Facts.__subclasses__()}
     if unknown := sorted(rows.keys() - kinds.keys()):
         raise _unread(

@@ -1,7 +1,7 @@
-"""Gradients that are sparse tensors: which there are, how many rows they have, what a sum takes.
+"""Gradients that are sparse tensors: their rows, and the time to sum them.
 
-An embedding with `sparse=True` gives one, and so does any function that does. Whether a gradient is
-sparse is seen as it lands (timeline.py). Of one that the sample does not bring, its module says it.
+An embedding with `sparse=True` gives one, and so does any function that does. A gradient's kind is
+seen as it lands (timeline.py). If the sample does not bring a gradient, its module tells the kind.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shoal.profiling.untraced import drop_gradients
 
 @dataclass(frozen=True)
 class SparseFacts(Facts):
-    """What a layer's sparse gradients have, each row once, and what adding them up takes."""
+    """Rows of a layer's sparse gradients, each counted once, and the time to sum them."""
 
     rows: int = 0
-    own_s: float = 0.0  # of this rank's rows, as autograd leaves them
-    row_s: float = 0.0  # of a row, among those of all ranks
+    own_s: float = 0.0  # seconds to add up this rank's rows, as autograd leaves them
+    row_s: float = 0.0  # seconds for a row in the sum over all ranks
 
 
 @final
@@ -52,18 +52,18 @@ class SparseProbe(Probe):
 
 
 def says_sparse(module: nn.Module) -> bool:
-    """Whether a module says that its weight's gradient is a sparse tensor."""
+    """Return whether a module says that its weight's gradient is a sparse tensor."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and bool(module.sparse)
 
 
 def is_sparse(layer: Layer, parameter: str, step: MeasuredStep) -> bool:
-    """Whether a parameter's gradient is a sparse tensor, as the sample shows or its module says."""
+    """Return whether a parameter's gradient is sparse, as the sample shows or its module says."""
     unused = parameter not in step.ready_s
     return parameter in step.sparse or (unused and says_sparse(layer.module))
 
 
 def rows_of_gradients(trial: Trial) -> Mapping[Tensor, int]:
-    """How many rows each sparse gradient of the sample has, by parameter."""
+    """Count the rows in each sparse gradient of the sample, by parameter."""
     found = {
         name: parameter
         for layer in trial.layers
@@ -75,7 +75,7 @@ def rows_of_gradients(trial: Trial) -> Mapping[Tensor, int]:
 
 
 def _gradients(trial: Trial) -> dict[str, Tensor]:
-    """The sparse gradients of one more step, by the parameter's name."""
+    """Return the sparse gradients of one more step, by the parameter's name."""
     parameters = {name: p for layer in trial.layers for name, p in layer.parameters.items()}
     trial.sample.backward(trial.sample.loss())
     gradients = {
@@ -92,7 +92,7 @@ def _num_rows(gradient: Tensor) -> int:
 
 
 def _sum_of(gradient: Tensor, ranks: int) -> Callable[[], object]:
-    """The sum of as many such gradients, each row of each once."""
+    """Return a function that sums as many such gradients, each with every row once."""
     own = gradient.coalesce()
     ids, rows = own.indices()[0].repeat(ranks), torch.cat([own.values()] * ranks)
     return in_rows(ids, rows, own.shape).coalesce

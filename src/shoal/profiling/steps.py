@@ -29,14 +29,15 @@ from shoal.profiling.untraced import drop_gradients
 from shoal.profiling.usage import Readers
 
 _CHECKING = "parallelize: trying the sample"
-# the fewest measured steps, after one to warm up, and seconds that are enough for more: where they
-# agree, and otherwise
+# the fewest measured steps after the warm-up, and seconds that are enough for more: first if these
+# steps agree, then if they do not
 _AT_FIRST, _AT_MOST = (2, 0.5), (3, 2.0)
 _AGREE = 0.1  # steps that agree differ by so much
 _MOST = 200  # measured steps
 _TURN_S = 0.03  # seconds in which all ranks that share cores have had their turns
 _BUDGET_S = 20.0  # seconds for more than one step
-_ALIKE = 1.7  # times as long, or as short: a step to warm up may be so beside that of another start
+# limit on how many times as long, or as short, a warm-up step may be as the one of an earlier start
+_ALIKE = 1.7
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,14 @@ def _measured(
 ) -> MeasuredStep:
     """Measure some steps in a row, and return the usual one.
 
-    Where ranks share cores, one step is long in forward and short in backward, and the next the
-    other way round: so each rank's times are medians. In training all wait in every step for
-    whoever is slowest in it, which is more than any rank takes in the median: the medians are
-    stretched to that. Two steps that agree are enough; where they do not, more follow.
+    If ranks share cores, one step is long in forward and short in backward, and the next the other
+    way round: so each rank's times are medians. In training all ranks wait in every step for the
+    slowest one, which takes longer than any rank's median. So the medians are stretched to the
+    slowest times. Two steps are enough if they agree. If not, more follow.
 
-    Ranks begin each step together, as they do in training: a rank that is done early leaves the
-    core to others. Of three ranks on two cores one would else have a core for itself, and the
-    others would never seem to be faster than on half of one.
+    Ranks begin each step together, as they do in training: a rank that is done early leaves its
+    core to the other ranks. If three ranks on two cores did not begin together, one would have a
+    core for itself, and the others would never seem faster than on half a core.
 
     Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
     that was interrupted is ten times as long, and a rank that waits leaves the core to others.
@@ -254,7 +255,7 @@ def _measure_on(
 
 
 def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
-    """Seconds of a step on the rank that was slowest in it, of as many steps as make a turn."""
+    """Return a step's seconds on its slowest rank, over as many steps as make a turn."""
     count = len(ranks[0])
     size = min(count, turn)
     groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
@@ -262,7 +263,7 @@ def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
 
 
 def _agree(seconds: Sequence[float]) -> bool:
-    """Whether each third of the steps says the same as the others; of two, each half."""
+    """Return whether each third of the steps says the same as the others; of two, each half."""
     parts = min(3, len(seconds))
     if parts < 2:
         return False

@@ -1,8 +1,8 @@
-"""Finds the ends of a model that can run on other hosts: all that they make goes to the loss.
+"""Finds the ends of a model that can run on other hosts: all their outputs go to the loss.
 
-An end is a module whose output is the very tensor that the model returns (`classifier`), or the
-last children of an nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in
-which every module is watched.
+An end is a module with the very tensor that the model returns as its output (`classifier`), or the
+last children of an nn.Sequential with that output (4 to 6 of `classifier`). One forward, in which
+every module is watched, finds them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from shoal.remote.tail_hosts import (
 from shoal.remote.tail_messages import TailStep
 from shoal.remote.wire import Data, written
 
-# of every module: what with, by position and name; output
+# calls of every module by name: positional arguments, keyword arguments, output
 Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]
 _OF_CODECS = torch.float32, torch.float64
-_WITHIN = 1e-3  # as sums of other lengths may differ in float16
+# relative difference that is allowed, because sums of other lengths may differ in float16
+_WITHIN = 1e-3
 _CUT = (
     "in micro-batches what comes before it gives something else (batch normalisation, or rows that "
     "are not the first "
@@ -50,23 +51,23 @@ _NONE = "no module that has it puts out what the model returns"
 
 @dataclass(frozen=True)
 class Tail:
-    """An end of the model, whose output goes to the loss only; bytes and seconds of a rank."""
+    """An end of the model that feeds the loss only, with a rank's bytes and seconds."""
 
-    # called one after the other, each with what the one before has put out
+    # modules that are called in turn, each with the output of the one before
     modules: tuple[str, ...]
     layers: tuple[str, ...]
     micro_batches: int
-    sent_bytes: float  # to where it runs: activations, targets, and what goes with them
-    received_bytes: float  # from there
-    body_forward_s: float = 0.0  # of what comes before it
+    sent_bytes: float  # bytes to the tail's host: activations, targets, and messages around them
+    received_bytes: float  # bytes from the tail's host
+    body_forward_s: float = 0.0  # seconds of the modules before it
     body_backward_s: float = 0.0
-    forward_s: float = 0.0  # of itself and the loss
+    forward_s: float = 0.0  # seconds of the tail itself and the loss
     backward_s: float = 0.0
-    pass_s: float = 0.0  # of the last two what takes as long however few rows there are
-    # of what is sent and received, activations and their gradients that may cross as codes
+    pass_s: float = 0.0  # the part of the last two that does not shrink with the number of rows
+    # the part of the bytes, both ways, that a codec may shrink: activations and their gradients
     activation_bytes: float = 0.0
     gradient_bytes: float = 0.0
-    itemsize: int = 4  # of their numbers
+    itemsize: int = 4  # bytes of one number among them
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class TailFacts(Facts):
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[TailFacts]) -> TailFacts:
-        return ranks[0]  # what is counted is the same on all; times come from the whole profile
+        return ranks[0]  # counts are the same on all ranks, and times come from the whole profile
 
     def in_profile(self, profile: ModelProfile) -> TailFacts:
         if self.tail is None:
@@ -92,7 +93,7 @@ class TailFacts(Facts):
             body_backward_s=max(0.0, profile.backward_s - ready_s),
             forward_s=max(0.0, profile.forward_s - before_s),
             backward_s=ready_s,
-            # output, and the gradients of input and weight
+            # the products of the output, and of the gradients of input and weight
             pass_s=3 * sum(layer.measured(ProductFacts).fixed_s for layer in layers),
         )
         return replace(self, tail=tail)
@@ -102,14 +103,14 @@ class TailFacts(Facts):
 
 
 def tail_of(layers: Iterable[LayerProfile]) -> Tail | None:
-    """The end of the model that has these layers: the largest of those that one of them is in."""
+    """Return the largest end of the model that one of these layers is in."""
     tails = [tail for layer in layers if (tail := layer.measured(TailFacts).tail)]
     return max(tails, key=lambda tail: len(tail.layers), default=None)
 
 
 @final
 class TailProbe(Probe):
-    """Finds the end of the model that a layer is in, where there are hosts that may run it."""
+    """Finds the end of the model that a layer is in, if there are hosts that may run it."""
 
     def measure(self, layer: Layer, trial: Trial) -> TailFacts:
         tails = trial.once(Tails.find)
@@ -118,14 +119,14 @@ class TailProbe(Probe):
 
 @dataclass(frozen=True)
 class Tails:
-    """By layer the smallest end of the model that has it, or why there is none."""
+    """The smallest end of the model around each layer, by its name, or why there is none."""
 
     found: Mapping[str, Tail]
     reasons: Mapping[str, str]
 
     @classmethod
     def find(cls, trial: Trial) -> Tails:
-        """Run the sample forward, watching."""
+        """Run the sample forward, and watch all modules."""
         sample, layers, micro_batches = trial.sample, trial.layers, trial.micro_batches
         if micro_batches is None:
             return cls({}, {})
@@ -195,7 +196,7 @@ def _noted_calls(model: nn.Module) -> Iterator[Calls]:
 
 
 def _unfit_form(sample: Sample) -> str:
-    """Why the loss cannot go with the model's end, as the sample's form says, or ''."""
+    """Return why the loss cannot move with the model's end, as the sample's form shows, or ''."""
     if sample.compute_loss is not None:
         return "compute_loss calls the model itself, so its loss cannot go with the model's end"
     if sample.loss_fn is None:
@@ -204,7 +205,7 @@ def _unfit_form(sample: Sample) -> str:
 
 
 def _unfit_loss(sample: Sample, output: Any) -> str:
-    """Why the loss cannot be computed elsewhere, or ''."""
+    """Return why the loss cannot be computed on another host, or ''."""
     assert sample.loss_fn is not None
     if not isinstance(output, Tensor):
         return "the model's output is not one tensor"
@@ -225,7 +226,7 @@ def _unfit_loss(sample: Sample, output: Any) -> str:
 
 
 def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
-    """The modules whose inputs would differ if the batch were cut, as evaluation shows."""
+    """Name the modules with inputs that would differ if the batch were cut, as evaluation shows."""
     if micro_batches == 1:
         return set()
     if any(
@@ -246,7 +247,7 @@ def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
         parts = [
             inputs_of(piece) for piece in in_micro_batches(sample.x, _rows(sample), micro_batches)
         ]
-    except Exception:  # it does not take a part of the batch
+    except Exception:  # the model may not take a part of the batch
         return set(first)
     finally:
         for module, was in training:
@@ -255,7 +256,7 @@ def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
 
 
 def close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether a tensor is that of these parts, one behind the other."""
+    """Return whether a tensor is the concatenation of these parts."""
     if len({part.shape[1:] for part in parts if part.dim()}) != 1 or not all(
         part.dim() for part in parts
     ):
@@ -267,7 +268,7 @@ def close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ...]]:
-    """The modules of every end, by name, in the order of their calls."""
+    """Yield the modules of every end, by name, in the order of their calls."""
     takers = [
         name
         for name, own in calls.items()
@@ -283,14 +284,14 @@ def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ..
         )
         for end in ((name,), *(tuple(children[start:]) for start in range(1, len(children)))):
             inside = tuple(f"{member}." for member in end)
-            # a dropout of nothing gives what it takes
+            # a dropout with probability 0 returns its input
             within = all(f"{taker}.".startswith(inside) for taker in takers)
             if within and end != ("",) and all(member in calls for member in end):
                 yield end
 
 
 def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -> str:
-    """Why these modules, which end the model, cannot run elsewhere, or ''."""
+    """Return why these modules, which end the model, cannot run on another host, or ''."""
     for calls_of_one in calls:
         if (
             len(calls_of_one) != 1
@@ -330,7 +331,7 @@ def _bytes(
     loss: Tensor,
     micro_batches: int,
 ) -> tuple[float, float]:
-    """What a worker sends to the end of the model in a step, and gets from it."""
+    """Return the bytes that a worker sends to the model's end in a step, and receives from it."""
     every = modules_of(modules, sample.loss_fn)
     parameters = list(
         parameters_of({str(number): module for number, module in enumerate(modules)}).values()

@@ -1,11 +1,11 @@
-"""Counts of torch's own losses, seen in one call, so that nobody need give a `count`.
+"""Counts of torch's own losses, seen in one call, so that you need not pass a `count`.
 
     call    one cross_entropy, nll_loss or linear_cross_entropy gives the loss: a mean over the
             targets that it does not ignore, each with the weight of its class
     place   the same targets in the batch, where training can count them
 
 Class probabilities as targets have no such count: torch divides these by the number of rows, with
-class weights, too. Costs one call of the loss, and in training a sum over the targets.
+class weights, too. The cost is one call of the loss, and in training a sum over the targets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.core.errors import UsageError
 from shoal.core.terms import Targets
 
-_USUAL = -100  # the target that torch ignores if nobody says another
+_USUAL = -100  # the target that torch ignores by default
 _LOSSES = (F.cross_entropy, F.nll_loss, getattr(F, "linear_cross_entropy", F.nll_loss))
 Path = tuple[int | str, ...]
 

@@ -1,20 +1,20 @@
-"""What a row is, and whether a loss is a mean or a sum over rows: seen on the sample.
+"""Finds the number of rows, and whether a loss is a mean or a sum over them, on the sample.
 
     sum or mean   the loss of some rows, of the same rows twice, and three times: L, 2L, 3L of a
                   sum; L, L, L of a mean; anything else is taken for a mean
-    terms         those of the target: its first dimension, and each further one along which the
-                  loss is a mean, too (tokens of a text)
-    where         in training the number is to be known as early as can be. The first of these
-                  places that has it on every rank's sample: the first tensor of the input; the
-                  output; any other tensor, or list, of the input; the target, at the loss
+    terms         the target's dimensions: its first, and each further one along which the loss is
+                  a mean, too (tokens of a text)
+    where         training should know the number as early as possible. The first of these places
+                  that has it on every rank's sample: the first tensor of the input; the output;
+                  any other tensor, or list, of the input; the target, at the loss
 
-Where one function computes the loss of the whole batch, only the batch shows terms: the rows of its
-target, where it is a pair, else what the loss is a mean or a sum over.
+If one function computes the loss of the whole batch, only the batch shows terms: the rows of its
+target, if the batch is a pair, or else the dimensions that the loss is a mean or a sum over.
 
-A loss that is a sum of rows and of something else than rows is neither, and is refused. How torch's
-own losses count targets is seen, too (targets.py), and whether parts of the rows make the loss of
-the whole (trials.py). Costs a few calls of the loss on at most eight rows; of a model that returns
-its own loss, of the model.
+A loss that sums over rows and over other things too is neither, and is refused. The sample also
+shows how torch's own losses count targets (targets.py), and whether parts of the rows make the loss
+of the whole (trials.py). The cost is a few calls of the loss on at most eight rows, or of a model
+that returns its own loss.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from shoal.profiling.trials import (
     nearness,
 )
 
-_SMALL_BYTES = 16 << 20  # an output of which a copy is kept
+_SMALL_BYTES = 16 << 20  # the largest output that is copied
 _COUNT = (
     "say how many terms the loss of a batch is a mean over: "
     "parallelize(…, compute_loss=f, count=lambda batch: len(batch[0]))"
@@ -81,9 +81,9 @@ class _BatchItem:
 
     @property
     def terms(self) -> tuple[Terms, ...]:
-        """What it counts, the likelier first."""
+        """Terms that it may count, the likelier first."""
         rows = Terms(INPUT, self.path)
-        # a table of one row, as of a text that is packed: its columns are what others call rows
+        # a table of one row, such as a packed text, has rows in its columns
         is_one_text = len(self.size) == 2 and self.size[0] == 1
         return (replace(rows, dims=(0, 1)), rows) if is_one_text else (rows,)
 
@@ -92,8 +92,8 @@ class _BatchItem:
 class SampleTerms:
     """Places in the sample of one rank where terms of the loss can be counted."""
 
-    kind: str  # of the loss
-    places: tuple[Terms, ...]  # where the terms can be counted
+    kind: str  # kind of the loss: a mean, a sum or neither
+    places: tuple[Terms, ...]  # places that count the terms
     kept: bool = False  # modules keep tensors with a history
     targets: tuple[Targets, ...] = ()  # places, if one of torch's losses counts them
     targets_matter: bool = False  # whether there are more or fewer than rows
@@ -102,13 +102,13 @@ class SampleTerms:
 
 @final
 class Outputs:
-    """A copy of what a model has put out, where that is small, so that it need not run again."""
+    """A copy of the model's output, if it is small, so that the model need not run again."""
 
     def __init__(self) -> None:
         self.copy: Any = None
 
     def kept_of(self, sample: Sample) -> Sample:
-        """The same sample, whose loss function copies what it is given."""
+        """Return the same sample with a loss function that copies the output on its way."""
         loss_fn = sample.loss_fn
         if loss_fn is None:
             return sample
@@ -122,7 +122,7 @@ class Outputs:
 
 
 def _copied(output: Any) -> Any:
-    """The same without a history; None where it is large, or of other things than tensors."""
+    """Copy an output without its history. None if it is large, or not of tensors alone."""
     leaves = pytree.tree_leaves(output)
     if not all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves):
         return None
@@ -134,9 +134,9 @@ def _copied(output: Any) -> Any:
 def seen(
     sample: Sample, counted: bool = False, outputs: Outputs | None = None, rank: int = 0
 ) -> SampleTerms:
-    """What this rank's sample shows, after a step. Runs the model and the loss some times more.
+    """Find the terms that this rank's sample shows. Model and loss run some times more.
 
-    Nothing need be seen of a `compute_loss` whose terms are `counted`.
+    If a `compute_loss` has `counted` terms, nothing has to be found.
     """
     how = Trying(counted, rank, nearness(sample.model), once=sample.loss_fn is None)
     kept = any(
@@ -152,15 +152,15 @@ def seen(
             found = SampleTerms(UNKNOWN, (Terms(),))
         else:
             found = _of_whole_loss(sample, how)
-    if counted and found.kind == NEITHER:  # the caller knows it
+    if counted and found.kind == NEITHER:  # the caller counts terms, and so knows
         found = replace(found, kind=UNKNOWN)
     return replace(found, kept=kept)
 
 
 def agreed_terms(ranks: Sequence[SampleTerms], of_batch: bool = False) -> Terms:
-    """What every rank's sample shows, the same for all.
+    """Return the terms that every rank's sample shows, the same for all.
 
-    `of_batch` says that nothing but the whole batch is there to count.
+    `of_batch` says that only the whole batch can be counted.
 
     Raises:
         SampleError: the loss is a sum over rows and of something else.
@@ -206,10 +206,10 @@ def _agreed_targets(ranks: Sequence[SampleTerms]) -> Targets | None:
 
 
 def count_of(terms: Terms, value: Any) -> float:
-    """The terms that a batch has, of the inputs, output or target that `terms` names.
+    """Return the number of terms in a batch. `terms` names its place: the inputs, output or target.
 
     Raises:
-        UsageError: it is not of the sample's form.
+        UsageError: the value has not the sample's form.
     """
     size = size_at(value, terms.path) if terms.path else next(sizes(value), ((), (1,)))[1]
     if size is None or (terms.path and len(size) <= max(terms.dims)):
@@ -231,7 +231,8 @@ def count_seen(targets: Targets, batch: Any, holder: Any = None) -> float:
 
 def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -> SampleTerms:
     if output is None:
-        with torch.enable_grad():  # as in training: some models look (checkpointing)
+        # gradients on, as in training, because some models look (checkpointing)
+        with torch.enable_grad():
             output = pytree.tree_map(_detached, sample.output())
     else:
         sample.renew()
@@ -256,7 +257,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -
         dims += _mean_along(loss_fn, output, y)
     counted = [dims]
     if len(dims) > 1 and len(dims) == len(target[1]) and y.is_floating_point():
-        counted.append(dims[:-1])  # the last are features, of any number
+        counted.append(dims[:-1])  # the last dimension has features, of any number
     sources = {
         INPUT: list(sizes(arguments(sample.model, sample.x))),
         OUTPUT: list(sizes(output))[:1],
@@ -296,7 +297,7 @@ class _WholeLoss:
 
     @property
     def rows(self) -> list[int]:
-        """The rows that it is tried on."""
+        """Rows for the trial."""
         return in_order(self.number, last_with(self._given(self._sample.x), self.number))
 
     def __call__(self, rows: Sequence[int]) -> float:
@@ -344,7 +345,7 @@ def _of_whole_loss(sample: Sample, how: Trying) -> SampleTerms:
 
 
 def _of_batch(sample: Sample, how: Trying) -> SampleTerms:
-    """Where a batch has its rows, and what the loss is of them."""
+    """Find the place of a batch's rows, and the kind of its loss over them."""
     batch = sample.x
     places = [_BatchItem(path, size) for path, size in sizes_of_batch(batch)]
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
@@ -353,7 +354,8 @@ def _of_batch(sample: Sample, how: Trying) -> SampleTerms:
     for place in targets or places:
         by_number.setdefault(place.size[0], place)
     if is_pair and _has_objects(batch[1]):
-        by_number.clear()  # what is inside one of them is no row
+        # the target is a tuple of objects, and sizes inside one of them count no rows
+        by_number.clear()
     losses = {number: _WholeLoss(sample, place) for number, place in by_number.items()}
     tries = {number: kind_of(loss_of, loss_of.rows) for number, loss_of in losses.items()}
     shown = [number for number, tried in tries.items() if tried.kind != UNKNOWN]
@@ -366,7 +368,7 @@ def _of_batch(sample: Sample, how: Trying) -> SampleTerms:
         )
 
     def likely(number: int) -> tuple[bool, bool, bool, int]:
-        """Its rows matter; there are several; it is a list of them; many tensors have as many."""
+        """Compare: the loss depends on the rows, they are several, in a list, with many tensors."""
         by_rows = len(shown) > 1 and matters(losses[number], min(number, FEW))
         of_list = by_number[number].path == (LENGTH,)
         return by_rows, number > 1, of_list, sum(each.size[0] == number for each in places)
@@ -378,12 +380,12 @@ def _of_batch(sample: Sample, how: Trying) -> SampleTerms:
 
 
 def _has_objects(value: Any) -> bool:
-    """Whether it is a tuple of what is not tensors, such as a dict for each picture."""
+    """Return whether a value is a tuple of objects, such as a dict for each picture."""
     return isinstance(value, tuple) and not all(isinstance(item, Tensor) for item in value)
 
 
 def _mean_along(loss_fn: LossFn, output: Tensor, y: Tensor) -> list[int]:
-    """The target's further dimensions along which the loss is a mean."""
+    """Return the target's further dimensions along which the loss is a mean."""
     along = _matching(output.shape, y.shape)
     if along is None:
         return []
@@ -397,12 +399,12 @@ def _mean_along(loss_fn: LossFn, output: Tensor, y: Tensor) -> list[int]:
                 float(loss_fn(torch.cat([output] * 2, along[dim]), torch.cat([y] * 2, dim))), whole
             )
         ]
-    except Exception:  # the loss knows the size
+    except Exception:  # the loss may check sizes
         return []
 
 
 def _matching(output: Size, target: Size) -> list[int] | None:
-    """Which of an output's dimensions are those of the target: beside one of classes, or all."""
+    """Return the output's dimensions that match the target's: all, or all but one of classes."""
     if output == target or output[:-1] == target:
         return list(range(len(target)))
     if len(output) == 1 + len(target) and (output[:1] + output[2:]) == target:
@@ -413,7 +415,7 @@ def _matching(output: Size, target: Size) -> list[int] | None:
 def _places(
     sources: Mapping[str, Sequence[tuple[Path, Size]]], wanted: Sequence[Sequence[int]]
 ) -> Iterator[Terms]:
-    """Where as many terms can be counted, by dimensions of these sizes or of their product."""
+    """Yield places that count as many terms, by dimensions of these sizes or their product."""
     for source, there in sources.items():
         for index, (path, size) in enumerate(there):
             for parts in wanted:
@@ -424,7 +426,7 @@ def _places(
 
 
 def _dims_of(size: Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the dimensions of these sizes in this order, else dimensions of the same product.
+    """Return the dimensions of these sizes in this order, or dimensions of the same product.
 
     Such a product has the first dimension in it, or features could be as many by chance.
     """
@@ -445,7 +447,7 @@ def _dims_of(size: Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _is_plain(batch: Any, by_number: Mapping[int, _BatchItem], first: Sequence[_BatchItem]) -> bool:
-    """Whether rows are known although the loss shows none.
+    """Return whether rows are known although the loss shows none.
 
     They are where the target of a pair is a tensor, or all tensors have as many.
     """

@@ -3,10 +3,10 @@
             enter A leave A    enter B  leave B   loss    dB arrives   dA arrives     end
     forward ───┤ A's   ├──────────┤ B's    ├───────┼─────────┤ B's         ├ A's       ┤ backward
 
-Forward time is a layer's own, without the layers inside it. In backward a layer's time begins where
-the gradient of its output arrives and ends where the next layer's does: what stands between two
-layers (an activation, a pooling) is billed to the one before it. Everything is read from the same
-steps, so that order and times agree with each other.
+Forward time is a layer's own, without the layers inside it. In backward a layer's time begins when
+the gradient of its output arrives, and ends when the next layer's gradient arrives. So the work
+between two layers (an activation, a pooling) counts for the earlier layer. Everything is read from
+the same steps, so that order and times agree with each other.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shoal.profiling.processor import page_faults
 
 Mark = Any  # a moment: seconds on a CPU, an event on CUDA
 NOBODY = ""
-# runs: the fewest, of those that take long by themselves, and the most; seconds that are enough
+# the fewest runs of quick work, the fewest of long work, the most runs, and seconds that are enough
 _FEWEST, _FEWEST_LONG, _MOST, _ENOUGH_S = 3, 2, 25, 0.05
-# the part of the time that a thread has which has its core alone; of a mean where it has not
+# share of the time in which a thread has a core alone; seconds to average over if it has not
 _ALONE, _SHARED_S = 0.9, 0.06
 
 
@@ -48,28 +48,29 @@ class DeviceClock:
         return self._device.type == "cpu"
 
     def mark(self) -> Mark:
-        """This moment in the device's work."""
+        """Take the moment in the device's work."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        # not the current device's, which may be another
+        # the tensors' device, which may not be the current one
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds from one moment to another."""
+        """Return the seconds from one moment to another."""
         if not self._cuda:
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
     def usual(self, work: Callable[[], object], warm: bool = False) -> float:
-        """Seconds that `work` takes after a warm-up, the median of some runs.
+        """Measure the seconds of `work`: the median of some runs after a warm-up.
 
-        On a CPU it needs none where what it does and has is `warm`.
+        On a CPU, `warm` work, with its data in caches, needs no warm-up.
 
-        Where others have the core for a part of the time, a short run has all or nothing of that in
-        it. Then it is the mean, over as many turns as make it that of a step.
+        If other processes take the core for a part of the time, a short run has all of such a part
+        in it, or nothing. Then the result is a mean, over enough turns to be like the mean in a
+        step.
         """
         began_s, busy_s = time.perf_counter(), time.thread_time()
         seconds = [self._time(work)]
@@ -86,7 +87,7 @@ class DeviceClock:
         return fmean(seconds)
 
     def _times(self, one_s: float) -> int:
-        """How many runs are to be made of what takes so long."""
+        """Return the number of runs for work of this length."""
         if one_s > _ENOUGH_S:
             return _FEWEST_LONG
         return max(_FEWEST, min(int(_ENOUGH_S / max(one_s, 1e-9)), _MOST))
@@ -147,9 +148,9 @@ def watch_step(
 
 
 def usual(steps: Sequence[MeasuredStep], warm: MeasuredStep) -> MeasuredStep:
-    """The median of each time over steps of one model; counts are the last step's.
+    """Return the median of each time over steps of one model. Counts are the last step's.
 
-    Of the step before, to warm up, only how often it called layers counts.
+    Of the warm-up step before, only the number of calls counts.
     """
     last, used = steps[-1], {name for step in steps for name in step.ready_s}
     return MeasuredStep(
@@ -176,18 +177,18 @@ def usual(steps: Sequence[MeasuredStep], warm: MeasuredStep) -> MeasuredStep:
 
 
 class _Watch:
-    """The hooks' notebook. Each log entry is a moment and the layer whose time begins then."""
+    """Times that hooks note. Each log entry is a moment and the layer that begins then."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
-        # forward hooks fire there too, when activation checkpointing runs forward again
+        # hooks of forward run in backward, too, if activation checkpointing repeats forward
         self.in_backward = False
         self.running = [NOBODY]
-        # outputs whose gradient is awaited, by the innermost layer's name
+        # outputs that wait for a gradient, by the innermost layer's name
         self.hooked = WeakTensorKeyDictionary()
         self.forward_log: list[tuple[Mark, str]] = []
         self.backward_log: list[tuple[Mark, str]] = []
-        self.entered: dict[str, Mark] = {}  # the first time
+        self.entered: dict[str, Mark] = {}  # moment of the first call
         self.ready: dict[str, Mark] = {}
         self.calls: dict[str, int] = defaultdict(int)
         self.input_elements: dict[str, int] = defaultdict(int)
@@ -213,7 +214,8 @@ class _Watch:
             for tensor in outputs:
                 if tensor.requires_grad and tensor not in self.hooked:
                     self.hooked[tensor] = layer.name
-                    # a parameter, put out as it is, stays
+                    # remove the hook, because a parameter may be the output itself, and outlives
+                    # the step
                     hooks.callback(tensor.register_hook(arrive).remove)
             if not self.in_backward:
                 self.calls[layer.name] += 1
@@ -233,7 +235,7 @@ class _Watch:
 
     def _note_ready(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
-            # the last one counts, where a gradient comes in several parts
+            # a gradient may come in several parts: the last one counts
             if self.ready.pop(name, None) is not None:
                 self.again.add(name)
             self.ready[name] = self.clock.mark()
@@ -244,7 +246,7 @@ class _Watch:
 
 
 def _billed(log: Sequence[tuple[Mark, str]], end: Mark, clock: DeviceClock) -> dict[str, float]:
-    """Give each entry's layer the seconds until the next entry."""
+    """Count the seconds until the next entry for each entry's layer."""
     seconds: dict[str, float] = defaultdict(float)
     for (start, name), (stop, _) in pairwise([*log, (end, NOBODY)]):
         seconds[name] += clock.seconds(start, stop)

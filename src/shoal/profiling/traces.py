@@ -1,12 +1,12 @@
-"""What running a model can change, noted so that it can be put back: values and objects.
+"""Notes all that running a model can change, and puts it back: values and objects.
 
-Noted is all that the given objects refer to: tensors (value and `.grad`), modules and other objects
-(attributes), lists, dicts, sets, arrays, generators of random numbers, what a function closes over,
-its defaults, and what functions of the user's own files take of their globals and classes.
+Noted is everything that the given objects refer to: tensors (value and `.grad`), modules and other
+objects (attributes), lists, dicts, sets, arrays, and generators of random numbers. Of functions it
+is closures and defaults, and in the user's own files also the globals and classes that they use.
 
-Not noted: what other threads may be changing (objects with locks, queues or threads), data sets,
-loaders, optimizers, and what the standard library, torch and Shoal have of their own. Costs a copy
-of every tensor and array. Guarded by tests/profiling/test_untraced.py.
+Not noted are things that other threads may be changing (objects with locks, queues or threads),
+data sets, loaders, optimizers, and the state of the standard library, torch and Shoal. The cost is
+a copy of every tensor and array. Guarded by tests/profiling/test_untraced.py.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ _ABSENT = object()
 
 @final
 class Traces:
-    """Some objects, and all that they refer to, as they were when this was made."""
+    """Objects, and all that they refer to, in their state at the time of construction."""
 
     def __init__(self, *roots: Any) -> None:
-        self._seen: dict[int, Any] = {}  # alive, so that an id stays one object's
+        # these keep objects alive, so that an id stays one object's
+        self._seen: dict[int, Any] = {}
         self._restores: list[Restore] = []
         self._arrays: list[Restore] = []
         self._tensors: list[_NotedTensor] = []
@@ -81,14 +82,14 @@ class Traces:
             todo.extend(self._noted(value))
 
     def leaves(self) -> list[Tensor]:
-        """The tensors among them that gradients are kept of."""
+        """List the noted tensors that keep gradients."""
         return [noted.tensor for noted in self._tensors if noted.is_leaf]
 
     def put_back(self, *, only_seen: bool = False) -> None:
-        """Make all of it what it was.
+        """Restore everything.
 
-        With `only_seen` tensors are compared by their version alone, which costs nothing, and
-        arrays, which have none, stay.
+        With `only_seen`, tensors are compared by their version alone, which costs nothing. Arrays
+        have no version, and stay as they are.
         """
         for restore in self._restores if only_seen else [*self._restores, *self._arrays]:
             restore()
@@ -97,9 +98,9 @@ class Traces:
                 noted.put_back(only_seen)
 
     def _noted(self, value: Any) -> Iterable[Any]:
-        """Note one object; what it refers to."""
+        """Note one object, and return the objects that it refers to."""
         if isinstance(value, Tensor):
-            if _of_shoal(type(value)):  # its value is elsewhere: that of another parallelised model
+            if _of_shoal(type(value)):  # its value is a part of another parallelised model
                 return ()
             self._tensors.append(_NotedTensor(value))
             return (value._backward_hooks,)
@@ -115,7 +116,7 @@ class Traces:
         return self._object(value)
 
     def _object(self, value: Any) -> Iterable[Any]:
-        """Note the attributes of a module, or of an object that is nobody else's."""
+        """Note the attributes of a module, or of a plain object of the user's own."""
         kind = type(value)
         attributes = getattr(value, "__dict__", None)
         is_module = isinstance(value, nn.Module)
@@ -137,7 +138,7 @@ class Traces:
 
 @final
 class _NotedTensor:
-    """A tensor as it was."""
+    """A tensor and its noted value."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.is_leaf = tensor, tensor.is_leaf
@@ -154,14 +155,14 @@ class _NotedTensor:
             return
         if tensor.shape != value.shape:
             tensor.data = value.clone()
-        # an expanded buffer cannot be written, and never was
+        # an expanded buffer cannot be written, and so has not changed
         elif not equal(tensor, value):
             tensor.copy_(value)
         self._version = _version(tensor)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one type have the same elements; torch compares no sparse ones."""
+    """Return whether two tensors of one type are equal. Torch itself compares no sparse ones."""
     if a.layout is torch.strided:
         return torch.equal(a, b)
     return a.shape == b.shape and bool(content(a) == content(b))
@@ -175,7 +176,7 @@ Note = tuple[Restore | None, Iterable[Any]]
 
 
 def _dict(value: dict[Any, Any]) -> Note:
-    # a class of its own may return other values than it holds
+    # a dict's subclass may return other values than it holds
     held = {key: dict.__getitem__(value, key) for key in value}
     return partial(_put_back_dict, value, held), [*held.keys(), *held.values()]
 
@@ -261,7 +262,7 @@ def _partial(value: partial[Any]) -> Note:
 
 
 def _function(value: FunctionType) -> Note:
-    """What a function closes over, and its own attributes; of the user's files also globals."""
+    """Note a function's closure, defaults and attributes, and the globals of a user's function."""
     if _is_of_shoal(value.__module__):
         return None, ()
     cells = []
@@ -291,7 +292,7 @@ def _function(value: FunctionType) -> Note:
 
 
 def _class(value: type) -> Note:
-    """The attributes of a class of the user's own, and what its methods refer to."""
+    """Note the attributes of a user's class, and the objects that its methods refer to."""
     if _is_installed(value.__module__):
         return None, ()
     before = _attributes_of(value)
@@ -354,7 +355,7 @@ def _differ(now: Iterable[Any], before: list[Any]) -> bool:
 
 
 def _attributes_of(kind: type) -> dict[str, Any]:
-    """What a class has that is no method and not Python's own."""
+    """Return a class's attributes apart from methods and Python's own."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -375,7 +376,7 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names of globals that a function's code may read or set, with those inside it."""
+    """Yield the names of globals that a function's code, or code inside it, may read or set."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -392,7 +393,7 @@ def _is_of_shoal(module: str | None) -> bool:
 
 @cache
 def _is_installed(module: str | None, libraries: bool = True) -> bool:
-    """Whether a module is Python's, torch's or Shoal's; with `libraries` any that was installed."""
+    """Return whether a module is Python's, torch's or Shoal's; with `libraries`, or installed."""
     name = module or "builtins"
     root = name.partition(".")[0]
     if root in sys.stdlib_module_names or root in ("builtins", "torch", "numpy", "shoal"):

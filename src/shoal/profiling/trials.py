@@ -8,8 +8,8 @@ make other losses. Two trials tell:
     parts    the loss of two unlike parts of these rows. The rows are in the order of their targets,
              and the parts of other sizes on each rank, so that a sum over ranks inside shows, too
 
-Nothing is said of a loss that differs from call to call, of one that does not take parts, and of
-numbers that are not finite. Costs seven calls of the loss on at most 24 rows.
+The trials tell nothing about a loss that differs from call to call, a loss that does not take
+parts, and numbers that are not finite. They cost seven calls of the loss on at most 24 rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DO = (
 
 
 class Tried(NamedTuple):
-    """A loss that was tried on some rows: its kind, and its first and last value of them."""
+    """A loss that was tried on some rows: its kind, and its value at the start and at the end."""
 
     kind: str
     first: float = nan
@@ -52,13 +52,13 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Trying:
-    """A way to try a loss.
+    """Settings for trying a loss.
 
     Args:
-        counted: whether the caller counts its terms: then its parts tell nothing.
-        rank: this rank, by which sizes of parts differ.
-        near: relative difference of two losses that is none.
-        once: whether one pair of parts must do, because the model runs for each.
+        counted: whether the caller counts the loss's terms. Then its parts tell nothing.
+        rank: this rank. Sizes of parts differ from rank to rank.
+        near: relative difference up to which two losses count as equal.
+        once: whether to try one pair of parts only, because the model runs for each.
     """
 
     counted: bool = False
@@ -82,7 +82,8 @@ class Trying:
         others = [row for index, row in enumerate(rows) if index % every != 1]
         found = None
         for parts in ((rows[:first], rows[first:]), (rows[1::every], others)):
-            # call it of one row, too, as often as other ranks do: the loss may wait for them
+            # call it with one row, too, as often as other ranks do, because the loss may wait for
+            # them
             losses = [loss_of(part or rows) for part in parts]
             if all(parts) and all(map(isfinite, losses)):
                 found = found or self._unlike_parts(parts, losses, tried)
@@ -114,18 +115,18 @@ def in_order(number: int, tensor: Tensor | None, most: int = FEW) -> list[int]:
 
 
 def _size(number: int, rank: int) -> int:
-    """Return the size of the first part: at least 2 rows where there are 4 of them."""
+    """Return the size of the first part: at least 2 rows if there are 4."""
     least = min(2, number // 2)
     return max(least, min(number - least, number * (1 + rank % 3) // 4))
 
 
 def _is_steady(first: float, last: float) -> bool:
-    """Return whether two losses of the same rows are the same: nothing in it is drawn or counts."""
+    """Return whether two losses of the same rows are equal, so that it neither draws nor counts."""
     return isfinite(first) and abs(first - last) <= _STEADY * max(abs(first), abs(last))
 
 
 def nearness(model: nn.Module, output: Any = None) -> float:
-    """Return the relative difference of two losses that is none, by the types of their values.
+    """Return the relative difference up to which two losses count as equal, by their dtypes.
 
     Losses of one output differ less than losses of a model that runs again, on other rows.
     """
@@ -167,7 +168,7 @@ def _name(loss: Any) -> str:
 
 
 def matters(loss_of: LossOf, number: int) -> bool:
-    """Return whether the loss of some rows differs from that of all: they are no mere settings."""
+    """Return whether the loss of some rows differs from that of all, so that they do matter."""
     try:
         return number > 1 and not near(loss_of(range(number // 2)), loss_of(range(number)))
     except Exception:  # half of a list such as [x, y] is no batch
@@ -177,13 +178,14 @@ def matters(loss_of: LossOf, number: int) -> bool:
 def kind_of(loss_of: LossOf, rows: Sequence[int]) -> Tried:
     """Try a loss on some rows once, twice and three times.
 
-    It is asked there and back, so that what grows from call to call (an annealed term) cancels out.
+    It is called in rising and then in falling order, so that a term that grows from call to call
+    (an annealed one) cancels out.
     """
     rows, found = list(rows), list[float]()
     try:
         for times in (1, 2, 3, 2, 1):
             found.append(loss_of(rows * times))
-    except Exception:  # it takes no rows but its own, or none that come twice
+    except Exception:  # the loss may take no other rows than its own, or no row twice
         return Tried(UNKNOWN, *_again(loss_of, rows, found[:1]))
     first, second, thrice, fourth, last = found
     once, twice = (first + last) / 2, (second + fourth) / 2
@@ -200,7 +202,7 @@ def kind_of(loss_of: LossOf, rows: Sequence[int]) -> Tried:
 
 
 def _again(loss_of: LossOf, rows: Sequence[int], found: Sequence[float]) -> Sequence[float]:
-    """Return the first and the last loss of rows that it does not take twice; () if of none."""
+    """Return the first and last loss of rows that it does not take twice; () without any."""
     try:
         return [*found, loss_of(rows)] if found else ()
     except Exception:

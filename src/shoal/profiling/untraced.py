@@ -1,7 +1,8 @@
 """Runs training steps on a model and leaves no trace: its state is the same, bit for bit.
 
-Held: all that the model, the loss, the sample and the optimizers' settings refer to (traces.py),
-and the random state of torch, `random` and numpy. Costs one copy of it for as long as it lasts.
+It restores everything that the model, the loss, the sample and the optimizers' settings refer to
+(traces.py), and the random state of torch, `random` and numpy. The cost is one copy of all this
+while the steps run.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from shoal.profiling.traces import Traces
 def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[Sample]:
     """Put the sample's model and loss into training, without gradients, and back at the end.
 
-    The gradients of all that the optimizers have are put back too, as a loss may know it by itself.
+    Gradients of all parameters in the optimizers are restored too, because the loss may use one.
 
-    Threads that are ranks share the random state: let all of them enter before one draws, and all
-    finish before one leaves.
+    Ranks that are threads share the random state. So let all of them enter before one draws, and
+    let all finish before one leaves.
 
     Returns:
-        The sample to run: each time it is run, its x and y are as they were.
+        The sample to run. Its x and y are restored before each run.
     """
     settings = [
         value
@@ -53,7 +54,7 @@ def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[S
         with _forked(devices), torch.enable_grad():
             others = [parameter for parameter, _ in gradients]
             drop_gradients([*before.leaves(), *batch.leaves(), *others])
-            # a model in training may have single modules in eval on purpose
+            # a model in training may keep single modules in eval on purpose
             if not sample.model.training:
                 sample.model.train()
             yield replace(sample, renew=partial(batch.put_back, only_seen=True))
@@ -68,7 +69,7 @@ def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[S
 
 @contextmanager
 def _forked(devices: Iterable[int]) -> Iterator[None]:
-    """torch's fork_rng, its beginning and end one rank at a time."""
+    """Fork the random state as torch's fork_rng does. One rank at a time enters or leaves."""
     fork = torch.random.fork_rng(devices=devices)
     with RANDOM_STATE:
         fork.__enter__()

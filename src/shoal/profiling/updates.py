@@ -1,10 +1,10 @@
 """An optimizer's own update, run on other tensors: on pieces of its parameters, or on a trial.
 
 The copy has the class, the settings and the plain attributes of the original, but parameters, state
-and hooks of its own, so any torch optimizer is served as it is. Whether it may be given pieces is
-found by trying: it may, if updating two halves of a tensor by themselves gives what updating the
-whole gives. One that may not, since it looks at whole tensors (Adafactor, LARS), may still be given
-whole parameters, if updating two by themselves gives what updating both at once gives.
+and hooks of its own, so any torch optimizer can be used. A trial shows whether it may update
+pieces: it may if updates of a tensor's two halves, each by itself, equal the whole's update. An
+optimizer that looks at whole tensors (Adafactor, LARS) fails this trial. It may still be used for
+whole parameters if updates of two of them, each by itself, equal the update of both at once.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from shoal.profiling.sparse import is_sparse
 from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
 from shoal.remote.wire import Data
 
-# of the trials: what optimizers that look at shapes look for, matrices and convolutions
+# shapes for trials: optimizers may treat matrices and convolutions differently
 _SHAPES = (4, 6), (4, 3, 2, 1)
 _LARGE = 1e3
 _STEPS = 3
-_RATE = 1e-3  # at least
-_WITHIN = 1e-9  # of the largest element, in float64
+_RATE = 1e-3  # least learning rate in a trial
+# difference, as a share of the largest element in float64, up to which results count as equal
+_WITHIN = 1e-9
 _ITS_OWN = frozenset({"param_groups", "state"})
 
 
 def like(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class and attributes, without parameters, state and hooks."""
+    """Make an optimizer of the same class and attributes, without parameters, state and hooks."""
     return made(type(optimizer), attributes(optimizer))
 
 
 def made(kind: type[Optimizer], its_attributes: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of that class with these attributes, without parameters and state."""
+    """Make an optimizer of that class with these attributes, without parameters and state."""
     optimizer: Optimizer = object.__new__(kind)
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     vars(optimizer).update(its_attributes)
@@ -53,23 +54,23 @@ def made(kind: type[Optimizer], its_attributes: Mapping[str, Any]) -> Optimizer:
 
 
 def form_of(optimizer: Optimizer) -> OptimizerForm:
-    """What another host needs to make such a one (UsageError if that would not know its class)."""
+    """Describe the optimizer for another host (UsageError if that host cannot know its class)."""
     return OptimizerForm(name_of(type(optimizer)), Data(attributes(optimizer)))
 
 
 def made_of(form: OptimizerForm) -> Optimizer:
-    """An optimizer as another host describes it, without parameters and state."""
+    """Make an optimizer from another host's description, without parameters and state."""
     return made(kind_of(form.kind), form.attributes.value)
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Its attributes now (a scaler sets some for one step), tensors cloned, without hooks."""
+    """Copy its attributes, tensors cloned, without hooks. A scaler sets some for one step."""
     methods = {
         name
         for name, value in vars(optimizer).items()
         if isinstance(value, MethodType | FunctionType)
     }
-    # replaced ones
+    # methods that a user has replaced
     methods |= {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}
     return {
         name: OrderedDict() if name.endswith("_hooks") else _captured(value)
@@ -90,25 +91,25 @@ def make_step(
 
 
 def unhooked_step(copy: Optimizer) -> None:
-    """A copy's step, without what register_optimizer_step_post_hook hangs on every optimizer."""
+    """Run a copy's step without the hooks of register_optimizer_step_post_hook."""
     step: Any = type(copy).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings as they are now."""
+    """Copy a group's present settings."""
     return {name: _captured(value) for name, value in group.items() if name != "params"}
 
 
 def _captured(value: Any) -> Any:
-    """The value with its tensors cloned, also those in containers (a pair of betas)."""
+    """Clone the tensors in a value, also in containers (a pair of betas)."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def part_of(
     state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """The state of a part of a parameter: that part of tensors of its shape, the rest copied."""
+    """Cut tensors of the parameter's shape in its state to this part, and copy the rest."""
     return {
         name: part(value).clone()
         if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -119,11 +120,12 @@ def part_of(
 
 @dataclass(frozen=True)
 class UpdateFacts(Facts):
-    """Why a layer's parameters cannot be updated elsewhere, or in parts."""
+    """Reasons why a layer's parameters cannot be updated on other ranks, or in parts."""
 
     whole: str = ""  # why its optimizer cannot update parts of its parameters by themselves
-    joint: str = ""  # why not even its parameters, each whole and by itself
-    # a parameter gets a gradient, and none of PyTorch's functions was seen to read it: C++ code?
+    joint: str = ""  # why not even whole parameters, each by itself
+    # whether a gradient comes although no PyTorch function was seen to read the parameter: C++
+    # code?
     unread: bool = False
 
 
@@ -153,10 +155,10 @@ def _together(trial: Trial) -> dict[Tensor, JointUpdate]:
 
 @dataclass(frozen=True)
 class JointUpdate:
-    """Reasons why elements of a parameter must be updated together; "" where they need not."""
+    """Reasons why elements of a parameter must be updated together; "" if they need not."""
 
     whole: str  # why no part of it can be updated by itself
-    joint: str = ""  # why not even all of it
+    joint: str = ""  # why even the whole parameter cannot be
 
 
 def whole_updates(
@@ -164,9 +166,9 @@ def whole_updates(
     optimizers: Iterable[Optimizer],
     sparse: Set[Tensor] = frozenset(),
 ) -> dict[Tensor, JointUpdate]:
-    """The parameters of which no part can be updated by itself, and why.
+    """Return the parameters with no part that can be updated by itself, and why.
 
-    Some have gradients that are sparse tensors.
+    The `sparse` parameters have gradients that are sparse tensors.
     """
     groups = [
         (optimizer, group)
@@ -182,7 +184,7 @@ def whole_updates(
     ]
     reasons = {parameter: why for why, held in found if why.whole for parameter in held}
     listed = list(parameters)
-    # what no optimizer has yet may join that one
+    # parameters without an optimizer may join this one
     if whole := [why for why, _ in found if why.whole]:
         reasons |= dict.fromkeys(set(listed).difference(*(held for _, held in found)), whole[0])
     overlapping = _overlapping([p for p in listed if type(p) is nn.Parameter])
@@ -203,15 +205,15 @@ def whole_updates(
 def _by_layout(
     parameters: Sequence[Tensor], sparse: Set[Tensor]
 ) -> list[tuple[list[Tensor], bool]]:
-    """The parameters with dense gradients, and those with sparse ones, where there are any."""
+    """Split parameters into the ones with dense and with sparse gradients, without empty groups."""
     halves = [([p for p in parameters if (p in sparse) == kind], kind) for kind in (False, True)]
     return [(held, kind) for held, kind in halves if held]
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
-    """Those that have memory together with another of them, as after `a.data = b.data`."""
+    """Return the parameters that share memory with another of them, as after `a.data = b.data`."""
     found: set[Tensor] = set()
-    # where the memory ends that begins before, and whose it is
+    # the end of the memory that has been seen, and the parameter there
     reach: dict[torch.device, tuple[int, Tensor]] = {}
     for parameter in sorted((p for p in parameters if p.numel()), key=lambda p: p.data_ptr()):
         end, other = reach.get(parameter.device, (0, parameter))
@@ -226,7 +228,10 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -> JointUpdate:
-    """Why the group's parameters must be updated together, those with such gradients."""
+    """Return why the group's parameters must be updated together.
+
+    Their gradients are sparse tensors if `sparse` is set.
+    """
     matrix, convolution = _SHAPES
     trials: list[tuple[Sequence[int], _Gradient]] = [
         (matrix, gradient) for gradient in (_drawn, _large, _across)
@@ -245,7 +250,7 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -
 
 
 def _used_by_methods(optimizer: Optimizer, tensor: _TrialTensor) -> str:
-    """Why an optimizer's own methods need the state of whole parameters, if any does."""
+    """Return why an optimizer's own methods need the state of whole parameters, if any does."""
     trial = tensor.trained()
     names = [name for name in methods_of_state(type(optimizer)) if reads_state(trial, name)]
     kind = type(optimizer).__name__
@@ -253,7 +258,8 @@ def _used_by_methods(optimizer: Optimizer, tensor: _TrialTensor) -> str:
     return f"{methods} would not find the state that it uses" if names else ""
 
 
-_Gradient = Callable[[Tensor, Tensor], Tensor]  # of random numbers, for a parameter
+# makes a gradient from random numbers and a parameter
+_Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
 def _drawn(numbers: Tensor, parameter: Tensor) -> Tensor:
@@ -261,17 +267,17 @@ def _drawn(numbers: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _large(numbers: Tensor, parameter: Tensor) -> Tensor:
-    """For optimizers that clip gradients."""
+    """Return large gradients, because some optimizers clip."""
     return _LARGE * numbers
 
 
 def _across(numbers: Tensor, parameter: Tensor) -> Tensor:
-    """At right angles to each row, as before a normalisation, where AdamP differs."""
+    """Return gradients at right angles to each row, as before a normalisation, for AdamP."""
     along = (numbers * parameter).sum(1, keepdim=True) / parameter.square().sum(1, keepdim=True)
     return numbers - along * parameter
 
 
-_Part = Callable[[Tensor], Tensor]  # of a tensor
+_Part = Callable[[Tensor], Tensor]  # cuts a part from a tensor
 
 
 @dataclass(frozen=True)
@@ -282,8 +288,9 @@ class _TrialTensor:
     group: Mapping[str, Any]
     begin: Tensor
     gradients: Sequence[Tensor]  # one a step
-    state: Mapping[Any, Any] | None  # to begin with; None where it has not its parameter's shape
-    sparse: bool  # gradients
+    # state at the beginning; None if its shape is not its parameter's
+    state: Mapping[Any, Any] | None
+    sparse: bool  # whether its gradients are sparse tensors
 
     @classmethod
     def of(
@@ -294,7 +301,7 @@ class _TrialTensor:
         gradient: _Gradient,
         sparse: bool = False,
     ) -> _TrialTensor:
-        """One of this shape, with such gradients, that begins in the state of a parameter."""
+        """Make a trial tensor of this shape, with such gradients, in the state of a parameter."""
         model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
         draw = torch.Generator("cpu").manual_seed(0)
         begin, *drawn = (
@@ -312,10 +319,10 @@ class _TrialTensor:
         return cls(optimizer, group, begin.to(model.device), gradients, shaped, sparse)
 
     def updated(self, *parts: _Part, beside: bool = False) -> Tensor:
-        """Parts of the tensor, each a parameter, updated by one optimizer.
+        """Update parts of the tensor, each as a parameter, by one optimizer.
 
-        Or, as in training, by one that takes its attributes `beside` another, which has none of the
-        parameters.
+        With `beside`, the optimizer copies its attributes from another one without these
+        parameters, as in training.
         """
         parameters = [nn.Parameter(part(self.begin).clone()) for part in parts]
         trial, real = like(self.optimizer), like(self.optimizer)
@@ -340,7 +347,7 @@ class _TrialTensor:
         return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
     def trained(self) -> Optimizer:
-        """A copy of the optimizer that has made its steps of the tensor."""
+        """Return a copy of the optimizer that has made its steps of the tensor."""
         parameter = nn.Parameter(self.begin.clone())
         trial = like(self.optimizer)
         trial.param_groups = [{**_with_rate(self.group), "params": [parameter]}]
@@ -352,16 +359,16 @@ class _TrialTensor:
         return trial
 
     def _given(self, gradient: Tensor) -> Tensor:
-        """A gradient as the optimizer is given it."""
+        """Return a gradient in the layout that the optimizer expects."""
         return gradient.to_sparse(1) if self.sparse else gradient.clone()
 
     def differs(self, one: _Part, other: _Part, together: Tensor) -> bool:
-        """Whether two parts, updated by themselves, are not as updated together."""
+        """Return whether two parts updated by themselves differ from both updated together."""
         return _unlike(together, torch.cat([self.updated(one), self.updated(other)]))
 
 
 def _with_rate(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings, with a learning rate at which an update shows: a warm-up begins at 0."""
+    """Return a group's settings, with a learning rate that moves values: a warm-up begins at 0."""
     copied = settings(group)
     if not float(copied.get("lr", _RATE)) >= _RATE:
         rate = copied["lr"]
@@ -380,7 +387,7 @@ def _tried(
     gradient: _Gradient,
     sparse: bool,
 ) -> JointUpdate:
-    """Why they must, as a tensor of this shape shows with such gradients."""
+    """Return why they must, as a tensor of this shape with such gradients shows."""
     name = type(optimizer).__name__
     if _needs_closure(optimizer):
         reason = f"{name} does not update a part of a tensor: each step needs a closure"

@@ -1,10 +1,10 @@
-"""Finds layers whose weight is used otherwise than by calling the layer, and says how.
+"""Finds layers with a weight that is also used without calling the layer, and says how.
 
 A strategy that rebuilds a weight's gradient from its layer's inputs and outputs (factor), or keeps
-a part of it (column, embedding), sees only what goes through the layer's own forward.
-nn.MultiheadAttention, for one, reads `out_proj.weight` and never calls `out_proj`. Found by
-watching every torch function of one forward for parameters among its arguments while another module
-runs. A view of a weight that was taken before forward escapes this.
+a part of it (column, embedding), sees only calls of the layer's own forward. But
+nn.MultiheadAttention, for one, reads `out_proj.weight` and never calls `out_proj`. To find such
+uses, every torch function of one forward is watched for parameters among its arguments while
+another module runs. A view of a weight that was taken before forward escapes this.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
 _NAMES = frozenset(kind.__name__ for kind in _OWN_FUNCTION)
 
 
-# what brings a tensor's values to Python, which may then do one thing or another
+# functions that bring a tensor's values to Python, where they may decide the next call
 _LOOKS = frozenset(
     ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 )
 
 
 class Readers(TorchFunctionMode):
-    """Notes which parameters are read, and a layer's first use but by its own forward.
+    """Parameters that are read, and the first use of a layer's weight outside its own forward.
 
-    Also whether a module looks at values before a layer is called.
+    It also notes whether a module looks at values before a layer is called.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.borrowed: dict[str, str] = {}
         self.read: set[str] = set()
-        # modules that are called after one has looked at numbers, by which it may decide
+        # modules that are called after a look at numbers, on which the call may depend
         self.decided: dict[str, str] = {}
         self._decides = ""
         self._model = model
@@ -71,7 +71,7 @@ class Readers(TorchFunctionMode):
                 f"{name} ({type(module).__name__}) looks at a tensor's values ({func.__name__}), "
                 "by which other layers may be called in other steps or on other ranks"
             )
-        # asking for a shape or a type is no use of the weight
+        # only a result with tensors uses the weight: a shape or a type does not
         if next(tensors_in(result), None) is not None:
             for tensor in tensors_in((args, kwargs or {})):
                 if id(tensor) in self._owners:
@@ -96,7 +96,7 @@ class Readers(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[Readers]:
-        """Watch what runs inside; the hooks that follow modules are removed at the end."""
+        """Watch the code inside. The hooks that follow modules are removed at the end."""
 
         def enter(name: str) -> Callable[[nn.Module, Any], None]:
             def note(module: nn.Module, args: Any) -> None:
@@ -126,9 +126,9 @@ def outside_use(
     rowwise: Mapping[str, bool],
     uses: Mapping[str, WeightUse],
 ) -> dict[str, str]:
-    """For each layer why its weight cannot be served through its own forward, or ''.
+    """Return by layer why its weight cannot be served through its own forward, or ''.
 
-    `borrowed` is from `Readers`; where a layer is `rowwise`, its own forward may be any.
+    `borrowed` is from `Readers`. If a layer is `rowwise`, its own forward may be any.
     """
     tied = _tied(model)
     return {
@@ -142,7 +142,7 @@ def outside_use(
 def unlike(layer: Layer, *, rowwise: bool, use: WeightUse = UNUSED) -> str:
     """Return why a layer's own forward and backward are not as torch has them, or ''.
 
-    Where a layer is `rowwise`, its own forward may be any.
+    If a layer is `rowwise`, its own forward may be any.
     """
     is_product = use.served and type(layer.module) not in _OWN_FUNCTION
     own = "" if rowwise or is_product else _unlike_torch(layer.module, use.reason)
@@ -150,7 +150,7 @@ def unlike(layer: Layer, *, rowwise: bool, use: WeightUse = UNUSED) -> str:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The name of its class; in full where it only imitates a torch class that is served."""
+    """Return the name of its class, in full if it only imitates a torch class that Shoal serves."""
     kind = type(module)
     imitates = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in _NAMES
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
@@ -170,12 +170,12 @@ def unable_before(strategy: Strategy, module: nn.Module, servers: int, tail_host
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether it looks like one of torch's own products: by its base class, or by its name."""
+    """Return whether it looks like one of torch's own products, by its base class or its name."""
     return isinstance(module, tuple(_OWN_FUNCTION)) or type(module).__name__ in _NAMES
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """The modules that hold a parameter which another module holds too, and which."""
+    """Name the modules that hold a parameter of another module, and that module."""
     holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -190,7 +190,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _hooked(layer: Layer) -> str:
-    """Whether somebody looks at the gradients of its parameters, or changes them, as they come."""
+    """Return whether a hook of the user sees or changes the gradients of its parameters."""
     for name, parameter in layer.parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"its {name.rpartition('.')[2]} has a gradient hook"
@@ -198,7 +198,7 @@ def _hooked(layer: Layer) -> str:
 
 
 def _unlike_torch(module: nn.Module, reason: str) -> str:
-    """How a linear layer or table differs from torch's own; '' for modules of other kinds."""
+    """Return how a linear layer or table differs from torch's own; '' for other modules."""
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:

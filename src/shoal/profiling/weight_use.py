@@ -1,8 +1,8 @@
-"""Finds layers of any class whose own forward multiplies their input with their weight.
+"""Finds layers of any class with an own forward that multiplies input and weight.
 
-Such a layer can be cut by inputs and by outputs, and its gradient is a product of factors, as that
-of an nn.Linear is. Found by trying: the sample runs forward while every function of torch that
-reads the layer's weight is looked at (tensors/weight_products.py). Costs one forward, if there is a
+Such a layer can be cut by inputs and by outputs, and its gradient is a product of factors, as an
+nn.Linear's is. A trial finds this: the sample runs forward while every function of torch that reads
+the layer's weight is watched (tensors/weight_products.py). The cost is one forward, if there is a
 layer to try.
 """
 
@@ -32,10 +32,10 @@ class WeightUse(Facts):
     """The use that a layer's own forward makes of its weight.
 
     Args:
-        served: whether it does nothing with it but multiply its input with it.
-        reason: why it does more, or why nobody knows; '' of an nn.Linear.
-        turned: whether its output is x·W; else it is x·Wᵀ.
-        adds_late: whether the bias is added behind the product.
+        served: whether multiplying its input with the weight is its only use.
+        reason: why it does more, or why that is not known; '' for an nn.Linear.
+        turned: whether its output is x·W, and not x·Wᵀ.
+        adds_late: whether the bias is added after the product.
         weight, bias: names of the layer's parameters; '' without a bias.
         like: the class in torch.nn that the layer may work like.
     """
@@ -59,7 +59,7 @@ class WeightUse(Facts):
         return cls(reason=reason, like=ranks[0].like)
 
 
-UNUSED = WeightUse()  # facts of a layer that nobody has tried
+UNUSED = WeightUse()  # facts of a layer that was not tried
 
 
 @final
@@ -138,7 +138,7 @@ def _matrix_and_vector(module: nn.Module) -> tuple[str, str]:
 
 
 class own_forward:
-    """Calls a function in place of a module's own forward, which is given to it, inside."""
+    """A context in which a function runs in place of a module's own forward, which it receives."""
 
     def __init__(self, module: nn.Module, called: Callable[..., Any]) -> None:
         self._module, self._called = module, called
@@ -152,7 +152,7 @@ class own_forward:
 
 @final
 class _Uses:
-    """Looks on as one layer is called, any number of times."""
+    """Watches each call of one layer."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

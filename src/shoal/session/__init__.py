@@ -1,1 +1,1 @@
-"""This process among the ranks, and what it keeps of each parallelised model."""
+"""This process among the ranks, and its record of each parallelised model."""

@@ -1,12 +1,12 @@
-"""What a parallelised model itself has besides: `no_sync`, and what refuses wrappers around it.
+"""Additions to a parallelised model: `no_sync`, and a refusal of wrappers around it.
 
 DistributedDataParallel, DataParallel and FSDP would exchange its gradients a second time, or split
-what is split already. They are refused
+the split model again. They are refused
 
-    as they are made    DistributedDataParallel reads `_ddp_params_and_buffers_to_ignore`
-    in forward          where one was made before, or around a module that holds the model
+    at construction     DistributedDataParallel reads `_ddp_params_and_buffers_to_ignore`
+    in forward          if an earlier wrapper, or one around a module with the model inside, calls
 
-A copy or a pickle of the model takes nothing of it along.
+A copy or a pickle of the model leaves the additions behind.
 Guarded by tests/session/test_additions.py.
 """
 
@@ -28,11 +28,12 @@ _NO_SYNC = "no_sync"
 
 
 def add(model: nn.Module, engine: Engine | None) -> None:
-    """Put them on a model; without an engine its process is alone, and nothing is refused."""
+    """Put the additions on a model. Without an engine, in a lone process, nothing is refused."""
     leaves_behind(type(model))
-    if not hasattr(model, _NO_SYNC):  # else it is the user's own
+    if not hasattr(model, _NO_SYNC):  # otherwise it is the user's own
         model.__dict__[_NO_SYNC] = _NoSync(engine)
-    elif isinstance(before := model.__dict__.get(_NO_SYNC), _NoSync):  # until the first batch
+    # a waiting one until the first batch
+    elif isinstance(before := model.__dict__.get(_NO_SYNC), _NoSync):
         before.take(engine)
     if engine is not None:
         before = model.__dict__.get(_IGNORED)
@@ -40,7 +41,7 @@ def add(model: nn.Module, engine: Engine | None) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Take them off again."""
+    """Take the additions off again."""
     if isinstance(model.__dict__.get(_NO_SYNC), _NoSync):
         del model.__dict__[_NO_SYNC]
     refuses = model.__dict__.get(_IGNORED)
@@ -51,7 +52,7 @@ def remove(model: nn.Module) -> None:
 
 
 def check_bare(model: nn.Module) -> None:
-    """Raise UsageError where a wrapper of torch's calls a parallelised model."""
+    """Raise UsageError if a wrapper of torch's calls a parallelised model."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(inner is model for inner in around.modules()):
         raise _refused("DistributedDataParallel")
@@ -69,21 +70,21 @@ def _refused(wrapper: str) -> UsageError:
 
 @final
 class _NoSync(StaysBehind):
-    """`model.no_sync()`."""
+    """The `model.no_sync()` method."""
 
     def __init__(self, engine: Engine | None) -> None:
         self._engine = engine
         self._open: list[ExitStack] = []  # contexts without an engine yet
 
     def take(self, engine: Engine | None) -> None:
-        """Send nothing by this engine from here on, also in contexts that are open."""
+        """Send nothing by this engine from now on, also in open contexts."""
         self._engine = engine
         if engine is not None:
             for stack in self._open:
                 stack.enter_context(engine.accumulating())
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Backwards inside send nothing; the next one outside sends the sum of all."""
+        """Send nothing in backwards inside. The next one outside sends the sum of all."""
         return self._waiting() if self._engine is None else self._engine.accumulating()
 
     @contextmanager
@@ -98,7 +99,7 @@ class _NoSync(StaysBehind):
 
 @final
 class _Refuses(StaysBehind):
-    """Names for DistributedDataParallel, which may not be read."""
+    """Names that DistributedDataParallel must not read: an iteration raises."""
 
     def __iter__(self) -> Iterator[str]:
         raise _refused("DistributedDataParallel")
@@ -106,10 +107,10 @@ class _Refuses(StaysBehind):
 
 @final
 class _RefusesTo:
-    """The same, of a model that had names there.
+    """Names that must not be read, on a model that had names of its own there.
 
     Args:
-        before: these; copies have them.
+        before: the model's own names, which copies keep.
     """
 
     def __init__(self, before: Any) -> None:

@@ -1,7 +1,7 @@
 """Record of `parallelize(…, replan=True)` on a model, so that its plan can be made anew.
 
-It hangs on the model, because the loss may lead to the model: so it goes when the model goes. A
-copy or a pickle takes none of it along.
+It hangs on the model, because the loss may lead to the model. So it ends with the model. A copy or
+a pickle leaves it behind.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Asked = TypeVar("Asked")
 
 @final
 class Again(StaysBehind, Generic[Asked]):
-    """Arguments of `parallelize`, and a fact that it found beside the profile.
+    """Arguments of `parallelize`, and a fact that the sample showed.
 
     Args:
         loss_fn: the loss as it was given.
         asked: the request.
-        alike: whether ranks are given the same inputs on purpose.
+        alike: whether ranks get the same inputs on purpose.
     """
 
     def __init__(self, loss_fn: Callable[..., Any] | None, asked: Asked, alike: bool) -> None:

@@ -1,4 +1,4 @@
-"""The part of a model that servers take: parameters that they own, weights, tables of rows.
+"""The servers' part of a model: parameters that they own, weights, tables of rows.
 
 All workers tell servers of it, in the same order. Guarded by tests/equivalence/
 test_servers.py, test_geo.py and test_tables.py.
@@ -29,13 +29,13 @@ from shoal.strategies.geo import GeoTransfer
 
 @dataclass(frozen=True)
 class ServersPart:
-    """The part of one model that servers take.
+    """The servers' part of one model.
 
     Args:
         number: the model's number at the servers; None if they take none of it.
         there: channels to them.
         back: channels from them; () if answers go the same way.
-        weights: the transfers of weights that they hold, if workers step by themselves.
+        weights: the transfers of weights that they hold, if workers make local steps.
     """
 
     number: int | None = None
@@ -44,7 +44,7 @@ class ServersPart:
     weights: Sequence[GeoTransfer] = ()
 
     def tell(self, opening: Opening, engine: Engine) -> Tell:
-        """Return the function that tells them of each step, or nobody if workers step alone."""
+        """Return the function that tells servers of each step, unless workers make local steps."""
         servers = opening.session.other(Servers)
         if servers is None or self.number is None:
             return tell_nobody

@@ -115,7 +115,7 @@ def attach(
     return loss, Attached(
         running,
         prepared.plan,
-        profile,  # type: ignore[arg-type]  # unknown where nobody measured
+        profile,  # type: ignore[arg-type]  # unknown if nothing was measured
         cluster,  # type: ignore[arg-type]
         prepared.features,
         parts,
@@ -183,7 +183,7 @@ def _running(
 
 
 def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
-    """Rewrite the model's layers as the plan has them, with rank 0's values."""
+    """Rewrite the model's layers by the plan, with rank 0's values."""
     stage, weighing = opening.stage, opening.weighing
     profile = opening.prepared.profile
     measured = {} if profile is None else {layer.name: layer for layer in profile.layers}
@@ -204,7 +204,7 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
 
 
 def _weigher(opening: Opening) -> Weigher:
-    """Make the weigher of each call's rows. It goes on as a checkpoint had it, if one had it."""
+    """Make the weigher of each call's rows. It goes on from a checkpoint's, if there is one."""
     weighs = opening.job.weighs and opening.plan.in_step
     counts = opening.channel("counts") if weighs else None
     passes = opening.session.passes
@@ -266,7 +266,7 @@ def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners
 
 
 def _compare(session: Session, job: TrainingJob, running: Running) -> None:
-    """Have ranks compare the values that they must have in common, as often as they can."""
+    """Let ranks compare the values that they must have in common, as often as they can."""
     changes = running.owners.changes if running.owners else list
     common = Common(job.model, job.optimizers, session.passes, changes, scaler_of)
     engine, lane = running.engine, running.engine.routes.among_workers
@@ -343,7 +343,7 @@ def _parts(
     boundary: Comm | None,
     stage: FarTail | None,
 ) -> list[Part]:
-    """List the parts of an optimizer that others hold, in the order in which a step opens them."""
+    """List the parts of an optimizer that are not whole here, as a step opens them."""
     parts: list[Part] = []
     if running.owners is not None:
         parts.append(OwnedPart(optimizer, number, running.owners))
@@ -357,7 +357,7 @@ def _parts(
 
 
 def _join(weighing: Weighing, border: ref[Border]) -> None:
-    """Have a border weigh rows. Do not keep it alive, because parameters lead here."""
+    """Let a border weigh rows. Do not keep it alive, because parameters lead here."""
 
     def of_backward(call: Any) -> float | None:
         return None if (found := border()) is None else found.weighs(call)

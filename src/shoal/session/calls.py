@@ -1,7 +1,7 @@
-"""Calls of a parallelised model: which one is inside another, and how many rows each has.
+"""Calls of a parallelised model: nested calls, and the number of rows in each.
 
-A call inside another, as of a model that calls itself, is a part of it. What computes a loss of a
-whole batch is one call, whatever it calls of the model.
+A call inside another, for instance of a model that calls itself, is a part of it. A function that
+computes the loss of a whole batch is one call, whatever it calls of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Count = Callable[..., float | Tensor]
 class Calls:
     """The calls that are running in each thread, by the frame that makes them, with their weights.
 
-    Of a call that was broken off (Ctrl-C) torch calls no hooks: its frame is gone.
+    If a call was broken off (Ctrl-C), torch calls no hooks: its frame is gone.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Calls:
         return running
 
     def enter(self, caller: FrameType) -> bool:
-        """Note a call that this frame makes; whether it is to be weighed.
+        """Note a call that this frame makes, and return whether to weigh it.
 
-        It is not inside of another one, nor where gradients are off.
+        A call inside another one, or without gradients, is not weighed.
         """
         while self._running and not _is_under(caller, self._running[-1][0]):
             self._running.pop()
@@ -61,12 +61,12 @@ class Calls:
         self._running[-1] = (self._running[-1][0], weight)
 
     def leave(self) -> Weight | None:
-        """The weight of the call that ends; None for one that is not weighed."""
+        """Return the weight of the call that ends; None for a call that is not weighed."""
         return self._running.pop()[1] if self._running else None
 
 
 def _is_under(frame: FrameType | None, other: FrameType) -> bool:
-    """Whether `other` has called, by way of any others, what runs in `frame`."""
+    """Return whether `other` has called, directly or through others, the code in `frame`."""
     while frame is not None and frame is not other:
         frame = frame.f_back
     return frame is not None
@@ -77,10 +77,10 @@ class Counting:
     """Counts the rows of calls, or the terms of their losses.
 
     Args:
-        border: the model's.
-        weigher: tells the other ranks, where they are to know.
-        terms: where the rows are seen.
-        by_loss: whether the loss weighs itself, and goes over the border, too.
+        border: the model's border.
+        weigher: tells the other ranks, if they need the number.
+        terms: the place where the rows are seen.
+        by_loss: whether the loss has its own weight, and crosses the border, too.
         count: gives the number for a call's inputs, in place of `terms`.
     """
 
@@ -98,10 +98,10 @@ class Counting:
         self.by_loss = by_loss
 
     def begun(self, inputs: Any) -> tuple[Weight, Any] | None:
-        """A call begins: its weight, and what is to be called with.
+        """Begin a call: return its weight, and the inputs to call with.
 
-        None while all of the model is frozen, as a critic is in its generator's step: no gradient
-        comes of the call that would be weighed or sent.
+        Return None while all of the model is frozen, as a critic is in its generator's step: the
+        call gives no gradient to weigh or send.
         """
         border = self._border
         border.engine.routes.hear()
@@ -117,12 +117,12 @@ class Counting:
         return weight, border.inward(inputs, weight)
 
     def hear(self) -> None:
-        """Raise the verdict on this job, once, in a call that is not weighed, as in evaluation."""
+        """Raise the verdict on this job, once, in a call without a weight, as in evaluation."""
         self._border.engine.routes.hear(again=False)
 
     def ended(self, weight: Weight, inputs: Any, output: Any) -> Any:
-        """It ends: the output to return, or None for the same."""
-        if output is None:  # it has failed, or gives nothing
+        """End a call: return the output, or None if it stays the same."""
+        if output is None:  # the call has failed, or gives nothing
             return None
         if self._terms.source == OUTPUT:
             self._counted(weight, count_of(self._terms, output), inputs)
@@ -131,15 +131,15 @@ class Counting:
         return self._border.outward(output, weight)
 
     def summed(self, rows: Weight | None, loss: Any) -> Any:
-        """The same loss, which is a sum over rows, and may go with what comes of these rows."""
+        """Weigh a loss that is a sum over rows. It may join values that these rows give."""
         return self.weighed(self._weigher.of_sum(rows), loss)
 
     def of_terms(self, count: float, rows: Weight | None, batch: Any, loss: Any) -> Any:
-        """Weigh a loss, which is a mean over so many terms, beside values that come of rows."""
+        """Weigh a loss that is a mean over so many terms, together with values that rows give."""
         return self.weighed(self._weigher.of_loss(count, rows, batch), loss)
 
     def weighed(self, weight: Weight, loss: Any) -> Any:
-        """The same loss, of a weight of its own."""
+        """Weigh a loss by a weight of its own."""
         border = self._border
         border.engine.called(weight, asks=True)
         border.weigh_parameters()
@@ -158,12 +158,12 @@ class Counting:
 
 
 def number_of(count: Count, *arguments: Any) -> float:
-    """The number of terms that `count` gives (UsageError where it is none)."""
+    """Return the number of terms that `count` gives (UsageError if it is none)."""
     with torch.no_grad():
         found = count(*arguments)
     try:
         number = float(found)
-    except (TypeError, ValueError, RuntimeError):  # also of a tensor with several numbers
+    except (TypeError, ValueError, RuntimeError):  # a tensor with several numbers fails, too
         number = math.nan
     if not 0 <= number < math.inf:
         takes = "batch" if len(arguments) == 1 else "output, y"

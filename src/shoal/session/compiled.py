@@ -1,7 +1,7 @@
 """Models that `torch.compile` has had before `parallelize`: they run uncompiled while it works.
 
-Everything that is compiled keeps its options, so that it compiles anew when it is called next. Code
-that was compiled before is dropped, because it has no guards on hooks.
+Everything compiled keeps its options, so that the next call compiles it anew. Code that was
+compiled before is dropped, because it has no guards on hooks.
 """
 
 from __future__ import annotations

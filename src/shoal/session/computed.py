@@ -1,8 +1,8 @@
-"""A `compute_loss` of a parallelised model: what it computes of a batch is one call of the model.
+"""A `compute_loss` of a parallelised model: its work on a batch is one call of the model.
 
-    1  count     the terms of the batch, before it is computed: mostly nobody waits for the number
+    1  count     the terms of the batch, before the loss is computed: mostly no rank waits for them
     2  compute   by any way: the model, several calls of it, its modules, its methods
-    3  weigh     the loss goes over the model's border, where backward opens the engine's round
+    3  weigh     the loss crosses the model's border, where backward opens the engine's round
 
 Guarded by tests/equivalence/test_compute_loss.py.
 """
@@ -27,13 +27,13 @@ from shoal.session.compiled import uncompiled
 
 @final
 class Computed:
-    """Weighs what a function computes.
+    """Weighs the loss of a function.
 
     Args:
         model: the model, which is not kept alive.
         compute_loss: the function.
         counting: counts batches.
-        calls: the model's, among which are those of the function.
+        calls: the model's calls. The function's calls are among them.
         summed: whether the loss is a sum over rows.
         count: counts the terms of the loss, if modules keep means over rows for it.
     """
@@ -56,11 +56,11 @@ class Computed:
 
     @property
     def weighs(self) -> bool:
-        """Whether it does still."""
+        """Return whether it still weighs."""
         return self._counting is not None
 
     def release(self) -> None:
-        """Do no more than the function, from here on."""
+        """Stop weighing from now on, and only call the function."""
         self._counting = None
 
     def go_on(self, counting: Counting, calls: Calls, count: Count | None) -> None:
@@ -68,7 +68,7 @@ class Computed:
         self._counting, self._calls, self._count = counting, calls, count
 
     def function(self) -> Callable[..., Any]:
-        """The function to call from now on."""
+        """Return the function to call from now on."""
         return called_instead(self._compute_loss, self)
 
     def __call__(self, model: nn.Module, *batch: Any, **named: Any) -> Any:

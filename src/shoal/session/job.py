@@ -17,7 +17,7 @@ from shoal.session.calls import Count
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A model, its loss and its optimizers, as `parallelize` was given them on every rank alike.
+    """A model, its loss and its optimizers, as every rank gave them to `parallelize`.
 
     Args:
         model: the module.
@@ -25,7 +25,7 @@ class TrainingJob:
         optimizers: the optimizers that hold the model's parameters.
         compute_loss: a function of model and batch, in place of a loss.
         count: a function that counts the terms of a loss.
-        left_alone: parameters of optimizers that the program itself keeps right.
+        left_alone: parameters of optimizers that the program itself keeps equal.
         memory: "fast" or "low".
         weighs: whether uneven rows are weighed.
         alike: whether every rank counts alike, however many rows it has.

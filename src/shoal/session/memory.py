@@ -1,4 +1,4 @@
-"""What a parallelised model takes of one rank's memory, counted from the tensors themselves."""
+"""Bytes of a parallelised model in one rank's memory, counted from the tensors themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.session.compiled import uncompiled
 from shoal.session.session import current
 from shoal.tensors.cut import cut_of, is_cut
 
-# the most of which glibc learns, less what it and torch put around
+# the largest block that glibc learns from, less the bytes that it and torch put around a block
 _TEACHES = (32 << 20) - (64 << 10)
 
 
@@ -26,16 +26,16 @@ _TEACHES = (32 << 20) - (64 << 10)
 class Memory:
     """Bytes that one rank holds for one model.
 
-    In the process's peak alone: activations, the gradient that autograd has just made, and what
-    exchanges and `factor` receive into.
+    Only the process's peak counts activations, the gradient that autograd has just made, and the
+    buffers into which exchanges and `factor` receive.
 
     Args:
-        parameters: of the model.
-        gradients: `.grad`s, buckets and slices that they are kept in between backwards.
-        optimizer_state: of this rank's own pieces, and of all that nobody owns.
-        buckets_peak: the most at any moment since `parallelize` of buckets for owners (`sliced`).
-        process_peak: the process so far: of the model's CUDA device, else resident. None where that
-            is not known.
+        parameters: bytes of the model's parameters.
+        gradients: `.grad`s, and the buckets and slices that hold them between backwards.
+        optimizer_state: state of this rank's own pieces, and of all parameters without owners.
+        buckets_peak: the largest bytes since `parallelize` of buckets for owners (`sliced`).
+        process_peak: the process's largest memory so far: on the model's CUDA device, or resident
+            memory. None if it is not known.
 
     Examples:
         >>> import shoal
@@ -63,15 +63,15 @@ class Memory:
 
 
 def memory(model: nn.Module) -> Memory:
-    """What this rank holds for a parallelised model. Not a collective.
+    """Return the bytes that this rank holds for a parallelised model. Not a collective.
 
-    Waits for parameters on their way.
+    The call waits for parameters on their way.
 
     Args:
-        model: one that `parallelize` was given.
+        model: a model that `parallelize` was given.
 
     Returns:
-        Bytes by kind; print it for one line in MB.
+        Bytes by kind. Print it for one line in MB.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
@@ -120,7 +120,7 @@ def memory(model: nn.Module) -> Memory:
 
 
 def of_one_process(profile: ModelProfile) -> Memory:
-    """What a process by itself holds to train the model, all of it but activations."""
+    """Return the bytes that one process holds to train the model, without activations."""
     return Memory(
         profile.nbytes,
         profile.nbytes,
@@ -131,20 +131,20 @@ def of_one_process(profile: ModelProfile) -> Memory:
 
 
 def keep_freed() -> None:
-    """Have glibc keep what a step frees for the next one, up to 64 MB.
+    """Let glibc keep memory that a step frees for the next one, up to 64 MB.
 
-    Else it goes to the system and comes back zeroed.
+    Otherwise the memory goes to the system and comes back zeroed.
 
-    It does from the moment on at which a block of so many bytes is freed, which need not have been
-    written to: man page mallopt(3), M_MMAP_THRESHOLD, whose dynamic value M_TRIM_THRESHOLD follows.
-    Elsewhere this does nothing.
+    glibc does so once a block of so many bytes has been freed, even a block that nothing was
+    written to: man page mallopt(3), M_MMAP_THRESHOLD. M_TRIM_THRESHOLD follows its dynamic value.
+    Without glibc this does nothing.
     """
     torch.empty(_TEACHES, dtype=torch.uint8, device="cpu")
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of what lies under some tensors, each storage once."""
-    with torch._C.DisableTorchFunctionSubclass():  # of a parameter that is cut, the part's
+    """Return the bytes of the storages under some tensors, each storage once."""
+    with torch._C.DisableTorchFunctionSubclass():  # take the part of a cut parameter
         strided = [part for tensor in tensors for part in strided_in(tensor.detach())]
         storages = [tensor.untyped_storage() for tensor in strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

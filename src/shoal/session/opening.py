@@ -1,6 +1,6 @@
 """Opening: a model that is about to be attached. Features may open channels for it and change it.
 
-All of it happens on every rank alike, so channels are made in the same order everywhere.
+All of it happens alike on every rank, so all make channels in the same order.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Prepared:
 
     Args:
         plan: the plan to follow.
-        profile: the model as it was measured; None if nobody did.
-        cluster: the ranks and their links as they were measured; None if nobody did.
+        profile: the model as it was measured; None without a measurement.
+        cluster: the ranks and their links as they were measured; None without a measurement.
         features: features of training, in their order.
-        inputs_alike: whether ranks are given the same inputs on purpose.
+        inputs_alike: whether ranks get the same inputs on purpose.
         stage: the way to the end of the model, if hosts of its own run it.
         values: rank 0's values that differ between ranks. None: ranks compare all values as the
             model is attached.
@@ -169,5 +169,5 @@ class Opening:
 
     @property
     def opened_boundary(self) -> Comm | None:
-        """The boundary channel; None if nobody has asked for it."""
+        """The boundary channel; None if no layer needs it."""
         return self._boundary

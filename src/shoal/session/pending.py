@@ -2,7 +2,7 @@
 
 Until then it is an ordinary model, so its optimizers may not step: every rank would train by
 itself. A step with a closure may come first: the closure has the first batch. The record hangs on
-the model. A copy or a pickle takes none of it along.
+the model. A copy or a pickle leaves it behind.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class PendingPlan(StaysBehind):
     def _step(
         self, optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Step. The closure of a first step is called before, because the plan follows from it."""
+        """Step. A first step calls its closure before, because the plan follows from it."""
         closure = args[0] if args else kwargs.get("closure")
         if not self._hooks or closure is None or steers_by_loss(optimizer):
             return original(*args, **kwargs)
         with torch.enable_grad():
             loss = closure()
-        optimizer.step()  # its parts are known now
+        optimizer.step()  # the optimizer knows its parts now
         return loss
 
 

@@ -1,8 +1,8 @@
-"""The session: this process's place among the ranks, and what is kept between two calls.
+"""The session: this process's place among the ranks, and its records between two calls.
 
-It is the process's. Ranks that are threads each have their own, in a context variable. What goes on
-beside the main thread is a part of it: every model's threads, and the ways to hosts that do not
-train. How a session begins and ends: joining.py.
+A process has one session. Ranks that are threads each have their own, in a context variable. A
+session includes all that runs next to the main thread: every model's threads, and the ways to hosts
+that do not train. How a session begins and ends: joining.py.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class World:
 
 @dataclass(frozen=True)
 class Attached:
-    """A parallelised model: the plan that it follows, and what runs it.
+    """A parallelised model: the plan that it follows, and its running parts.
 
     Args:
         running: the running model.
-        plan: that it follows.
+        plan: the plan that it follows.
         profile: the model as it was measured.
         cluster: the ranks and their links as they were measured.
-        features: of its training.
-        parts: what is not whole here of its optimizers' parameters.
+        features: features of its training.
+        parts: the parts of its optimizers with parameters that are not whole here.
         watched: the hooks on the model and its loss.
     """
 
@@ -86,21 +86,21 @@ class Attached:
 
     @property
     def engine(self) -> Engine:
-        """What sends for it."""
+        """The engine that sends for the model."""
         return self.running.engine
 
 
 class SessionPart(Protocol):
-    """Something that goes on beside the main thread."""
+    """A part of the session that runs next to the main thread."""
 
     def drain(self) -> None:
-        """Finish what other ranks wait for."""
+        """Finish the work that other ranks wait for."""
 
     def abandon(self) -> None:
-        """Leave what is still to be done, and end soon: this rank ends for an error."""
+        """Drop unfinished work, and end soon: this rank ends for an error."""
 
     def close(self) -> None:
-        """End, after what is to be done, and give back what was opened."""
+        """End after all queued work, and give back everything that was opened."""
 
 
 AnyPart = TypeVar("AnyPart", bound=SessionPart)
@@ -108,33 +108,34 @@ AnyPart = TypeVar("AnyPart", bound=SessionPart)
 
 @dataclass(frozen=True)
 class Threads:
-    """A parallelised model's, which outlive it until the next one comes."""
+    """Background threads of one model. They live until the next model is parallelised."""
 
     model: ref[nn.Module]
     lanes: Sequence[SessionPart]
-    counts: SessionPart  # of rows; the end of a program does not wait for them
-    boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
-    engine: Callable[[], Engine | None]  # as long as there is the model
+    counts: SessionPart  # counts rows; the end of a program does not wait for it
+    # channel of cut layers: weights are read over it as long as the model lives
+    boundary: Comm | None
+    engine: Callable[[], Engine | None]  # returns the engine, as long as the model lives
     attendance: LaneAttendance | None = None  # serves ranks that read alone
     lasting: bool = False  # whether hosts that do not train keep their ends until the session ends
 
     def release(self) -> None:
-        """Let parameters of a model that is gone hold nothing of it."""
+        """Release from the parameters of a model that is gone everything that they hold."""
         if (engine := self.engine()) is not None:
             engine.release()
 
     def drain(self) -> None:
-        """Finish what other ranks wait for."""
+        """Finish the work that other ranks wait for."""
         for lane in self.lanes:
             lane.drain()
 
     def abandon(self) -> None:
-        """End behind what is being done, whatever there is still to do."""
+        """End after the present job, whatever is still queued."""
         for part in self._all():
             part.abandon()
 
     def close(self) -> None:
-        """End, after what there is to do, and give back the channels but for the boundary."""
+        """End after all queued work, and give back the channels except the boundary."""
         for part in self._all():
             part.close()
 
@@ -150,7 +151,7 @@ class Threads:
 
 @dataclass
 class Session:
-    """The ranks, and what is kept between two `parallelize` calls."""
+    """The ranks, and everything kept between two `parallelize` calls."""
 
     comm: Comm
     world: World
@@ -160,12 +161,12 @@ class Session:
     optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(
         default_factory=WeakKeyDictionary
     )
-    threads: dict[int, Threads] = field(default_factory=dict)  # by the number of the model
-    released: WeakSet[nn.Module] = field(default_factory=WeakSet)  # ordinary again
-    # parameters, also of models gone
+    threads: dict[int, Threads] = field(default_factory=dict)  # threads by the number of the model
+    released: WeakSet[nn.Module] = field(default_factory=WeakSet)  # models that are ordinary again
+    # parameters, also of models that are gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    passes: Passes = field(init=False)  # over sharded loaders
-    # of models that were loaded: the usual rows of that number of ranks
+    passes: Passes = field(init=False)  # passes over sharded loaders
+    # usual rows of loaded models, by the number of ranks at the save
     usual_rows: WeakKeyDictionary[nn.Module, dict[int, float]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -173,7 +174,7 @@ class Session:
     signs: WeakKeyDictionary[Optimizer, list[tuple[RemovableHandle, Any]]] = field(
         default_factory=WeakKeyDictionary
     )
-    models: int = 0  # that were parallelised, whether they are gone or not
+    models: int = 0  # number of models that were parallelised, including models that are gone
     broken: bool = False  # this rank ends for an error
     process: int = field(default_factory=os.getpid)
 
@@ -183,11 +184,14 @@ class Session:
         self.passes.hear = partial(self.comm.hear, again=False)
 
     def other(self, kind: type[AnyPart]) -> AnyPart | None:
-        """The way to hosts of that kind, if there are any."""
+        """Return the way to hosts of that kind, if there are any."""
         return next((part for part in self.others if isinstance(part, kind)), None)
 
     def notice_training(self, optimizer: Optimizer, *, alone: bool) -> None:
-        """Take its steps for a sign of training, and alone, where no engine is, its backwards."""
+        """Take the optimizer's steps for a sign of training.
+
+        If the process is `alone`, and so has no engine, its backwards count as well.
+        """
         if optimizer in self.signs:
             return
         passes = self.passes
@@ -210,7 +214,7 @@ class Session:
     def end_gone(self) -> None:
         """End the threads of models that are gone on every rank (a collective)."""
         ending = {n: threads for n, threads in self.threads.items() if not threads.lasting}
-        if not ending:  # as on every rank
+        if not ending:  # every rank has the same condition here
             return
         gone = [number for number, threads in ending.items() if threads.model() is None]
         for number in set.intersection(
@@ -228,13 +232,13 @@ class Session:
             ended.release()
 
     def finish(self) -> None:
-        """Training ends: each feature of each model says what it leaves undone."""
+        """End training: each feature of each model reports the work that it leaves undone."""
         for attached in self.attached.values():
             for attachment in attached.running.attachments.values():
                 attachment.finish()
 
     def drain(self) -> None:
-        """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""
+        """Finish the work that other ranks wait for: models' lanes, then sends to other hosts."""
         for part in self._parts():
             part.drain()
         serves = any(threads.attendance is not None for threads in self.threads.values())
@@ -242,12 +246,12 @@ class Session:
             self.comm.numbers([0] * self.comm.size, "the end of the program")
 
     def abandon(self) -> None:
-        """Leave what is still to be done: this rank ends for an error."""
+        """Drop unfinished work: this rank ends for an error."""
         for part in self._parts():
             part.abandon()
 
     def close(self) -> None:
-        """End what goes on; what cut layers send over stays, as weights are read later."""
+        """End all threads. Channels of cut layers stay, because weights may be read later."""
         for part in self._parts():
             part.close()
 
@@ -255,20 +259,20 @@ class Session:
         return [*self.threads.values(), *self.others]
 
 
-# of a thread that is a rank
+# the session of a thread that is a rank
 _session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
-# at most one: the process's, which all its threads and a notebook's cells share
+# the process's session, if any: all its threads and a notebook's cells share it
 _joined: list[Session] = []
 
 
 def begin(session: Session) -> None:
-    """Let this be the process's session."""
+    """Make this the process's session."""
     _joined.append(session)
 
 
 @contextmanager
 def of_thread(session: Session) -> Iterator[None]:
-    """Let this be the session of a thread for a while."""
+    """Make this the session of a thread while the context lasts."""
     token = _session.set(session)
     try:
         yield
@@ -277,12 +281,12 @@ def of_thread(session: Session) -> Iterator[None]:
 
 
 def found() -> Session | None:
-    """The session, if there is one."""
+    """Return the session, if there is one."""
     return _session.get() or next(iter(_joined), None)
 
 
 def world() -> World:
-    """This process's rank, the number of ranks, and its host's name (UsageError before `init`).
+    """Return the process's rank, the number of ranks, and the host (UsageError before `init`).
 
     Examples:
         >>> import shoal
@@ -305,7 +309,7 @@ def leave(error: BaseException | None) -> None:
 
 
 def current() -> Session:
-    """The session (UsageError before `init`)."""
+    """Return the session (UsageError before `init`)."""
     session = found()
     if session is None:
         raise UsageError("there is no session yet", do="call shoal.init() first, on every rank")
@@ -313,6 +317,6 @@ def current() -> Session:
 
 
 def ranks() -> Comm:
-    """The session's ranks; before `init`, this process alone."""
+    """Return the session's ranks. Before `init`, this process is alone."""
     session = found()
     return ThreadComm() if session is None else session.comm

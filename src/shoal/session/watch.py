@@ -1,15 +1,15 @@
-"""Hooks on a parallelised model: they see forward, count its rows, and put the border round it.
+"""Hooks on a parallelised model: they see forward, count its rows, and put the border around it.
 
-    before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank
-                     is free; where only the output tells them, after it
-    after forward    the output goes over the border, where backward opens the engine's round
-    loss             where it has a weight of its own (it counts its terms by `count=`, is a sum, or
-                     only its target tells the rows), it goes over the border, too
+    before forward   this rank's rows are counted, unless gradients are off: evaluation on one
+                     rank is free; if only the output tells them, they are counted after it
+    after forward    the output crosses the border, where backward opens the engine's round
+    loss             if it has a weight of its own (it counts its terms by `count=`, is a sum, or
+                     only its target tells the rows), it crosses the border, too
     compute_loss     is one call of the model (computed.py)
 
-A compiled model runs them as they are: `torch.compile` does not look into them.
+A compiled model runs them unchanged: `torch.compile` does not look into them.
 
-A deep copy or a pickle of the model takes none of this along: it is an ordinary model.
+A deep copy or a pickle of the model leaves all this behind: it is an ordinary model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.cut_output import CutOutput
 from shoal.tensors.guarded import ComingParameter
 
-COUNTED = "_shoal_counted"  # where a function has what weighs it
+COUNTED = "_shoal_counted"  # attribute of a function: the object that weighs it
 _NOT_CALLED = (
     "loss_fn that parallelize returned: its gradient is taken for a mean over this rank's rows. "
     "But that loss_fn has a count, is a sum, or is a mean over rows that only its target shows. "
@@ -57,14 +57,14 @@ _NOT_COMPUTED = (
 
 @dataclass(frozen=True)
 class Watched:
-    """The hooks on a model, its parameters and its loss; keeps none of them alive."""
+    """The hooks on a model, its parameters and its loss. It keeps none of them alive."""
 
     hooks: Sequence[RemovableHandle]
     border: ref[Border]
-    counted: ref[_Counted] | ref[Computed] | None = None  # where the loss weighs itself
+    counted: ref[_Counted] | ref[Computed] | None = None  # the record of a loss that weighs itself
 
     def release(self) -> None:
-        """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
+        """Take the hooks off. A wrapped loss then only calls the original one."""
         if (border := self.border()) is not None:  # the hooks hold it
             border.engine.release_weighing()
         for hook in self.hooks:
@@ -76,15 +76,15 @@ class Watched:
 def watch(
     job: TrainingJob, running: Running, terms: Terms = OF_ROWS, before: Watched | None = None
 ) -> tuple[Callable[..., Any] | None, Watched]:
-    """Hang the hooks on the model, and on a loss that weighs itself; the loss to use from now on.
+    """Hang the hooks on the model, and on a loss that weighs itself. Return the loss to use.
 
     Args:
-        job: the model and what trains it. Of a `compute_loss`, which is returned in place of a
-            loss, `count` takes the batch.
-        running: what runs it.
-        terms: what a loss without a `count` is a mean over, or that it is a sum.
+        job: the model, its loss and its optimizers. With a `compute_loss`, which is returned in
+            place of a loss, `count` takes the batch.
+        running: the running parts of the model.
+        terms: the terms that a loss without a `count` is a mean or a sum over.
         before: the hooks under an earlier plan, which have been released. The loss that was
-            returned then is as good as this one.
+            returned then works like this one.
     """
     model, engine, weigher = job.model, running.engine, running.weigher
     count, terms = _counts(job, terms)
@@ -97,12 +97,13 @@ def watch(
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
     if job.compute_loss is not None:
         hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
-        # modules keep means over rows, which a loss over other terms may be added to
+        # modules keep means over rows, and a loss over other terms may be added to them
         apart = count is not None and terms.kept and not (job.alike or terms.summed)
         by_loss, of_rows = terms.summed or apart, None if apart else count
         of_batch = Counting(border, weigher, terms, by_loss=by_loss, count=of_rows)
         computed = _computed(job, of_batch, calls, terms, count if apart else None, kept)
-        if count is not None or terms.summed:  # else others than it are right, too
+        # otherwise other functions than this one are right, too
+        if count is not None or terms.summed:
             border.awaited_loss = _NOT_COMPUTED
         function = computed.function()
         function.__dict__[COUNTED] = computed
@@ -154,14 +155,14 @@ def _counts(job: TrainingJob, terms: Terms) -> tuple[Count | None, Terms]:
 def _counting(
     job: TrainingJob, count: Count | None, make: Callable[..., Counting], summed: bool
 ) -> Counting:
-    """Count the inputs of calls, if that needs no look at the loss; else have the loss counted."""
+    """Count the inputs of calls, if that needs no look at the loss. Otherwise count the loss."""
     if job.alike or (job.loss_fn is None and job.count is None):
         return make(by_loss=summed, count=count)
     return make(by_loss=summed or count is not None)
 
 
 def _one(*batch: Any) -> float:
-    """Count every call alike."""
+    """Count every call as one."""
     return 1.0
 
 
@@ -170,7 +171,7 @@ def _weights_of_target(targets: Targets, loss_fn: Any, output: Any, target: Any)
 
 
 def _if_there(method: Callable[[], None]) -> Callable[[], None]:
-    """Make a function that calls a method as long as its object is there.
+    """Make a function that calls a method as long as its object lives.
 
     A border holds autograd's nodes of the parameters, and no collector sees them. If the engine
     held the border, owned parameters, which lead to the engine, would never be given back.
@@ -187,7 +188,7 @@ def _if_there(method: Callable[[], None]) -> Callable[[], None]:
 def _counting_loss(
     model: nn.Module, loss_fn: Callable[..., Any] | None, counted: _Counted
 ) -> tuple[Callable[..., Any] | None, RemovableHandle | None]:
-    """The loss that weighs itself, and its hook, unless a plain function is wrapped."""
+    """Return the loss that weighs itself, and its hook, unless a plain function is wrapped."""
     if loss_fn is None:
         return None, model.register_forward_hook(_CountedModel(counted), with_kwargs=True)
     if isinstance(loss_fn, nn.Module):
@@ -197,7 +198,7 @@ def _counting_loss(
 
 
 def _weighed(model: nn.Module, calls: Calls, counting: Counting) -> list[RemovableHandle]:
-    """Have calls of the model weighed that are not inside of another."""
+    """Weigh calls of the model that are not inside another call."""
     before, after = _Before(calls, counting), _After(calls, counting)
     return [
         model.register_forward_pre_hook(before, with_kwargs=True),
@@ -210,7 +211,7 @@ def _rows_of_target(terms: Terms, output: Any, target: Any) -> float:
 
 
 def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:
-    """A loss that is a plain function, weighed."""
+    """Wrap a loss that is a plain function, so that it is weighed."""
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +222,7 @@ def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., An
 
 
 def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
-    """Whether a loss weighs itself by the `count` of a model that is parallelised."""
+    """Return whether a loss weighs itself by the `count` of a parallelised model."""
     if isinstance(loss_fn, nn.Module):
         return any(isinstance(hook, _CountedLoss) for hook in loss_fn._forward_hooks.values())
     counted = getattr(loss_fn, COUNTED, None)
@@ -230,7 +231,7 @@ def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
 
 @final
 class _BeforeCompiled(StaysBehind):
-    """Waits for the parameters of compiled blocks, which need parameters that are there."""
+    """Waits for the parameters of compiled blocks, which need parameters that have arrived."""
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
@@ -246,7 +247,7 @@ class _BeforeCompiled(StaysBehind):
 
 @final
 class _Before(StaysBehind):
-    """Makes the weight of each call that is to be weighed."""
+    """Gives each call its weight before it runs."""
 
     def __init__(self, calls: Calls, counting: Counting) -> None:
         self._calls, self._counting = calls, counting
@@ -266,7 +267,7 @@ class _Before(StaysBehind):
 
 
 def _past(disabled: Callable[..., Any], frame: FrameType) -> FrameType:
-    """The frame that has called a function, past what keeps a compiler out of it."""
+    """Return the frame that has called a function, past the wrapper against compilers."""
     caller = frame.f_back if frame.f_code is disabled.__code__ else frame
     assert caller is not None
     return caller
@@ -290,7 +291,7 @@ class _After(StaysBehind):
 
 @final
 class _Counted:
-    """Weighs a loss by its own count of terms; one that is a sum where there is no count."""
+    """Weighs a loss by its own count of terms. Without a count, the loss is a sum."""
 
     def __init__(
         self,
@@ -307,11 +308,11 @@ class _Counted:
 
     @property
     def weighs(self) -> bool:
-        """Whether it does still."""
+        """Return whether it still weighs."""
         return self._border is not None
 
     def release(self) -> None:
-        """Leave losses as they are, from here on."""
+        """Leave losses unchanged from now on."""
         self._border = None
 
     def go_on(self, border: Border, counting: Counting) -> None:

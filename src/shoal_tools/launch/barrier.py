@@ -29,7 +29,7 @@ class TaskSeat:
 
     rank: int
     host: str
-    executor: str  # in words
+    executor: str  # the executor, described in words
     settings: dict[str, str]  # variables of its process
     port: socket.socket | None = None  # the port of the store, if this is rank 0
 
@@ -51,7 +51,7 @@ def seat_of(context: Any) -> TaskSeat:
         if held is not None:
             held.close()
         raise
-    port, job = told[0].split()  # of this start of the stage
+    port, job = told[0].split()  # the job's id marks this start of the stage
     local = hosts[:rank].count(hosts[rank])
     executor = f"rank {rank}, executor on host {hosts[rank]}, in {Path.cwd()}"
     settings = variables(hosts[0], int(port), rank, len(hosts), local, hosts.count(hosts[rank]))
@@ -85,5 +85,5 @@ def _held_port() -> socket.socket:
 
 
 def local_folder() -> str | None:
-    """Where an executor keeps files of its own; None for the system's place."""
+    """Return the folder where an executor keeps its own files; None for the system's."""
     return os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None

@@ -1,7 +1,7 @@
-"""A Spark cluster as its driver sees it: a session, how many tasks run at once, who is lost.
+"""A Spark cluster as its driver sees it: its session, its slots for tasks, and its lost executors.
 
-Spark waits where it could say what is wrong: a minute for a master that nobody is, and without an
-end for as many cores as a barrier stage needs. What is here says so within seconds.
+Spark waits although it could report a fault: a minute for a master that does not exist, and without
+an end for the cores of a barrier stage. The functions here report these faults within seconds.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shoal.core.errors import UsageError, WorldError
 
 T = TypeVar("T")
 
-_CONNECT_S = 10.0  # to a master
+_CONNECT_S = 10.0  # seconds to connect to a master
 _OF_OTHERS = ("local", "yarn", "k8s://")  # masters that are not Spark's own
-_SLOTS_WAIT_S = 20.0  # for executors that are still starting
+_SLOTS_WAIT_S = 20.0  # seconds to wait for executors that are still starting
 _SETTLED_S = 4.0  # without a new one
-_AGAIN_S = 30.0  # for an executor in the place of one that has left
+_AGAIN_S = 30.0  # seconds to wait for an executor in the place of one that has left
 _LOOK_S = 1.0
 
 
 def missing_spark() -> str | None:
-    """What this machine lacks of Spark, or None."""
+    """Name the part of Spark that this machine lacks; None if it has all."""
     if importlib.util.find_spec("pyspark") is None:
         return f"pyspark is not installed: {install_shoal('spark')}"
     home = os.environ.get("JAVA_HOME")
@@ -48,17 +48,17 @@ def missing_spark() -> str | None:
 
 @contextmanager
 def session(master: str = "", name: str = "shoal") -> Iterator[Any]:
-    """A session on the cluster: the program's own if it has one, else one for this block.
+    """Yield a session on the cluster: the program's own, or a new one for this block.
 
     Executors use this Python, if `PYSPARK_PYTHON` names no other.
 
     Args:
-        master: its URL, as spark://head:7077; by default what Spark's own settings say.
+        master: its URL, as spark://head:7077; by default the master of Spark's own settings.
         name: of the application.
 
     Raises:
         UsageError: Spark is not installed, or its session is on another cluster.
-        WorldError: nobody is there.
+        WorldError: no master answers.
     """
     if (lacks := missing_spark()) is not None:
         raise UsageError("Spark cannot be used on this machine", got=lacks, do="install it here")
@@ -100,7 +100,7 @@ def reach(master: str) -> None:
 
     Raises:
         UsageError: it is written otherwise than a master is.
-        WorldError: nobody is there.
+        WorldError: no master answers.
     """
     if master.startswith(_OF_OTHERS) or not master:
         return
@@ -128,13 +128,13 @@ def reach(master: str) -> None:
 
 
 def slots(spark: Any) -> int:
-    """How many tasks the executors can run at once."""
+    """Return the number of tasks that the executors can run at once."""
     java = spark.sparkContext._jsc.sc()
     return int(java.maxNumConcurrentTasks(java.resourceProfileManager().defaultResourceProfile()))
 
 
 def waited_slots(spark: Any) -> int:
-    """The same, once no more executors come."""
+    """Return the number of slots, once no more executors come."""
     deadline, found, since = time.monotonic() + _SLOTS_WAIT_S, 0, time.monotonic()
     while time.monotonic() < deadline and (not found or time.monotonic() - since < _SETTLED_S):
         if (now := slots(spark)) != found:
@@ -148,8 +148,8 @@ def check_slots(spark: Any, num_tasks: int, said: str) -> None:
 
     Args:
         spark: the session.
-        num_tasks: of the barrier stage.
-        said: what the user wrote, as "num_ranks=4".
+        num_tasks: number of tasks of the barrier stage.
+        said: the user's own words, as "num_ranks=4".
 
     Raises:
         UsageError: the cluster cannot run as many tasks at once.
@@ -181,7 +181,7 @@ class BarrierStage:
         self._is_given_up = False
 
     def run(self, action: Callable[[], T]) -> T:
-        """What the action returns.
+        """Run the action, and return its result.
 
         Raises:
             WorldError: Spark gave it up, or too few executors are there.
@@ -204,7 +204,7 @@ class BarrierStage:
                 context.removeJobTag(self._tag)
 
     def cancel(self) -> None:
-        """End its tasks."""
+        """End the tasks of the stage."""
         with suppress(Exception):  # the context may be stopped
             self._spark.sparkContext.cancelJobsWithTag(self._tag)
 
@@ -244,13 +244,13 @@ class BarrierStage:
 
 
 def _executors(spark: Any) -> set[str]:
-    """Where they listen, as host:port; the driver is one."""
+    """Return the addresses of the executors, as host:port. The driver is one of them."""
     names = spark.sparkContext._jsc.sc().getExecutorMemoryStatus().keys().toSeq().mkString(" ")
     return set(names.split())
 
 
 def _first_line(error: Exception) -> str:
-    """What Python has raised on an executor, else what Java has, else the first line."""
+    """Return the line with an executor's Python error, or else Java's, or else the first line."""
     lines = [line.strip(" :") for line in str(error).splitlines()]
     for kind in ("(Error|Lost)", "Exception"):
         for line in lines:

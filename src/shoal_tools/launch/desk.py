@@ -1,17 +1,17 @@
-"""What ranks elsewhere tell the driver, and what it tells them: lines, exit codes and signals.
+"""The connections between ranks on other hosts and the driver: lines, exit codes and signals.
 
-    rank -> driver      who it is, in words · what it prints · its exit code
+    rank -> driver      its name in words · its output · its exit code
     driver -> rank      go · a signal for its processes
 
 Both prove first that they know the job's token, by a challenge of HMAC. It is the standard
 library's, and no other signature of Shoal's has that form. Messages are plain bytes, and the first
-byte is their kind. A connection that closes before the exit code means that the rank's executor is
-gone; at the rank, that the driver is.
+byte is their kind. A connection that closes before the exit code tells the driver that the rank's
+executor is gone. It tells the rank that the driver is gone.
 
 Silent strangers are put out after 10 s, or as soon as there are too many of them (entrance.py). A
 rank that was put out among them comes again (`call_desk`).
 
-Cost: a thread a rank at the driver, which sleeps while nothing is said.
+Cost: a thread a rank at the driver, which sleeps while no message comes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Any
 
 from shoal_tools.launch.entrance import Entrance
 
-HELLO, OUT, ERR, EXIT = b"h", b"o", b"e", b"x"  # of a rank
-GO, SIGNAL = b"g", b"s"  # of the driver
-LOST = b"l"  # what the desk itself finds: the connection has closed
-MOST_BYTES = 1 << 17  # of a message
+HELLO, OUT, ERR, EXIT = b"h", b"o", b"e", b"x"  # messages of a rank
+GO, SIGNAL = b"g", b"s"  # messages of the driver
+LOST = b"l"  # the desk's own message: the connection has closed
+MOST_BYTES = 1 << 17  # bytes of a message
 _STRANGERS = 64  # connections without a proof, beside one a rank
 _PROOF_S = 10.0  # how long such a connection lasts
 _CALL_S, _AGAIN_S = 30.0, 0.2  # how long, and how often, a rank calls that is put out
@@ -52,7 +52,7 @@ class Said:
 
 
 class Desk:
-    """The driver's side, while the block is not left.
+    """The driver's side, from the beginning of the block to its end.
 
     Args:
         address: which it listens at, on a free port.
@@ -88,7 +88,7 @@ class Desk:
                 each.shutdown(socket.SHUT_RDWR)  # this wakes its thread, which closes it
 
     def next(self, within_s: float) -> Said | None:
-        """What comes next, if something does."""
+        """Return the next message, or None if none comes in time."""
         try:
             return self._said.get(timeout=within_s)
         except queue.Empty:
@@ -112,7 +112,7 @@ class Desk:
                 answer_challenge(connection, self._key)
                 number, _, words = connection.recv_bytes(MOST_BYTES).partition(b" ")
                 rank = int(number)
-            except Exception:  # whatever a stranger sends
+            except Exception:  # a stranger may send anything
                 return
             if is_admitted and rank not in self._open and 0 <= rank < self._ranks:
                 self._open[rank], self._admitted[rank] = connection, caller
@@ -133,7 +133,7 @@ def call_desk(desk: tuple[str, int], token: str) -> Connection[Any, Any]:
 
     Raises:
         OSError: the desk is not reached.
-        AuthenticationError: somebody with another token answers.
+        AuthenticationError: a program with another token answers.
     """
     deadline = time.monotonic() + _CALL_S
     while True:

@@ -1,10 +1,10 @@
-"""What each task of the Spark launcher's stage does: it runs its rank's command, and tells the
-driver of it.
+"""The work of each task in the Spark launcher's stage: it runs its rank's command for the driver.
 
-    1  seat     which rank it is, and where ranks meet; the driver is told, and says go
+    1  seat     the number of the rank, and the place where ranks meet; the driver hears it, and
+                says go
     2  command  with this executor's own Python, and with the files that were sent
-    3  lines    what the rank prints, at once; signals the other way
-    4  end      whatever the rank has left running is killed; then the exit code
+    3  lines    the rank's output, at once; signals the other way
+    4  end      everything that the rank has left running is killed; then the exit code
 
 Cost: three threads that sleep while nothing is printed.
 """
@@ -34,7 +34,7 @@ from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
 
 PYTHON = "\0python"  # a word of the command: the executor's own
-_TASK = "SHOAL_SPARK_TASK"  # what all processes of one rank carry
+_TASK = "SHOAL_SPARK_TASK"  # variable that marks all processes of one rank
 _READ = 1 << 16
 _NOT_FOUND, _ENDED = 127, 143  # exit codes, as of a shell
 
@@ -45,14 +45,14 @@ class TaskOrder:
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    files: Mapping[str, bytes]  # by the path that the command calls them by
+    files: Mapping[str, bytes]  # contents by the path that the command uses
     folder: str  # the driver's working directory
-    desk: tuple[str, int]  # where the driver listens
+    desk: tuple[str, int]  # the driver's address
     token: str = field(repr=False)
 
 
 def task_of(order: TaskOrder) -> Any:
-    """The function that Spark calls in each task."""
+    """Return the function that Spark calls in each task."""
 
     def task(_: Iterator[Any]) -> Iterator[int]:
         yield hold(order)
@@ -61,7 +61,7 @@ def task_of(order: TaskOrder) -> Any:
 
 
 def hold(order: TaskOrder) -> int:
-    """Run this task's rank to its end: its exit code.
+    """Run this task's rank to its end, and return its exit code.
 
     Raises:
         WorldError: the driver cannot be reached.
@@ -92,13 +92,13 @@ def _hold(order: TaskOrder, seat: TaskSeat) -> int:
 
 
 class _Rank:
-    """The processes of one rank, from start to end, and what the driver is told of them."""
+    """The processes of one rank, from start to end, and their reports to the driver."""
 
     def __init__(self, desk: Any) -> None:
         self._desk, self._saying = desk, threading.Lock()
 
     def run(self, order: TaskOrder, seat: TaskSeat, folder: Path) -> int:
-        """The exit code, of a signal as the shell says it."""
+        """Return the exit code. A signal counts as in a shell."""
         mark = f"{_TASK}={uuid.uuid4().hex}"
         try:
             process = _started(order, seat, folder, mark)
@@ -149,7 +149,8 @@ def _started(order: TaskOrder, seat: TaskSeat, folder: Path, mark: str) -> subpr
         Path(sent[path]).write_bytes(data)
     words = [sys.executable if word == PYTHON else sent.get(word, word) for word in order.command]
     task, _, value = mark.partition("=")
-    search = os.pathsep.join(each for each in sys.path if each)  # with what Spark was given to send
+    # the path of this executor, with everything that Spark was told to send
+    search = os.pathsep.join(each for each in sys.path if each)
     environment = {**os.environ, "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         _dying_with_us(words),

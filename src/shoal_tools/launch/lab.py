@@ -9,9 +9,9 @@
    └─────────────────────────────────┘             store listens: it lives in the launcher, so it
                                                    outlives every rank
 
-Why here: what Shoal decides depends on the network, and one must be able to see it decide without
+Why here: Shoal's decisions depend on the network, and you must be able to see them without
 owning four machines. Nothing touches the machine's own network, so labs stand side by side with the
-same addresses. Hosts share processors, disk and host name ($SHOAL_HOST tells them apart); they do
+same addresses. Hosts share processors, disk and host name ($SHOAL_HOST tells them apart). They do
 not see the outside world. With `cores` each rank has a fixed part of the processors (quota.py).
 
 Cost: about 30 ms a host to build. Root, Linux, iproute2.
@@ -48,10 +48,10 @@ from shoal_tools.launch.namespaces import (
 )
 from shoal_tools.launch.processes import Command, Interrupts, check, environment, missing_tools, run
 
-INTERFACE = "eth0"  # of every host
+INTERFACE = "eth0"  # name of every host's interface
 SWITCH_ADDRESS = "10.0.0.254"
 NETWORK = "10.0.0.0/24"
-MAX_HOSTS = 250  # of one /24 network
+MAX_HOSTS = 250  # the hosts of one /24 network
 QUEUE = "50ms"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 UNSHAPED = (None, "none", "unshaped")
@@ -77,15 +77,15 @@ class Lab(Launcher):
         rate: of each link in each direction, as `tc` writes it (1gbit, 200mbit); None or "none" for
             no limit.
         delay: added on the way from any host to any other (5ms); needs a kernel with netem.
-        burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst
-            passes for free.
-        ranks_per_host: how many ranks share a host and its link; what they send each other stays on
-            its loopback.
+        burst: bytes that a link lets pass at once. 32kb starves a 1gbit link. After a pause, one
+            burst passes for free.
+        ranks_per_host: number of ranks that share a host and its link. Their messages to each other
+            stay on its loopback.
         congestion: how TCP finds its pace from host to host, whatever the machine's own way is:
             Linux's default, cubic; or bbr, reno …, as the kernel has them.
-        queue: how long a packet may wait at a link before it is dropped. TCP fills what there is,
-            so that all that is sent waits as long, acknowledgements of what comes the other way
-            too: a switch with shallow buffers or a fair queue (fq_codel) has some milliseconds.
+        queue: how long a packet may wait at a link before it is dropped. TCP fills the queue, so
+            that every packet waits as long, even acknowledgements of the other direction. A switch
+            with shallow buffers or a fair queue (fq_codel) has some milliseconds.
         cores: each rank may take so many cores' worth of processor time, also while others leave
             theirs. One number, or one for the ranks of each host. None for no limit.
 
@@ -106,10 +106,10 @@ class Lab(Launcher):
     congestion: str = "cubic"
     queue: str = QUEUE
     cores: float | Sequence[float] | None = None
-    # of the hosts in order, then of the switch; empty while it is down
+    # namespaces of the hosts in order, then of the switch; empty while it is down
     namespaces: tuple[str, ...] = field(default=(), init=False)
     _guard: Guard | None = field(default=None, init=False, repr=False)  # while it is up
-    # of the ranks, while it is up and they have quotas
+    # control groups of the ranks, while it is up and they have quotas
     _groups: list[Path] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Lab(Launcher):
                 )
 
     def missing(self) -> str | None:
-        """What this machine lacks for it, or None."""
+        """Say why this machine cannot have a lab; None if it can."""
         if lacks := missing_tools("ip", "tc", "unshare", "setpriv"):
             return f"{lacks} (iproute2 and util-linux have the tools)"
         if os.geteuid() != 0:
@@ -301,7 +301,7 @@ class Lab(Launcher):
                 self._groups.append(quota.make(f"{host}.{local_rank}", cores))
 
     def _set_congestion(self, host: str, address: str) -> None:
-        """By the route, as a namespace may not set every sysctl."""
+        """Set it by the route, because a namespace may not set every sysctl."""
         route = f"{NETWORK} dev {INTERFACE} src {address} congctl {self.congestion}"
         if complaint := attempt("ip", "-n", host, "route", "replace", *route.split()):
             raise LabError(

@@ -36,7 +36,7 @@ class Local(Launcher):
     name: ClassVar[str] = "local"
 
     def missing(self) -> str | None:
-        """What this machine lacks for it, or None."""
+        """Name the tools that this machine lacks for it; None if it has all."""
         return missing_tools("setpriv")
 
     def launch(self, job: Job) -> Result:

@@ -27,7 +27,7 @@ from shoal_tools.launch.processes import kill_all
 
 T = TypeVar("T")
 
-NAMES = Path("/run/netns")  # where `ip netns` keeps the names
+NAMES = Path("/run/netns")  # the folder in which `ip netns` keeps the names
 # SETTINGS/name/hosts is /etc/hosts to whatever `ip netns exec name` starts
 SETTINGS = Path("/etc/netns")
 # CLONE_NEWNS, MS_BIND, MS_REC | MS_PRIVATE
@@ -45,7 +45,7 @@ def claim(last: str) -> str:
 
 
 def name_hosts(namespace: str, addresses: Mapping[str, str]) -> None:
-    """Give host names to addresses inside the namespace, beside those of the machine.
+    """Give host names to addresses inside the namespace, in addition to the machine's own names.
 
     Each is listed as an IPv4-mapped address too: PyTorch's store looks its peer's name up by that
     one, and where no name server can be reached it prints a warning for each rank.
@@ -83,14 +83,14 @@ def enter(namespace: str) -> None:
 
 
 def sweep() -> None:
-    """Take down the labs whose launcher is gone: it was killed before it could."""
+    """Take down the labs of launchers that were killed before they could do so."""
     names = {path.name for place in (NAMES, SETTINGS) for path in place.glob("shoal-*")}
     owners = {name: re.fullmatch(r"shoal-(\d+)-\d+-\w+", name) for name in sorted(names)}
     take_down([name for name, pid in owners.items() if pid and not Path("/proc", pid[1]).exists()])
 
 
 def take_down(namespaces: Sequence[str]) -> None:
-    """Kill what runs in the namespaces and remove them; one that is gone already is no error."""
+    """Kill all processes in the namespaces, and remove these. A missing one is no error."""
     present = [name for name in namespaces if (NAMES / name).exists()]
     for name in present:
         kill_all(partial(_processes, name))
@@ -138,13 +138,13 @@ class Guard:
 
 
 def execute(*command: str) -> None:
-    """Run one command that builds the lab (LabError with what it said when it fails)."""
+    """Run one command that builds the lab. LabError has its complaint if it fails."""
     if complaint := attempt(*command):
         raise LabError("the lab cannot be built", where=" ".join(command), got=complaint)
 
 
 def attempt(*command: str) -> str:
-    """Run a command; what it said when it failed, or nothing."""
+    """Run a command, and return its complaint if it failed, or ''."""
     done = _shielded(*command)
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 

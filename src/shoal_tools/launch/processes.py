@@ -62,7 +62,7 @@ class Command:
 
 
 def missing_tools(*tools: str) -> str | None:
-    """Which of the programs this machine lacks, or None."""
+    """Name the programs that this machine lacks; None if it has all."""
     if sys.platform != "linux":
         return "it needs Linux"
     absent = [tool for tool in tools if shutil.which(tool) is None]
@@ -101,7 +101,7 @@ def check(job: Job) -> None:
 
 
 def check_here(job: Job) -> None:
-    """The same, for a launcher whose ranks are all on this machine."""
+    """Check a job for a launcher that starts all ranks on this machine."""
     check(job)
     if job.master:
         raise UsageError(
@@ -118,10 +118,10 @@ def check_here(job: Job) -> None:
 
 
 def environment(job: Job, **launcher: str) -> dict[str, str]:
-    """One rank's environment: what the launcher sets, and above it what the job sets.
+    """Return one rank's environment: the launcher's variables, overridden by the job's.
 
-    Cores are shared out among ranks, and Python's output is unbuffered so that lines come when they
-    are printed; both only where the user has not said otherwise.
+    Cores are shared out among ranks. Python's output is unbuffered, so that lines come at once. The
+    user's own variables win over both.
     """
     threads = max(1, int(min(bound_cores(), quota_cores()) // job.ranks))
     polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
@@ -175,9 +175,9 @@ def run(
 ) -> Result:
     """Run all commands to their end (`Job` says the grace). A single one keeps the terminal.
 
-    `agreed` gives what the ranks themselves found to have befallen the job of that id, if anything,
-    and the rank that failed: it is said last, and goes before which rank ended first, since those
-    that hear of a failure may end before its rank.
+    `agreed` returns the fault that the ranks themselves have found in the job of that id, if any,
+    and the rank that failed. It is printed last. It counts more than the rank that ended first,
+    because ranks that hear of a failure may end before the failed rank.
     """
     raise_limit()
     mark = uuid.uuid4().hex
@@ -189,7 +189,8 @@ def run(
             ranks.turn()
             ranks.hurry_stopped()
             if ranks.first_failure is not None:
-                found = found or agreed(mark)  # at the end a stranger may have written over it
+                # keep the first answer, because a stranger may overwrite it at the end
+                found = found or agreed(mark)
     finally:
         ranks.kill()
         kill_all(lambda: marked(f"{MARK}={mark}"))
@@ -218,7 +219,7 @@ class _RankProcesses:
         self._interrupts = interrupts
         self._hurried = False  # whether it was seen to the last one
         self._obeyed = 0  # how many interrupts have been acted on
-        # what is still to be sent to all groups: (when, signal)
+        # signals that are due for all groups: (when, signal)
         self._ending: list[tuple[float, int]] = []
         self._selector = selectors.DefaultSelector()
         self._lines: list[tuple[IO[bytes], Lines]] = []
@@ -295,7 +296,7 @@ class _RankProcesses:
             process.wait()
 
     def close(self) -> None:
-        """Pass on what is still in the pipes; their writers are dead, so each ends soon."""
+        """Pass on the rest of the pipes. Their writers are dead, so each pipe ends soon."""
         for pipe, lines in self._lines:
             os.set_blocking(pipe.fileno(), False)
             with suppress(BlockingIOError):  # a stranger that we could not kill holds the other end
@@ -362,11 +363,11 @@ class Lines:
         self._prefix = prefix
         self._sink = sink
         self._rest = b""
-        # wipes what a longer state of a bar left behind
+        # wipes the rest of a longer state of a bar
         self._clear = "\x1b[K" if sink.isatty() else ""
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank wrote, in pieces of any size."""
+        """Take output of the rank, in pieces of any size."""
         *lines, rest = (self._rest + data).split(b"\n")
         for line in lines:
             *passing, last = line.rstrip(b"\r").split(b"\r")
@@ -391,7 +392,7 @@ class Lines:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Kill what `find` lists until it lists nothing: a process may fork while it is killed."""
+    """Kill the processes that `find` lists until it lists none: a process may fork meanwhile."""
     give_up = time.monotonic() + KILL_AFTER_S
     while (found := find()) and time.monotonic() < give_up:
         for pid in found:
@@ -401,14 +402,14 @@ def kill_all(find: Callable[[], list[int]]) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process has been sent SIGSTOP."""
+    """Return whether a process has been sent SIGSTOP."""
     with suppress(OSError):  # it has ended
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
 def marked(setting: str) -> list[int]:
-    """Processes of this machine that have this in their environment, as NAME=value."""
+    """List processes of this machine that have this in their environment, as NAME=value."""
     wanted, found = setting.encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it ended, or it is another user's

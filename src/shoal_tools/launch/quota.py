@@ -1,14 +1,14 @@
-"""Processor time by quota: what starts in a control group has so many cores' worth, and no more.
+"""Processor time by quota: processes in a control group have so many cores' worth, and no more.
 
     1  make       a group with its quota, named like the namespace of its host
-    2  entering   a command joins the group, and then becomes what it is to run
-    3  remove     once nothing is in it
+    2  entering   a command joins the group, and then becomes the rank's program
+    3  remove     once no process is in it
 
-Why here: hosts of a lab share processors. By themselves they take turns, and one that waits leaves
-its time to the others; real hosts do not. Both kinds of control groups are served, version 1 and 2.
+Why here: hosts of a lab share processors. By themselves they take turns, and a waiting host leaves
+its time to the others, but real hosts do not. Both kinds of control groups work, version 1 and 2.
 
-Cost: the kernel looks at ticks of some milliseconds, so what has used up its time sleeps for a few
-of them. A group takes less than a millisecond to make.
+Cost: the kernel looks at ticks of some milliseconds, so a process that has used up its time sleeps
+for a few of them. A group takes less than a millisecond to make.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 from shoal.core.errors import LabError
 
 ROOT = Path("/sys/fs/cgroup")
-PERIOD_US = 10_000  # in which a group has its part: the shortest that ticks of 4 ms leave a meaning
-_LEAST_US = 1000  # of a quota, for the kernel
+# a group has its part in each period: the shortest that makes sense with ticks of 4 ms
+PERIOD_US = 10_000
+_LEAST_US = 1000  # least quota of the kernel
 LEAST_CORES = _LEAST_US / PERIOD_US
 _JOIN = 'echo $$ > "$0" && exec "$@"'
-_GIVE_UP_S = 2.0  # what was killed leaves a group a moment later
+_GIVE_UP_S = 2.0  # seconds for killed processes to leave their group
 
 
 def make(name: str, cores: float) -> Path:
@@ -44,7 +45,8 @@ def make(name: str, cores: float) -> Path:
         else:
             settings = {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
         group = _folder() / name
-        group.mkdir(exist_ok=True)  # one of that name, whose last process ended late
+        # a group of that name may exist, because its last process ended late
+        group.mkdir(exist_ok=True)
         _set(group, settings)
     except OSError as error:
         raise LabError(
@@ -68,12 +70,12 @@ def _set(group: Path, settings: Mapping[str, str]) -> None:
 
 
 def entering(group: Path, command: Sequence[str]) -> tuple[str, ...]:
-    """The command, run in the group."""
+    """Return the command that runs in the group."""
     return ("sh", "-c", _JOIN, str(group / "cgroup.procs"), *command)
 
 
 def remove(groups: Iterable[Path]) -> None:
-    """Remove groups whose processes are being killed; one that is gone already is no error.
+    """Remove groups of processes that are being killed. A missing group is no error.
 
     Each is tried at least once, however long the others take.
     """
@@ -89,7 +91,7 @@ def remove(groups: Iterable[Path]) -> None:
 
 
 def sweep() -> None:
-    """Remove the groups of labs whose launcher is gone."""
+    """Remove the groups of labs that have lost their launcher."""
     for group in _folder().glob("shoal-*"):
         owner = re.fullmatch(r"shoal-(\d+)-.*", group.name)
         if owner and not Path("/proc", owner[1]).exists():
@@ -97,7 +99,7 @@ def sweep() -> None:
 
 
 def _is_second() -> bool:
-    """Whether it is version 2 that hands out processor time here."""
+    """Return whether version 2 hands out processor time here."""
     with suppress(OSError):
         return "cpu" in (ROOT / "cgroup.controllers").read_text().split()
     return False

@@ -3,8 +3,9 @@
     driver      a session on the cluster · a desk that listens · the stage        this file, desk.py
     executors   a task runs the command as its rank, and tells the desk of it     hold.py
 
-What a rank prints comes to the driver at once. Who fails first is who tells so first, or whose
-connection closes. Ctrl-C and SIGTERM go to every rank, which may save and end.
+The driver gets a rank's output at once. The rank that first reports a failure, or closes its
+connection, counts as the first that failed. Ctrl-C and SIGTERM go to every rank, which may save and
+end.
 
 Cost: Spark's own start, some seconds. While ranks train, nothing of it takes part.
 """
@@ -35,7 +36,7 @@ from shoal_tools.launch.desk import ERR, EXIT, GO, HELLO, LOST, OUT, SIGNAL, Des
 from shoal_tools.launch.hold import PYTHON, TaskOrder, task_of
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines, check
 
-_KILLED, _ENDED = 137, 143  # exit codes of who was lost, and of who was ended: 128 + signal
+_KILLED, _ENDED = 137, 143  # exit codes of ranks that were lost, and that were ended: 128 + signal
 
 
 @final
@@ -49,11 +50,11 @@ class Spark(Launcher):
     name: ClassVar[str] = "spark"
 
     def missing(self) -> str | None:
-        """What this machine lacks for it, or None."""
+        """Name the part of Spark that this machine lacks; None if it has all."""
         return missing_spark()
 
     def room(self, master: str) -> int:
-        """How many tasks the cluster runs at once."""
+        """Return the number of tasks that the cluster runs at once."""
         with session(master, "shoal") as spark:
             return waited_slots(spark)
 
@@ -93,7 +94,7 @@ class _RankTasks:
         self._stage = stage
         self._codes: dict[int, int] = {}
         self._first: int | None = None
-        self._executors: dict[int, str] = {}  # in words, of the ranks that have come
+        self._executors: dict[int, str] = {}  # executors in words, by the ranks that have come
         self._hosts: list[str] = []
         self._lines: dict[tuple[int, bytes], Lines] = {}
         # still to be sent to all: (when, signal); behind the last one the stage is cancelled
@@ -133,11 +134,11 @@ class _RankTasks:
         return Result(tuple(self._codes.get(rank, left) for rank in ranks), self._first)
 
     def _is_waiting(self) -> bool:
-        """Whether ranks that have come have not ended."""
+        """Return whether ranks that have come have not ended."""
         return self._first is None and len(self._executors) == self._job.ranks
 
     def _turn(self, within_s: float) -> bool:
-        """Wait for something to happen, and act on it; whether a rank has said something."""
+        """Wait for a message, and act on it. Return whether a rank has sent one."""
         said = self._desk.next(within_s)
         if said is not None:
             self._heard(said.rank, said.kind, said.data)
@@ -173,7 +174,7 @@ class _RankTasks:
                 self._desk.tell(each, GO)
 
     def _check_hosts(self) -> None:
-        """Raise UsageError where ranks are not as many on every host as was asked for."""
+        """Raise UsageError if hosts have another number of ranks than the job asks for."""
         hosts = [
             words.partition("host ")[2].partition(",")[0] for words in self._executors.values()
         ]
@@ -221,7 +222,7 @@ class _RankTasks:
 
 
 def _read(paths: tuple[Path, ...]) -> Mapping[str, bytes]:
-    """Files to send, by path."""
+    """Return the contents of files to send, by path."""
     by_name: dict[str, Path] = {}
     for path in paths:
         if (other := by_name.setdefault(path.name, path)) != path:
@@ -237,7 +238,7 @@ def _read(paths: tuple[Path, ...]) -> Mapping[str, bytes]:
 
 
 def _columns() -> int:
-    """How wide a line of a rank may be, behind its label."""
+    """Return the width for a rank's line, after its label."""
     return shutil.get_terminal_size().columns - len("[rank 0] ")
 
 

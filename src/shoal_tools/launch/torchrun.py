@@ -36,7 +36,7 @@ code=$?
 echo $code >"$SHOAL_EXITS/$RANK"
 exit $code
 """
-PROGRAM = "shoal_tools.launch.torchrun_here"  # which need not be read in this process
+PROGRAM = "shoal_tools.launch.torchrun_here"  # another process reads this module
 ENDED_BY_TORCHRUN = 143  # a rank without a file: torchrun ended it (128 + SIGTERM)
 
 
@@ -47,7 +47,7 @@ class Torchrun(Launcher):
     name: ClassVar[str] = "torchrun"
 
     def missing(self) -> str | None:
-        """What this machine lacks for it, or None."""
+        """Name the tools that this machine lacks for it; None if it has all."""
         return missing_tools("setpriv", "sh")
 
     def launch(self, job: Job) -> Result:

@@ -1,4 +1,4 @@
-"""torchrun for ranks of this machine, whose store listens on 127.0.0.1 only.
+"""torchrun for ranks of this machine, with a store that listens on 127.0.0.1 only.
 
     python -m shoal_tools.launch.torchrun_here --nproc-per-node 2 script.py
 
