@@ -110,11 +110,8 @@ def launched(
         options: the command line's others, by name.
     """
     needed = (*map(str, files), *(() if module else script[:1]))
-    for path in needed if send else ():
-        if not Path(path).is_file():
-            raise UsageError(
-                "there is no such file here, so it cannot be sent", got=path, do="check the path"
-            )
+    if send:
+        _check_files(needed)
     members = membership(options["nnodes"], len(hosts), options["restarts"])
     launcher = Ssh(
         python=options["python"],
@@ -152,6 +149,14 @@ def _named(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
             do="give --hosts a,b or --hosts-file FILE; this machine is localhost",
         )
     return hosts_in_file(file) if file is not None else hosts_in(hosts)
+
+
+def _check_files(paths: Iterable[str]) -> None:
+    for path in paths:
+        if not Path(path).is_file():
+            raise UsageError(
+                "there is no such file here, so it cannot be sent", got=path, do="check the path"
+            )
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -17,13 +17,13 @@ from typing import final
 
 from shoal.core.errors import UsageError
 from shoal_tools.elastic.messages import MOST_BYTES, Message, write
-from shoal_tools.elastic.wire import AskedAnew, Line
+from shoal_tools.elastic.wire import AgentLine, AskedAnew
 
 _HERE = "127.0.0.1"
 
 
 @final
-class LauncherLine(Line):
+class LauncherLine(AgentLine):
     """The line that stands as long as this process does.
 
     Args:
@@ -46,7 +46,7 @@ class LauncherLine(Line):
         self._sending = threading.Lock()
         self._has_ended = False
 
-    def call(self) -> tuple[Line, str, str]:
+    def call(self) -> tuple[AgentLine, str, str]:
         """Return this line, and addresses that say nothing of a network.
 
         Raises:

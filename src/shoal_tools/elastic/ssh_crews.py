@@ -38,7 +38,7 @@ from shoal_tools.launch.host_run import streams
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines
 from shoal_tools.launch.ssh import Ssh, end, environment_of, labels_of, start_order
 
-AGAIN_S = 15.0  # from the loss of a host, or a call in vain, to the next call
+AGAIN_S = 15.0  # time from the loss of a host, or a call in vain, to the next call
 LEFT_S = 150.0  # the same for a host that was told to leave: a spot machine has two minutes
 _ASKED_S = 1.0  # between two requests for a hello
 _OVER_S = 10.0  # time for agents to end, once the job is over
@@ -93,15 +93,15 @@ class _CalledHost:
     streams: Mapping[bytes, Lines]
     connection: Connection | None = None
     agent: str = ""  # id of the agent that runs there
-    address: str = ""  # by which the other hosts reach it; "" until it is known
+    address: str = ""  # other hosts reach it there; "" until it is known
     again_s: float = math.inf  # time to call it again
-    call: _Call | None = None
+    call: _HostCall | None = None
     problem: str = ""  # the last one that was said
     asked_s: float = 0.0  # time at which a hello was asked for
 
 
 @final
-class _Call:
+class _HostCall:
     """A call to a host that was lost: its connection, and the checks on a thread."""
 
     def __init__(self, connection: Connection, check: Callable[[Connection], ReadyHosts]) -> None:
@@ -144,7 +144,7 @@ class _CrewRun:
         self._id, self._token = uuid.uuid4().hex, token_of(job)
         self._members = Members(options.lost_after_s, say)
         self._orders = HostOrders(interrupts, job.grace_s)
-        self._code = 1  # of the last agent that failed
+        self._code = 1  # exit code of the last agent that failed
         self._over_s = math.inf
 
     def begin(self, connection: Connection, ready: ReadyHosts) -> None:
@@ -270,7 +270,7 @@ class _CrewRun:
             if now_s > called.again_s:
                 called.again_s = math.inf
                 connection = self._options.ssh.connections([called.host])[0]
-                called.call = _Call(connection, self._check)
+                called.call = _HostCall(connection, self._check)
             return
         if not called.call.is_over:
             return

@@ -13,8 +13,9 @@ from typing import final
 from shoal.core.errors import UsageError
 from shoal_tools.elastic.messages import FromPlace, Hello, Message, Sign, from_place
 from shoal_tools.elastic.place import SIGN_S
-from shoal_tools.elastic.wire import AskedAnew, Line
+from shoal_tools.elastic.wire import AgentLine, AskedAnew
 
+_Answer = tuple[AgentLine, str, str]  # a line, and the addresses of both sides
 _AGAIN_S = 0.3  # between two calls
 # without a sign of life of the meeting place: call again. Behind a pause of the network a new
 # connection carries words sooner than an old one, which has come to wait for long
@@ -37,13 +38,13 @@ class Uplink:
     def __init__(
         self,
         name: str,
-        call: Callable[[], tuple[Line, str, str]],
+        call: Callable[[], tuple[AgentLine, str, str]],
         hello: Callable[[str, str], Hello],
         say: Callable[[str], None],
     ) -> None:
         self.name, self._dial, self._hello, self._say = name, call, hello, say
-        self._wire: Line | None = None
-        self._read: queue.SimpleQueue[FromPlace | tuple[Line, str, str] | str] = queue.SimpleQueue()
+        self._wire: AgentLine | None = None
+        self._read: queue.SimpleQueue[FromPlace | _Answer | str] = queue.SimpleQueue()
         self._ended, self._refused = threading.Event(), 0
         self.away_s: float | None = time.monotonic()  # time since when nobody answers
         self._is_told = False  # the user knows that it is away
@@ -78,7 +79,7 @@ class Uplink:
                     found.append(item)
         return found
 
-    def _answered(self, wire: Line, own: str, other: str) -> None:
+    def _answered(self, wire: AgentLine, own: str, other: str) -> None:
         wire.send(self._hello(own, other))
         self._wire, self.away_s = wire, None
         if self._is_told:
@@ -112,7 +113,7 @@ class Uplink:
                 self._listen(wire, own, other)
             self._ended.wait(_AGAIN_S)
 
-    def _listen(self, wire: Line, own: str, other: str) -> None:
+    def _listen(self, wire: AgentLine, own: str, other: str) -> None:
         heard_s = time.monotonic()
         self._read.put((wire, own, other))
 

@@ -24,7 +24,7 @@ class AskedAnew(EOFError):
     """The other side wants another hello, on the same line."""
 
 
-class Line(ABC):
+class AgentLine(ABC):
     """A way for messages, both ways. Any thread may send; one thread reads."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Line(ABC):
 
 
 @final
-class Wire(Line):
+class Wire(AgentLine):
     """One open connection. Any thread may send; one thread reads."""
 
     def __init__(self, caller: socket.socket) -> None:

@@ -14,7 +14,7 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS, whole
 from shoal_tools.launch.host_end import AGENT_SCRIPT, RANK_SCRIPT
 
-LAUNCHER = "-"  # in place of a meeting place's address: the launcher, on standard input
+LAUNCHER = "-"  # stands for the launcher, which speaks on standard input
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HostPlace:
 
     number: int  # counted from 0
     slots: int
-    address: str  # by which the other hosts reach it
+    address: str  # other hosts reach it there
 
 
 def membership(text: str, hosts: int, restarts: int) -> HostCount:

@@ -56,7 +56,7 @@ class Connection:
         self.code: int | None = None  # the exit code of ssh, once it has ended
         self._said_hello, self._rest = False, b""
         self._lines: list[tuple[bytes, bytes]] = []
-        self._said = b""  # by an agent that speaks to the launcher
+        self._said = b""  # bytes of an agent that speaks to the launcher
         environment = {name: text for name, text in os.environ.items() if name != TOKEN}
         self.process = subprocess.Popen(
             (*DIE_WITH_PARENT, *command),

@@ -72,7 +72,7 @@ class FarEnd:
         self._orders, self._frames = orders, frames
         self._rest = b""
         self._heard_s, self.silent_s = time.monotonic(), SILENT_S
-        self._is_stuck = False  # nobody reads frames
+        self._is_stuck = False  # nothing reads frames
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
@@ -200,7 +200,7 @@ class _HostAgent:
             for name, kind in ((f"{rank}.out", b"o"), (f"{rank}.err", b"e")):
                 self._pipes.append(_RankPipe(folder / name, kind, end.write))
         left = _marked(order["replaces"]) if "replaces" in order else []
-        for pid in left:  # of an earlier connection
+        for pid in left:  # processes of an earlier connection
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._line, theirs = socket.socketpair()
