@@ -7,7 +7,7 @@ Each run is a job of its own on four emulated hosts, and has K faults one after 
 
     kill     all processes of a host die, and with them its /dev/shm and its folder
     stop     all of them hang (SIGSTOP); they go on once the others do without that host
-    cut      the host's link is down for longer than `--lost-after`
+    cut      the host's link is down for 30 s, longer than `--lost-after`
     blink    the link is down for 3 s, which is no loss
     leave    SIGTERM to the host's agent
     join     a host that is not there comes
@@ -52,7 +52,8 @@ from shoal_tools.launch.namespaces import attempt, enter
 
 JOB = Path(__file__).with_name("change_job.py")
 KINDS = ("kill", "stop", "cut", "leave", "join", "blink", "place")
-PORT, HOSTS, LOST_S = 29480, 4, 8.0
+PORT, HOSTS, CUT_S = 29480, 4, 30.0
+LOST_S = float(os.environ.get("CHANGES_LOST_S", "8"))  # `--lost-after`
 LIMIT_S = float(os.environ.get("CHANGES_LIMIT_S", "90"))  # until a crew trains again
 OWN = "/run/own"  # a host's folder, as its processes see it
 TOKEN = "changes"
@@ -285,6 +286,8 @@ class Run:
 
     def _come_back(self, fault: Fault, members: set[int]) -> None:
         """Let hosts go on that the others do without: they join them again."""
+        if fault.kind == "cut" and fault.again_s is not None:
+            time.sleep(max(0.0, CUT_S - fault.again_s))
         since, began_s = len(self._hosts.said.lines), time.time()
         for host in fault.hosts:
             if fault.kind == "stop":

@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-# tests/tools/commands/test_doctor.py and test_run_script.py run these
-NEEDS_OTHER_HOSTS = ("--peer", "shoal run --hosts a")
+# tests/tools/commands/test_doctor.py and test_run_script.py, and tests/tools/elastic run these
+NEEDS_OTHER_HOSTS = ("--peer", "shoal run --hosts a", "shoal rendezvous", "shoal agent")
 TAKES_HOURS = "--cases 2000"
 NEEDS_A_CLUSTER = "spark://"  # tests/tools/spark runs these
 # of these pages say that they end at about 98 % or more

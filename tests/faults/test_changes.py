@@ -6,6 +6,7 @@ Root only, as they run in labs.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ RUNS = {
     "head SGD": "stop:2 leave:2 join:2",
     "embedding AdamW": "kill:3 cut:0 join:3",
 }
+# at `--lost-after 5` a link that is down for 3 s is no loss, and one that is down for 30 s is one
+LINKS = ("replicate SGD", "blink:1 blink:0 cut:2")
 
 
 @pytest.mark.processes
@@ -30,12 +33,18 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_as_if_no_host_had_come_or_gone(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "faults", "lost_after_s"),
+    [*((name, faults, "8") for name, faults in RUNS.items()), (*LINKS, "5")],
+)
+def test_a_run_ends_as_if_no_host_had_come_or_gone(
+    name: str, faults: str, lost_after_s: str
+) -> None:
     way, optimizer = name.split()
     command = [sys.executable, str(CHANGES), "--way", way, "--optimizer", optimizer]
     done = subprocess.run(
-        [*command, "--sequence", *RUNS[name].split()],
+        [*command, "--sequence", *faults.split()],
+        env={**os.environ, "CHANGES_LOST_S": lost_after_s},
         capture_output=True,
         text=True,
         timeout=550,

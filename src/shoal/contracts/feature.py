@@ -70,6 +70,10 @@ class Attachment(Generic[Running]):
     def start(self, running: Running) -> None:
         """Begin, now that the engine runs (`session.running.Running`), on every rank alike."""
 
+    def is_whole(self) -> bool:
+        """Return whether a checkpoint would have all that was learned, as on every rank."""
+        return True
+
     def saving(self) -> AbstractContextManager[None]:
         """Return a context in which model and optimizers hold the values for a checkpoint."""
         return nullcontext()  # save 2

@@ -212,7 +212,10 @@ class LocalRounds:
             set_off, self._transfers, optimizers, plan.local_steps, plan.outer.lag or 0
         )
         self._warmup = plan.outer.warmup_steps * self._each  # steps of single optimizers
+        self._round = plan.local_steps * self._each  # the same, in one round
+        self._lags = bool(plan.outer.lag)  # weights are always under way
         self._left, self._steps = 0, 0  # steps left in the warm-up; all steps so far
+        self._began = 0  # number of steps before the first round
         self._is_exact = False
         engine.listen(Event.STEP_ENDED, self._stepped)
 
@@ -220,6 +223,14 @@ class LocalRounds:
     def is_exact(self) -> bool:
         """Whether the warm-up goes on. In it every rank has all results of training."""
         return self._is_exact
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a round ends here, so that ranks have all that each of them has learned.
+
+        With a lag there is no such moment, and one is as good as another.
+        """
+        return self._is_exact or self._lags or (self._steps - self._began) % self._round == 0
 
     @property
     def warmup_steps(self) -> int:
@@ -273,7 +284,8 @@ class LocalRounds:
         landing = [] if island is None else self._exchanged.among(island)
         self._engine.take(landing, inside=True)
         self._weigher.among(None if island is None else island.counts)
-        self._set_off(after=self._steps)
+        self._began = self._steps
+        self._set_off(after=self._began)
         for transfer in self._transfers:
             if isinstance(transfer, LocalTransfer):
                 transfer.counted = self._weigher

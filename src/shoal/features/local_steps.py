@@ -291,6 +291,9 @@ class _LocalTraining(Attachment[Running]):
         """The weights in common; None in the warm-up, because every rank has everything then."""
         return None if self.rounds.is_exact else self._weights
 
+    def is_whole(self) -> bool:
+        return self.rounds.has_ended
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         model, weights = self._model(), self.weights

@@ -33,7 +33,7 @@ from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, check_whole, is_count, is_positive
 from shoal.front.in_memory import InMemory, MemoryCost
-from shoal.front.saving import checked_path, restored, saving, taken, writing
+from shoal.front.saving import checked_path, is_whole, restored, saving, taken, writing
 from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
 from shoal.optim.part import Keeping
@@ -63,8 +63,9 @@ class CrewChanges(SystemExit):
 class Checkpoints:
     """Saves a run now and then, during training, and goes on with it after a restart.
 
-    All ranks make it alike, and all call its methods alike. Rank 0 writes, and its clock decides. A
-    write that fails is logged, and tried again when the next one is due. The last one raises.
+    All ranks make it, and call its methods, alike. Rank 0 writes, and its clock decides. A write
+    that fails is logged, and tried again when the next one is due. The last one raises. With local
+    steps, checkpoints that are due wait for the end of a round.
 
     Args:
         folder: a folder of this run alone. It is made if it is missing. "s3://bucket/run" is a
@@ -237,7 +238,7 @@ class Checkpoints:
         self._objects |= values
         memory = self._memory
         in_memory = memory is not None and memory.is_due(self.steps)
-        if self.steps < self._decides and not in_memory:
+        if (self.steps < self._decides and not in_memory) or not is_whole(self._objects):
             return False
         own = (
             self._clock.is_due,

@@ -183,6 +183,15 @@ def taken(
     )
 
 
+def is_whole(objects: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint would have all that models have learned, as on every rank."""
+    return all(
+        attachment.is_whole()
+        for attached in _concerned(objects)
+        for attachment in attached.running.attachments.values()
+    )
+
+
 @contextmanager
 def saving(objects: Mapping[str, Any]) -> Iterator[None]:
     """Have models and optimizers hold the values for a checkpoint, in the context (a collective).

@@ -20,11 +20,12 @@ from shoal.core.numbers import (
     MOST_SECONDS,
     whole,
 )
-from shoal_tools.commands.options import Finite
+from shoal_tools.commands.options import LOST_AFTER, WAIT_FOR, Finite
 from shoal_tools.elastic.agent import Agent, AgentOptions
 from shoal_tools.elastic.members import words_of
 from shoal_tools.elastic.messages import CrewTerms
 from shoal_tools.elastic.place import PORT, MeetingPlace
+from shoal_tools.launch.agent import LAUNCHER
 from shoal_tools.launch.processes import Interrupts, missing_tools
 
 _PASSING = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -42,14 +43,7 @@ _MOST_PORT = 65535
     type=click.IntRange(0, 65535),
     help="Where agents call.",
 )
-@click.option(
-    "--lost-after",
-    "lost_after_s",
-    default=20.0,
-    show_default=True,
-    type=Finite(3, MOST_SECONDS),
-    help="Seconds without a sign of life after which a host is lost.",
-)
+@LOST_AFTER
 def rendezvous(address: str, port: int, lost_after_s: float) -> None:
     """Keep the list of hosts that train, for `shoal agent`.
 
@@ -72,7 +66,10 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
     "place",
     required=True,
     metavar="HOST:PORT",
-    help="Where `shoal rendezvous` listens.",
+    help="Where `shoal rendezvous` listens; - for a launcher on standard input.",
+)
+@click.option(
+    "--address", default="", help="Of this host, for others; by default as the meeting place sees."
 )
 @click.option(
     "--min",
@@ -98,14 +95,7 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
     type=click.IntRange(1, MOST_RANKS_HERE),
     help="Ranks on this host.",
 )
-@click.option(
-    "--wait-for",
-    "wait_s",
-    default=600.0,
-    show_default=True,
-    type=Finite(0, MOST_SECONDS),
-    help="Seconds to wait for hosts while there are too few, or for the meeting place.",
-)
+@WAIT_FOR
 @click.option(
     "--max-restarts",
     "restarts",
@@ -131,7 +121,13 @@ def rendezvous(address: str, port: int, lost_after_s: float) -> None:
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def agent(
-    command: tuple[str, ...], place: str, slots: int, grace_s: float, forks: bool, **terms: Any
+    command: tuple[str, ...],
+    place: str,
+    address: str,
+    slots: int,
+    grace_s: float,
+    forks: bool,
+    **terms: Any,
 ) -> None:
     """Run COMMAND with all hosts that are there, as they come and go.
 
@@ -151,7 +147,7 @@ def agent(
         )
     if command == ("-m",):
         raise UsageError("-m stands before a module", do="give for instance: -m package.train")
-    options = AgentOptions(command, slots, agreed, grace_s, forks)
+    options = AgentOptions(command, slots, agreed, grace_s, forks, address)
     with Interrupts() as interrupts:
         own = Agent(_place(place), variables.token(), options, interrupts.received, _says("agent"))
         code = own.run()
@@ -160,7 +156,9 @@ def agent(
     sys.exit(code)
 
 
-def _place(text: str) -> tuple[str, int]:
+def _place(text: str) -> tuple[str, int] | None:
+    if text == LAUNCHER:
+        return None
     host, colon, port = text.rpartition(":")
     number = whole(port if colon else str(PORT))
     host = (host if colon else text).removeprefix("[").removesuffix("]")

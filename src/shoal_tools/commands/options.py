@@ -117,6 +117,22 @@ WEIGHTS = click.option(
     help="Weights of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a "
     "file of safetensors, or of torch.save(model.state_dict()).",
 )
+WAIT_FOR = click.option(
+    "--wait-for",
+    "wait_s",
+    default=600.0,
+    show_default=True,
+    type=Finite(0, MOST_SECONDS),
+    help="Seconds to wait for hosts while there are too few, or for the meeting place.",
+)
+LOST_AFTER = click.option(
+    "--lost-after",
+    "lost_after_s",
+    default=20.0,
+    show_default=True,
+    type=Finite(3, MOST_SECONDS),
+    help="Seconds without a sign of life after which a host is lost.",
+)
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15  # bits a second

@@ -14,7 +14,8 @@ import click
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_COUNTED, MOST_SECONDS
-from shoal_tools.commands.options import Finite
+from shoal_tools.commands.options import LOST_AFTER, WAIT_FOR, Finite
+from shoal_tools.elastic.ssh_crews import SshCrews
 from shoal_tools.launch.agent import membership
 from shoal_tools.launch.host_list import SshHost, hosts_in, hosts_in_file
 from shoal_tools.launch.ssh import PORT, Ssh
@@ -36,7 +37,7 @@ _LONG = f"{PORT}; a free one on this machine alone"
     "--nnodes",
     default="",
     metavar="N",
-    help="All hosts by default; MIN:MAX lets hosts leave.",
+    help="All hosts by default; MIN:MAX lets hosts leave and come.",
 )
 @click.option(
     "--max-restarts",
@@ -46,6 +47,8 @@ _LONG = f"{PORT}; a free one on this machine alone"
     type=click.IntRange(0, MOST_COUNTED),
     help="How often ranks start again after a failure.",
 )
+@WAIT_FOR
+@LOST_AFTER
 @click.option("--env", "env", multiple=True, metavar="NAME", help="Send it too; or NAME=VALUE.")
 @click.option("--chdir", default="", metavar="FOLDER", help="Work there; by default as here.")
 @click.option("--python", default="", metavar="PATH", help="The hosts' Python; by default as here.")
@@ -107,18 +110,15 @@ def launched(
         options: the other options of the command line, by name.
     """
     needed = (*map(str, files), *(() if module else script[:1]))
-    for path in needed if send else ():
-        if not Path(path).is_file():
-            raise UsageError(
-                "there is no such file here, so it cannot be sent", got=path, do="check the path"
-            )
-    restarts, grace_s = options.pop("restarts"), options.pop("grace_s")
+    if send:
+        _check_files(needed)
+    members = membership(options["nnodes"], len(hosts), options["restarts"])
     launcher = Ssh(
         python=options["python"],
         folder=options["chdir"],
         same=() if send else needed,
         modules=script[:1] if module else (),
-        members=membership(options["nnodes"], len(hosts), restarts),
+        restarts=members.restarts,
         address=options["master_addr"],
         port=options["master_port"],
         ssh=_words(options["ssh"]),
@@ -131,10 +131,13 @@ def launched(
         command,
         ranks,
         _sent(env),
-        grace_s=grace_s,
+        grace_s=options["grace_s"],
         master=",".join(host.word for host in hosts),
         files=tuple(map(Path, needed)) if send else (),
     )
+    if members.is_elastic:
+        waits = options["wait_s"], options["lost_after_s"]
+        return SshCrews(launcher, members, *waits).launch(job)
     return launcher.launch(job).exit_code
 
 
@@ -146,6 +149,14 @@ def _named(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
             do="give --hosts a,b or --hosts-file FILE; this machine is localhost",
         )
     return hosts_in_file(file) if file is not None else hosts_in(hosts)
+
+
+def _check_files(paths: Iterable[str]) -> None:
+    for path in paths:
+        if not Path(path).is_file():
+            raise UsageError(
+                "there is no such file here, so it cannot be sent", got=path, do="check the path"
+            )
 
 
 def _words(text: str) -> tuple[str, ...]:

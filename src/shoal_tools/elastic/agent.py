@@ -11,15 +11,18 @@ leaves, and the others go on. Ranks die with their agent, by the kernel.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from shoal.comm.rendezvous import host_name
 from shoal.core.interfaces import is_loopback
+from shoal_tools.elastic.launcher_line import LauncherLine
 from shoal_tools.elastic.messages import (
     Commit,
     CrewEnded,
@@ -34,6 +37,7 @@ from shoal_tools.elastic.messages import (
 )
 from shoal_tools.elastic.ranks import HostRanks
 from shoal_tools.elastic.uplink import Uplink
+from shoal_tools.elastic.wire import call
 
 _TURN_S = 0.05
 
@@ -48,6 +52,8 @@ class AgentOptions:
         terms: of the job, alike on all hosts.
         grace_s: seconds for ranks to commit, after this host was told to leave.
         forks: whether ranks are forked from a process that has imported PyTorch.
+        address: by which other hosts reach this one; "" for the one that leads to the meeting
+            place.
     """
 
     command: tuple[str, ...]
@@ -55,6 +61,7 @@ class AgentOptions:
     terms: CrewTerms = field(default_factory=CrewTerms)
     grace_s: float = 30.0
     forks: bool = True
+    address: str = ""
 
 
 @final
@@ -62,7 +69,7 @@ class Agent:
     """One host's agent.
 
     Args:
-        place: host and port of the meeting place.
+        place: host and port of the meeting place; None for the launcher on standard input.
         token: the job's secret.
         options: options of an agent.
         interrupted: grows with each signal that tells this host to leave.
@@ -71,7 +78,7 @@ class Agent:
 
     def __init__(
         self,
-        place: tuple[str, int],
+        place: tuple[str, int] | None,
         token: str,
         options: AgentOptions,
         interrupted: Sequence[int],
@@ -80,7 +87,7 @@ class Agent:
         self._id, self._options, self._say = uuid.uuid4().hex[:12], options, say
         self._interrupted = interrupted
         self._ranks = HostRanks(options.command, options.slots, forks=options.forks)
-        self._line = Uplink(place, token, self._hello, say)
+        self._line = _line_to(place, token, self._hello, say)
         self._last: CrewEnded | None = None
         self._free = _FreePort()
         self._kill_s = float("inf")  # when the ranks of a host that leaves are killed
@@ -178,7 +185,7 @@ class Agent:
             self._id,
             host_name(),
             self._options.slots,
-            "" if is_loopback(own) else own,
+            self._options.address or ("" if is_loopback(own) else own),
             other,
             self._free.number or self._free.renew(),
             self._options.terms,
@@ -187,6 +194,18 @@ class Agent:
             last.outcome if last else "halted",
             self._leaves,
         )
+
+
+def _line_to(
+    place: tuple[str, int] | None,
+    token: str,
+    hello: Callable[[str, str], Hello],
+    say: Callable[[str], None],
+) -> Uplink:
+    """Return an agent's line, which is not open yet."""
+    if place is None:
+        return Uplink("standard input", LauncherLine(os.dup(0)).call, hello, say)
+    return Uplink(f"{place[0]}:{place[1]}", partial(call, place, token), hello, say)
 
 
 @final

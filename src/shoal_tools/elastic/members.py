@@ -37,6 +37,7 @@ from shoal_tools.elastic.messages import (
 FIRST_SETTLE_S = 5.0  # without a new host, before the first crew starts with fewer than the most
 SETTLE_S = 1.0  # without another new host, before a crew commits to take them in
 RETURN_S = 1.0  # time for an agent to come again after its connection has broken
+SLEPT_S = 3.0  # a turn that comes so late: this process was stopped
 HALTING_S = 6.0  # without a sign of life, while a crew ends: lost
 
 
@@ -90,6 +91,7 @@ class Members:
         self._watch: CrewWatch | None = None
         self._terms: CrewTerms | None = None
         self._job, self._number, self._failures = uuid.uuid4().hex[:12], 0, 0
+        self._turned_s = 0.0  # time of the last turn
         self._since_s = 0.0  # when hosts began to wait for a crew
         self._order: tuple[str, ...] = ()  # agents of the last crew
         self._news: list[str] = []  # words for the next crew
@@ -119,13 +121,12 @@ class Members:
         if (place := self._places.get(agent)) is not None:
             place.broke_s = now_s
 
-    def forgive(self, now_s: float) -> None:
-        """Count silence anew: this process itself has slept."""
-        for place in self._places.values():
-            place.heard_s = now_s
-
     def turn(self, now_s: float) -> list[tuple[str, FromPlace]]:
         """Act on the time, and on all that was heard; return messages by agent."""
+        if now_s - self._turned_s > SLEPT_S:  # silence counts anew
+            for place in self._places.values():
+                place.heard_s = now_s
+        self._turned_s = now_s
         if self.over is None:
             self._drop(now_s)
             if self._watch is not None:

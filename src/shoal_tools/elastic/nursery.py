@@ -105,6 +105,8 @@ def _serve(agent: socket.socket) -> None:
     """Fork ranks until the agent ends; a rank runs its script here, and ends its process."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     _warm_up()
     while True:
         if not select.select([agent], [], [], _LOOK_S)[0]:
@@ -146,8 +148,6 @@ def _become_rank(parent: int, number: int, order: Mapping[str, Any]) -> None:
     _die_with(parent)
     for each in _SIGNALS:
         signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
     os.environ.update({**order["environment"], **agent_variable(number)})
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

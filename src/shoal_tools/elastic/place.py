@@ -23,7 +23,6 @@ from shoal_tools.launch.entrance import Entrance
 PORT = 29480
 SIGN_S = 0.5  # between two signs of life
 _TURN_S = 0.1
-_SLEPT_S = 3.0  # a turn that took longer: this process was stopped
 _TOLD_S = 2.0  # time for agents to hear that the job is over
 _STRANGERS, _PROOF_S = 128, 10.0  # callers without a proof, and how long they may stay
 
@@ -67,13 +66,10 @@ class MeetingPlace:
         """Keep membership until the job is over, or `interrupted` has something in it."""
         self._entrance.open()
         try:
-            signed_s, turned_s, until_s = 0.0, time.monotonic(), float("inf")
+            signed_s, until_s = 0.0, float("inf")
             while not interrupted and time.monotonic() < until_s:
                 self._hear()
                 now_s = time.monotonic()
-                if now_s - turned_s > _SLEPT_S:
-                    self._members.forgive(now_s)
-                turned_s = now_s
                 for agent, message in self._members.turn(now_s):
                     if (wire := self._wires.get(agent)) is not None:
                         wire.send(message)

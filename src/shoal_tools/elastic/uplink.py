@@ -13,8 +13,9 @@ from typing import final
 from shoal.core.errors import UsageError
 from shoal_tools.elastic.messages import FromPlace, Hello, Message, Sign, from_place
 from shoal_tools.elastic.place import SIGN_S
-from shoal_tools.elastic.wire import Wire, call
+from shoal_tools.elastic.wire import AgentLine, AskedAnew
 
+_Answer = tuple[AgentLine, str, str]  # a line, and the addresses of both sides
 _AGAIN_S = 0.3  # between two calls
 # without a sign of life of the meeting place: call again. Behind a pause of the network a new
 # connection carries words sooner than an old one, which has come to wait for long
@@ -27,8 +28,8 @@ class Uplink:
     """The connection of one agent, made again whenever it breaks.
 
     Args:
-        place: host and port of the meeting place.
-        token: the job's secret.
+        name: of the meeting place, for messages.
+        call: calls it; returns the line, this side's address and the other's.
         hello: makes the first words of a connection, from this side's address and the other's. It
             is called on the agent's own thread.
         say: prints a line.
@@ -36,22 +37,17 @@ class Uplink:
 
     def __init__(
         self,
-        place: tuple[str, int],
-        token: str,
+        name: str,
+        call: Callable[[], tuple[AgentLine, str, str]],
         hello: Callable[[str, str], Hello],
         say: Callable[[str], None],
     ) -> None:
-        self._place, self._token, self._hello, self._say = place, token, hello, say
-        self._wire: Wire | None = None
-        self._read: queue.SimpleQueue[FromPlace | tuple[Wire, str, str] | str] = queue.SimpleQueue()
+        self.name, self._dial, self._hello, self._say = name, call, hello, say
+        self._wire: AgentLine | None = None
+        self._read: queue.SimpleQueue[FromPlace | _Answer | str] = queue.SimpleQueue()
         self._ended, self._refused = threading.Event(), 0
         self.away_s: float | None = time.monotonic()  # time since when nobody answers
         self._is_told = False  # the user knows that it is away
-
-    @property
-    def name(self) -> str:
-        """Host and port of the meeting place."""
-        return f"{self._place[0]}:{self._place[1]}"
 
     def open(self) -> None:
         """Begin to call."""
@@ -83,7 +79,7 @@ class Uplink:
                     found.append(item)
         return found
 
-    def _answered(self, wire: Wire, own: str, other: str) -> None:
+    def _answered(self, wire: AgentLine, own: str, other: str) -> None:
         wire.send(self._hello(own, other))
         self._wire, self.away_s = wire, None
         if self._is_told:
@@ -106,7 +102,7 @@ class Uplink:
     def _call(self) -> None:
         while not self._ended.is_set():
             try:
-                wire, own, other = call(self._place, self._token)
+                wire, own, other = self._dial()
             except AuthenticationError:
                 self._refused += 1
                 self._read.put("token" if self._refused >= _ANOTHER_TOKEN else "it refused")
@@ -117,7 +113,7 @@ class Uplink:
                 self._listen(wire, own, other)
             self._ended.wait(_AGAIN_S)
 
-    def _listen(self, wire: Wire, own: str, other: str) -> None:
+    def _listen(self, wire: AgentLine, own: str, other: str) -> None:
         heard_s = time.monotonic()
         self._read.put((wire, own, other))
 
@@ -134,7 +130,8 @@ class Uplink:
                 heard_s = time.monotonic()
                 self._read.put(message)
         except Exception as error:  # any kind: the connection is of no more use
-            self._read.put(str(error) or "it has hung up")
+            if not isinstance(error, AskedAnew):
+                self._read.put(str(error) or "it has hung up")
         finally:
             over.set()
             wire.close()

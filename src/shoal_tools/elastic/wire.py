@@ -1,7 +1,8 @@
-"""A connection between agent and meeting place, after both have proved that they know the token.
+"""Connections between an agent and the meeting place: a line, and one of sockets.
 
-The proof is a challenge of HMAC, as at a desk of ranks (launch/desk.py). Each message has its
-length before it. A connection that is silent is ended by whoever waits for it.
+Both sides of a wire prove first that they know the token, by a challenge of HMAC, as at a desk of
+ranks (launch/desk.py). Each message has its length before it. A connection that is silent is ended
+by whoever waits for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, final
@@ -18,8 +20,36 @@ from shoal_tools.elastic.messages import MOST_BYTES, Message, write
 CONNECT_S, PROOF_S = 1.5, 5.0  # time to connect, and to prove oneself
 
 
+class AskedAnew(EOFError):
+    """The other side wants another hello, on the same line."""
+
+
+class AgentLine(ABC):
+    """A way for messages, both ways. Any thread may send; one thread reads."""
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send a message, unless the other side is gone."""
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """Wait for the next message.
+
+        Raises:
+            OSError, EOFError: the other side has hung up.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Wake the thread that reads, if the line can be made again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the line back: by the thread that reads."""
+
+
 @final
-class Wire:
+class Wire(AgentLine):
     """One open connection. Any thread may send; one thread reads."""
 
     def __init__(self, caller: socket.socket) -> None:
@@ -40,26 +70,18 @@ class Wire:
             step(self._connection, key)
 
     def send(self, message: Message) -> None:
-        """Send a message, unless the other side is gone."""
         with self._sending, suppress(OSError):
             self._connection.send_bytes(write(message))
 
     def read(self) -> bytes:
-        """Wait for the next message.
-
-        Raises:
-            OSError, EOFError: the connection has ended.
-        """
         text: bytes = self._connection.recv_bytes(MOST_BYTES)
         return text
 
     def end(self) -> None:
-        """Wake the thread that reads."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the connection back: by the thread that reads."""
         self.end()
         with self._sending:
             self._connection.close()

@@ -56,6 +56,7 @@ class Connection:
         self.code: int | None = None  # the exit code of ssh, once it has ended
         self._said_hello, self._rest = False, b""
         self._lines: list[tuple[bytes, bytes]] = []
+        self._said = b""  # bytes of an agent that speaks to the launcher
         environment = {name: text for name, text in os.environ.items() if name != TOKEN}
         self.process = subprocess.Popen(
             (*DIE_WITH_PARENT, *command),
@@ -101,6 +102,11 @@ class Connection:
         """Return the output of ranks since the last call: `o` or `e`, and the bytes."""
         lines, self._lines = self._lines, []
         return lines
+
+    def take_said(self) -> list[bytes]:
+        """Return the messages of the host's agent since the last call."""
+        *said, self._said = self._said.split(b"\n")
+        return said
 
     def taken(self, key: str) -> dict[str, Any] | None:
         """Return the first message that has this key, and forget it."""
@@ -155,6 +161,8 @@ class Connection:
             body, self._rest = self._rest[end + 1 : whole], self._rest[whole:]
             if kind == b"m":
                 self.messages.append(json.loads(body))
+            elif kind == b"a":
+                self._said += body
             else:
                 self._lines.append((kind, body))
 

@@ -7,11 +7,12 @@ input, one JSON object a line, and writes frames, `kind length\\n` and then the 
     look     tells of the job's needs                m   a message, JSON
     reach    tries the first host's port             o   lines of ranks
     start    runs the agent                          e   the same on standard error
-    signal   is passed on to the agent
+    signal   is passed on to the agent               a   messages of an agent that speaks
+    tell     a message for an agent that speaks
     beat     the launcher is alive
 
-Where the input ends, or nothing comes for a while, the launcher is gone, and the agent and its
-ranks are ended. So no way of losing the connection leaves an orphan.
+Where the input ends, or nothing comes for a while, or nobody reads, the launcher is gone, and the
+agent and its ranks are ended. So no way of losing the connection leaves an orphan.
 
 Guarded by tests/tools/launch/test_host_end.py. Cost: one sleeping process a host.
 """
@@ -60,13 +61,18 @@ exit $code
 """
 
 
+# Runs an agent whose ranks have its own output.
+AGENT_SCRIPT = 'exec "$@" >"$SHOAL_END/0.out" 2>"$SHOAL_END/0.err"'
+
+
 class FarEnd:
     """One host's side of the connection."""
 
     def __init__(self, orders: int = 0, frames: int = 1) -> None:
         self._orders, self._frames = orders, frames
         self._rest = b""
-        self._heard_s = time.monotonic()
+        self._heard_s, self.silent_s = time.monotonic(), SILENT_S
+        self._is_stuck = False  # nothing reads frames
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
@@ -87,11 +93,15 @@ class FarEnd:
         self.write(b"m", json.dumps(message).encode())
 
     def write(self, kind: bytes, data: bytes) -> None:
-        """Send one frame. A launcher that is gone is noticed where orders are read."""
+        """Send one frame. A launcher that has ended is noticed where orders are read."""
         frame = b"%s %d\n%s" % (kind, len(data), data)
         with suppress(BrokenPipeError):
-            while frame:
-                frame = frame[os.write(self._frames, frame) :]
+            while frame and not self._is_stuck:
+                if select.select([], [self._frames], [], self.silent_s)[1]:
+                    part = frame[: select.PIPE_BUF]  # so much does not block
+                    frame = frame[os.write(self._frames, part) :]
+                else:
+                    self._is_stuck = True
 
     def heard(self) -> list[dict[str, Any]] | None:
         """Read the orders that have come; None where the launcher is gone."""
@@ -102,9 +112,10 @@ class FarEnd:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines if line]
 
-    def is_silent(self, seconds: float) -> bool:
-        """Say whether the launcher has been silent for so long."""
-        return time.monotonic() > self._heard_s + seconds
+    @property
+    def is_alone(self) -> bool:
+        """Whether the launcher is gone: it was silent for too long, or reads nothing."""
+        return self._is_stuck or time.monotonic() > self._heard_s + self.silent_s
 
     def stop_listening(self) -> None:
         """Free the port that the other hosts have tried, if this host has it."""
@@ -179,7 +190,7 @@ class _HostAgent:
 
     def __init__(self, end: FarEnd, folder: Path, order: dict[str, Any]) -> None:
         self._end, self._folder, self._grace_s = end, folder, order["grace_s"]
-        self._silent_s = order["silent_s"]
+        end.silent_s = order["silent_s"]
         self._selector = selectors.DefaultSelector()
         self._told: set[str] = set()  # files of exit codes that the launcher has heard of
         self._kill_s: float | None = None
@@ -188,16 +199,22 @@ class _HostAgent:
         for rank in range(order["slots"]):
             for name, kind in ((f"{rank}.out", b"o"), (f"{rank}.err", b"e")):
                 self._pipes.append(_RankPipe(folder / name, kind, end.write))
+        left = _marked(order["replaces"]) if "replaces" in order else []
+        for pid in left:  # processes of an earlier connection
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._line, theirs = socket.socketpair()
         threads = max(1, len(os.sched_getaffinity(0)) // order["slots"])
         polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *order["command"]],
             env={**polite, **os.environ, **order["environment"], _END: str(folder)},
-            stdin=subprocess.DEVNULL,
+            stdin=theirs.fileno() if order.get("speaks") else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        theirs.close()
 
     def run(self) -> None:
         """Pass lines, signals and exit codes on until the agent has ended."""
@@ -205,6 +222,7 @@ class _HostAgent:
         assert self._process.stdout is not None
         self._watch(self._end.orders, self._obey)
         self._watch(self._process.stdout.fileno(), self._keep)
+        self._watch(self._line.fileno(), self._hear_agent)
         self._watch(done, lambda: None)
         for pipe in self._pipes:
             self._watch(pipe.reader, pipe.pass_on)
@@ -212,7 +230,7 @@ class _HostAgent:
             for key, _ in self._selector.select(timeout=0.1):
                 key.data()
             self._tell_exits()
-            if self._end.is_silent(self._silent_s):
+            if self._end.is_alone:
                 self._leave()
             if self._kill_s is not None and time.monotonic() > self._kill_s:
                 self._kill()
@@ -236,6 +254,9 @@ class _HostAgent:
         for order in orders:
             if "signal" in order:
                 self._pass_on(order["signal"])
+            elif "tell" in order:
+                with suppress(OSError):  # the agent has ended
+                    self._line.sendall(order["tell"].encode() + b"\n")
 
     def _leave(self) -> None:
         """End in order, because the launcher is gone."""
@@ -268,6 +289,15 @@ class _HostAgent:
         self._own_lines = (self._own_lines + data)[-_KEPT:]
         if not data:
             self._selector.unregister(self._process.stdout.fileno())
+
+    def _hear_agent(self) -> None:
+        data = b""
+        with suppress(OSError):
+            data = self._line.recv(1 << 16)
+        if data:
+            self._end.write(b"a", data)
+        else:
+            self._selector.unregister(self._line.fileno())
 
     def _tell_exits(self) -> None:
         """Tell of each rank that has ended since the last time."""

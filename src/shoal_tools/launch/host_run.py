@@ -3,16 +3,13 @@
     lines of ranks           come with its host's name before it, whole lines
     an agent that fails      the others have a job's grace to end, then are ended
     a host that is lost      the same. Ranks that are left there end by themselves
-    Ctrl-C, SIGTERM          go to all agents, which pass them on. A second one ends all now
-
-Where hosts may leave (`--nnodes MIN:MAX`), a failure ends the job only once too few are left.
+    Ctrl-C, SIGTERM          go to all agents (host_orders.py)
 
 Cost: the loop sleeps while nothing is printed.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import time
@@ -21,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from shoal.contracts.launcher import Job, Result
-from shoal_tools.launch.connection import BEAT_S, Connection, wait
-from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines
+from shoal_tools.launch.connection import Connection, wait
+from shoal_tools.launch.host_orders import HostOrders, say
+from shoal_tools.launch.processes import Interrupts, Lines
 
 _LOST, _ENDED = 137, 143  # exit codes of ranks that were lost, or ended: 128 + signal
-_LEAVE_S = 2.0  # time for the far end to say its last, beyond a job's grace
 
 
 @dataclass(frozen=True)
@@ -77,22 +74,15 @@ class HostRun:
         connections: Sequence[Connection],
         labels: Mapping[Connection, str],
         job: Job,
-        least: int,
         interrupts: Interrupts,
     ) -> None:
-        self._job, self._least, self._interrupts = job, least, interrupts
-        self._states = {
-            connection: _HostState(
-                labels[connection], connection.host.slots, _streams(labels[connection], connections)
-            )
-            for connection in connections
-        }
-        self._failed: list[Connection] = []  # the first one first
-        self._is_ending = False
-        self._ending: list[tuple[float, int]] = []  # signals that are due: (when, signal)
-        self._obeyed = 0  # how many interrupts have been acted on
-        self._beat_s = time.monotonic()
-        self._give_up_s = math.inf
+        self._job, self._interrupts = job, interrupts
+        self._orders = HostOrders(interrupts, job.grace_s)
+        self._states = {}
+        for connection in connections:
+            label = labels[connection]
+            own = streams(f"[{label}] " if len(connections) > 1 else "")
+            self._states[connection] = _HostState(label, connection.host.slots, own)
 
     def run(self) -> Result:
         """Be here until every host has ended."""
@@ -100,8 +90,9 @@ class HostRun:
             wait(list(self._alive), 0.1)
             for connection, state in list(self._alive.items()):
                 self._take(connection, state)
-            self._obey()
-            self._send_due()
+            if not self._orders.turn(self._names):
+                for state in self._alive.values():
+                    state.ended = _LOST
         for state in self._states.values():
             for lines in state.streams.values():
                 lines.end()
@@ -110,6 +101,10 @@ class HostRun:
     @property
     def _alive(self) -> dict[Connection, _HostState]:
         return {c: state for c, state in self._states.items() if state.ended is None}
+
+    @property
+    def _names(self) -> dict[Connection, str]:
+        return {connection: state.label for connection, state in self._alive.items()}
 
     def _take(self, connection: Connection, state: _HostState) -> None:
         """Act on the messages of a host."""
@@ -123,7 +118,7 @@ class HostRun:
                 self._host_ended(connection, message["ended"], message["lines"])
         if not connection.is_open and state.ended is None:
             said = connection.complaint() or f"exit code {connection.code}"
-            _say(f"{state.label} is lost: {said}")
+            say(f"{state.label} is lost: {said}")
             state.is_lost = True
             self._host_ended(connection, _LOST, "")
 
@@ -131,7 +126,7 @@ class HostRun:
         state.exits.append(_Exit(time.monotonic(), **message))
         rank, code = message["rank"], message["code"]
         if code:
-            _say(f"rank {rank} on {state.label} has ended with exit code {code}")
+            say(f"rank {rank} on {state.label} has ended with exit code {code}")
 
     def _host_ended(self, connection: Connection, code: int, lines: str) -> None:
         state = self._states[connection]
@@ -141,64 +136,15 @@ class HostRun:
         if state.failure is None and not self._interrupts.received:
             for line in lines.splitlines():  # the agent's own, as no rank says why
                 state.streams[b"e"].feed(line.encode() + b"\n")
-        self._failed.append(connection)
-        left = len(self._states) - len(self._failed)
-        if left < self._least and self._alive and not self._is_ending:
-            others = ", ".join(state.label for state in self._alive.values())
-            _say(f"{state.label} has failed; {others}: {self._job.grace_s:g} s to end")
-            self._end_after(self._job.grace_s, signal.SIGTERM)
-
-    def _obey(self) -> None:
-        """Pass an interrupt on; a second one ends all now."""
-        if len(self._interrupts.received) <= self._obeyed:
-            return
-        again, number = self._obeyed > 0, self._interrupts.received[-1]
-        self._obeyed = len(self._interrupts.received)
-        if again:
-            self._end_after(0.0, signal.SIGKILL)
-            return
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        hosts = ", ".join(state.label for state in self._alive.values())
-        _say(
-            f"{name}: ranks on {hosts} may save and end within {self._job.grace_s:g} s; "
-            f"{name} again ends them now"
-        )
-        self._send(number)
-        self._is_ending = True
-        self._ending = [(time.monotonic() + self._job.grace_s, signal.SIGKILL)]
-
-    def _send_due(self) -> None:
-        now = time.monotonic()
-        if now > self._beat_s:
-            self._beat_s = now + BEAT_S
-            for connection in self._alive:
-                connection.order(beat=1)
-        while self._ending and self._ending[0][0] <= now:
-            _, number = self._ending.pop(0)
-            hosts = ", ".join(state.label for state in self._alive.values())
-            if hosts:
-                _say(f"sending {signal.Signals(number).name} to {hosts}")
-            self._send(number)
-            if not self._ending:  # a host that does not obey is left to its own end
-                self._give_up_s = now + _LEAVE_S
-        if now > self._give_up_s:
-            for state in self._alive.values():
-                state.ended = _LOST
-
-    def _send(self, number: int) -> None:
-        for connection in self._alive:
-            connection.order(signal=int(number))
-
-    def _end_after(self, delay_s: float, number: int) -> None:
-        at = time.monotonic() + delay_s
-        self._is_ending = True
-        self._ending = [(at, number), (at + KILL_AFTER_S, signal.SIGKILL)]
+        if self._alive and not self._orders.is_ending:
+            others = ", ".join(self._names.values())
+            say(f"{state.label} has failed; {others}: {self._job.grace_s:g} s to end")
+            self._orders.end_after(self._job.grace_s, signal.SIGTERM)
 
     def _result(self) -> Result:
         """Return each rank's exit code, and the first rank that failed."""
         states = list(self._states.values())
-        ended_well = sum(state.ended == 0 for state in states)
-        if ended_well >= self._least:
+        if all(state.ended == 0 for state in states):
             return Result((0,) * self._job.ranks, None)
         codes: list[int] = []
         for state in states:
@@ -221,10 +167,6 @@ class HostRun:
         return failed[0]
 
 
-def _streams(label: str, connections: Sequence[Connection]) -> dict[bytes, Lines]:
-    prefix = f"[{label}] " if len(connections) > 1 else ""
+def streams(prefix: str) -> dict[bytes, Lines]:
+    """Return the output streams of a host, by kind of frame."""
     return {b"o": Lines(prefix, sys.stdout), b"e": Lines(prefix, sys.stderr)}
-
-
-def _say(message: str) -> None:
-    print(f"shoal: {message}", file=sys.stderr, flush=True)

@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from shoal.comm.rendezvous import host_name, token_of
 from shoal.contracts.launcher import MARK, TOKEN, Job, Launcher, Result
 from shoal.core.errors import UsageError
-from shoal_tools.launch.agent import TorchrunMembers, TorchrunPlace, agent_command
+from shoal_tools.launch.agent import HostCount, HostPlace, agent_command
 from shoal_tools.launch.connection import Connection
 from shoal_tools.launch.host_checks import HostNeeds, ReadyHosts, ready_hosts
 from shoal_tools.launch.host_end import SILENT_S
@@ -51,7 +51,7 @@ class Ssh(Launcher):
         folder: the working folder there; by default the path of this one.
         same: files that must be there, equal.
         modules: that must be importable there.
-        members: how many hosts take part, by default all.
+        restarts: how often ranks start again after a failure.
         address: of the first host, for the others.
         port: where ranks meet, on the first host; 0 for any, as on this machine alone.
         ssh: the program, with options of its own.
@@ -63,7 +63,7 @@ class Ssh(Launcher):
     folder: str = ""
     same: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    members: TorchrunMembers | None = None
+    restarts: int = 0
     address: str = ""
     port: int | None = None
     ssh: tuple[str, ...] = ("ssh",)
@@ -84,29 +84,37 @@ class Ssh(Launcher):
                 are named.
             KeyboardInterrupt: after Ctrl-C, when nothing is left.
         """
-        check(job)
-        hosts = self._hosts(job)
+        hosts = self.hosts(job)
         with Interrupts() as interrupts:
-            connections = [Connection(host, self.ssh, self._python) for host in hosts]
+            connections = self.connections(hosts)
             try:
-                members = self.members or TorchrunMembers(len(hosts), len(hosts))
-                needs = self._needs(job, alone=len(hosts) == 1 and hosts[0].is_here)
-                ready, said = ready_hosts(connections, needs, members.least, interrupts)
-                if said:
-                    print(f"shoal: {said}", file=sys.stderr, flush=True)
+                needs = self.needs(job, alone=len(hosts) == 1 and hosts[0].is_here)
+                ready = ready_hosts(connections, needs, len(hosts), interrupts)[0]
                 if interrupts.received:
                     return Result((1,) * job.ranks, 0)
-                labels = _labels(ready.connections)
-                self._start(job, members, ready, labels)
-                return HostRun(ready.connections, labels, job, members.least, interrupts).run()
+                labels = labels_of(hosts)
+                named = {connection: labels[connection.host] for connection in connections}
+                self._start(job, ready, named)
+                return HostRun(ready.connections, named, job, interrupts).run()
             finally:
-                _end(connections, job.grace_s)
+                end(connections, job.grace_s)
+
+    def connections(self, hosts: Sequence[SshHost]) -> list[Connection]:
+        """Begin to connect to hosts."""
+        return [Connection(host, self.ssh, self.interpreter) for host in hosts]
 
     @property
-    def _python(self) -> str:
+    def interpreter(self) -> str:
+        """The path of Python on each host."""
         return self.python or sys.executable
 
-    def _hosts(self, job: Job) -> tuple[SshHost, ...]:
+    def hosts(self, job: Job) -> tuple[SshHost, ...]:
+        """Return the hosts of a job, each with the ranks that it takes.
+
+        Raises:
+            UsageError: the job cannot start.
+        """
+        check(job)
         if not job.master:
             return (SshHost("localhost", slots=job.ranks),)
         hosts = hosts_in(job.master)
@@ -125,11 +133,12 @@ class Ssh(Launcher):
             )
         return filled(hosts, job.ranks)
 
-    def _needs(self, job: Job, *, alone: bool) -> HostNeeds:
+    def needs(self, job: Job, *, alone: bool) -> HostNeeds:
+        """Return the needs of a job on each host; `alone`: it is on this machine only."""
         port = self.port if self.port is not None else 0 if alone else PORT
         path = job.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         return HostNeeds(
-            self._python,
+            self.interpreter,
             self.folder or str(Path.cwd()),
             self._there(job.command)[0],
             port,
@@ -143,44 +152,50 @@ class Ssh(Launcher):
 
     def _there(self, command: Sequence[str]) -> tuple[str, ...]:
         """Return the command as hosts run it."""
-        return tuple(self._python if word == sys.executable else word for word in command)
+        return tuple(self.interpreter if word == sys.executable else word for word in command)
 
-    def _start(
-        self,
-        job: Job,
-        members: TorchrunMembers,
-        ready: ReadyHosts,
-        labels: Mapping[Connection, str],
-    ) -> None:
+    def _start(self, job: Job, ready: ReadyHosts, labels: Mapping[Connection, str]) -> None:
         """Start the agent of each host."""
-        job_id, token = uuid.uuid4().hex, token_of(job)
-        hosts = len(ready.connections)
-        members = members if members.is_elastic else TorchrunMembers(hosts, hosts, members.restarts)
+        job_id, token, hosts = uuid.uuid4().hex, token_of(job), len(ready.connections)
+        members, address = HostCount(hosts, hosts, self.restarts), (ready.address, ready.port)
         for number, connection in enumerate(ready.connections):
             host, label = connection.host, labels[connection]
-            place = TorchrunPlace(number, host.slots, ready.sources[connection])
-            prefix = f"[{label}] " if hosts > 1 else ""
+            place = HostPlace(number, host.slots, ready.sources[connection])
+            lo = {"GLOO_SOCKET_IFNAME": "lo"} if hosts == 1 and host.is_here else {}
             environment = {
-                **shipped(os.environ),
-                "COLUMNS": str(shutil.get_terminal_size().columns - len(prefix)),
-                "SHOAL_HOST": host_name() if host.is_here else label,
-                **({"GLOO_SOCKET_IFNAME": "lo"} if hosts == 1 and host.is_here else {}),
-                **job.roles,
-                **job.environment,
+                **lo,
+                **environment_of(job, host, label, alone=hosts == 1),
                 MARK: job_id,
                 TOKEN: token,
             }
-            address, words = (ready.address, ready.port), self._there(job.command)
-            command = agent_command(self._python, members, address, job_id, place, words)
-            connection.order(
-                start={
-                    "command": command,
-                    "environment": environment,
-                    "grace_s": job.grace_s,
-                    "silent_s": SILENT_S,
-                    "slots": host.slots,
-                }
-            )
+            words = self._there(job.command)
+            command = agent_command(self.interpreter, members, address, place, words)
+            connection.order(start=start_order(job, host, command, environment))
+
+
+def environment_of(job: Job, host: SshHost, label: str, *, alone: bool) -> dict[str, str]:
+    """Return the variables of a job on one host, but for the job's id and token."""
+    prefix = "" if alone else f"[{label}] "
+    return {
+        **shipped(os.environ),
+        "COLUMNS": str(shutil.get_terminal_size().columns - len(prefix)),
+        "SHOAL_HOST": host_name() if host.is_here else label,
+        **job.roles,
+        **job.environment,
+    }
+
+
+def start_order(
+    job: Job, host: SshHost, command: Sequence[str], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the order to start a host's agent."""
+    return {
+        "command": command,
+        "environment": environment,
+        "grace_s": job.grace_s,
+        "silent_s": SILENT_S,
+        "slots": host.slots,
+    }
 
 
 def shipped(environment: Mapping[str, str]) -> dict[str, str]:
@@ -197,13 +212,13 @@ def shipped(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _labels(connections: Sequence[Connection]) -> dict[Connection, str]:
+def labels_of(hosts: Sequence[SshHost]) -> dict[SshHost, str]:
     """Return each host's name, with its user where two have the same name."""
-    names = Counter(connection.host.name for connection in connections)
-    return {c: c.host.name if names[c.host.name] == 1 else c.host.login for c in connections}
+    names = Counter(host.name for host in hosts)
+    return {host: host.name if names[host.name] == 1 else host.login for host in hosts}
 
 
-def _end(connections: Sequence[Connection], grace_s: float) -> None:
+def end(connections: Sequence[Connection], grace_s: float) -> None:
     """Close all connections, which ends all that is left at their far ends."""
     for connection in connections:
         connection.close_input()

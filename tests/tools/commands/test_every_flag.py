@@ -39,6 +39,7 @@ TAKEN: dict[str, set[str]] = {
     "--hosts": {"3"},
     "--json": PATH,
     "--latency-us": {"0", "3", "1.5"},
+    "--lost-after": {"3"},
     "--layers": {*PATH, ""},  # looked for when the model is there
     "--local-steps": {"3"},
     "--memory-limit": {"3", "1.5"},
@@ -60,18 +61,18 @@ TAKEN: dict[str, set[str]] = {
     "--tail": {"0", "3"},
     "--trace": PATH,
     "--wait": {"0", "3", "1.5"},
+    "--wait-for": {"0", "3", "1.5"},
     "--weights": PATH,
     "--within": {"0", "3", "1.5"},
     "--warmup-steps": {"0", "3"},
     "--workers": {"3"},
+    "agent --address": {*PATH, ""},  # of a network, as other hosts see it
     "agent --max": {"3"},
     "agent --max-restarts": {"0", "3"},
     "agent --min": {"3"},
     "agent --nproc-per-node": {"3"},
     "agent --rendezvous": PATH - {"[]"},  # a name of a host, looked up when the agent calls
-    "agent --wait-for": {"0", "3", "1.5"},
     "rendezvous --address": {*PATH, ""},  # likewise
-    "rendezvous --lost-after": {"3"},
     "rendezvous --port": {"0", "3"},
     "run --chdir": {*PATH, ""},  # looked at on the hosts, as the three below
     "run --file": {*PATH, ""},

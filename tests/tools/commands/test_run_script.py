@@ -14,7 +14,8 @@ from ssh_hosts import SshHosts, missing, ssh_hosts
 from shoal.contracts.launcher import Job, Result
 from shoal_tools.cli import main
 from shoal_tools.commands import run_script
-from shoal_tools.launch.agent import TorchrunMembers
+from shoal_tools.elastic.ssh_crews import SshCrews
+from shoal_tools.launch.agent import HostCount
 from shoal_tools.launch.ssh import Ssh
 
 SCRIPT = """
@@ -103,7 +104,7 @@ def test_a_script_is_checked_and_its_arguments_are_its_own(
     assert job.command == (sys.executable, "train.py", "--hosts", "c", "-x")
     assert (job.ranks, job.master, job.grace_s) == (3, "a:1,me@b:2", 3.0)
     assert job.environment == {"MINE": "1", "X": "2"}
-    assert launcher == Ssh(same=("train.py",), members=TorchrunMembers(2, 2))
+    assert launcher == Ssh(same=("train.py",))
     assert job.files == ()
 
 
@@ -111,16 +112,32 @@ def test_other_ways_to_run(started: list[tuple[Ssh, Job]], tmp_path: Path) -> No
     script, file = tmp_path / "train.py", tmp_path / "hosts"
     script.touch()
     file.write_text("a slots=2\nb slots=2\n")
-    words = ("--hosts-file", str(file), "--nnodes", "1:2", "--max-restarts", "3")
+    words = ("--hosts-file", str(file), "--nnodes", "2", "--max-restarts", "3")
     where = ("--python", "/py", "--chdir", "/there", "--master-addr", "x", "--master-port", "1")
     assert shoal_run(*words, *where, "--send", "--ssh", "ssh -p 2", str(script)) == 0
     assert shoal_run("--hosts", "a", "-m", "pkg.train", "x") == 0
     (launcher, job), (other, module) = started
     assert (job.files, job.ranks) == ((script,), 4)
-    restarts = TorchrunMembers(1, 2, 3)
-    assert launcher == Ssh(*("/py", "/there", (), (), restarts, "x", 1, ("ssh", "-p", "2")))
+    assert launcher == Ssh(*("/py", "/there", (), (), 3, "x", 1, ("ssh", "-p", "2")))
     assert module.command == (sys.executable, "-m", "pkg.train", "x")
     assert (other.modules, other.same) == (("pkg.train",), ())
+
+
+def test_hosts_may_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[SshCrews, Job]] = []
+
+    def launch(self: SshCrews, job: Job) -> int:
+        found.append((self, job))
+        return 3
+
+    monkeypatch.setattr(SshCrews, "launch", launch)
+    hosts = ("--hosts", "a,b:2,c", "--nnodes", "2:3", "--max-restarts", "1")
+    waits = ("--wait-for", "60", "--lost-after", "5")
+    assert shoal_run(*hosts, *waits, "train.py", "x") == 3
+    ((crews, job),) = found
+    same = Ssh(same=("train.py",), restarts=1)
+    assert crews == SshCrews(same, HostCount(2, 3, 1), 60.0, 5.0)
+    assert job.command[1:] == ("train.py", "x") and job.master == "a:1,b:2,c:1"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,42 @@ def test_an_agent_with_another_token_is_told_so(tmp_path: Path) -> None:
         assert "the meeting place has another SHOAL_TOKEN" in hosts.printed("a")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fifty_changes_leave_agents_and_the_meeting_place_as_the_first_did(tmp_path: Path) -> None:
+    with up(tmp_path, "a", "b", terms=CrewTerms(most=2, restarts=99)) as hosts:
+
+        def held() -> dict[str, int]:
+            pids = {who: str(hosts.pids[who]) for who in ("a", "place")}
+            (pids["nursery"],) = (
+                Path(f"/proc/{pids['a']}/task/{pids['a']}/children").read_text().split()
+            )
+            files = {
+                f"files of {who}": len(os.listdir(f"/proc/{pid}/fd")) for who, pid in pids.items()
+            }
+            memory = {
+                f"MB of {who}": int(Path(f"/proc/{pid}/statm").read_text().split()[1]) // 256
+                for who, pid in pids.items()
+            }
+            threads = {
+                f"threads of {who}": len(os.listdir(f"/proc/{pid}/task"))
+                for who, pid in pids.items()
+            }
+            return {**files, **memory, **threads}
+
+        found = []
+        for crew in range(1, 52):
+            for host in ("a", "b"):
+                rank = hosts.told(host, crew)[5]
+            if crew in (2, 51):
+                found.append(held())
+            os.kill(int(rank), signal.SIGKILL)
+        first, last = found
+        assert {
+            what: last[what] - number for what, number in first.items() if last[what] > number + 2
+        } == {}
+
+
 def test_strangers_are_not_heard(tmp_path: Path) -> None:
     with up(tmp_path, "a", "b") as hosts:
         strangers = [socket.create_connection((HERE, hosts.port)) for _ in range(20)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -64,6 +66,22 @@ def test_a_launcher_that_is_gone_ends_all(host: Connection, tmp_path: Path) -> N
 def test_a_launcher_that_is_silent_ends_all(host: Connection, tmp_path: Path) -> None:
     start(host, tmp_path, silent_s=1.0)
     ended(host, tmp_path)
+
+
+def test_a_launcher_that_reads_nothing_is_gone(host: Connection, tmp_path: Path) -> None:
+    script = 'exec >"$SHOAL_END/0.out"; touch $FOLDER/started; exec yes'
+    start(host, tmp_path, command=["sh", "-c", script], silent_s=1.0)
+    deadline = time.monotonic() + 30
+    while marked(f"FOLDER={tmp_path}") and time.monotonic() < deadline:
+        host.order(beat=1)  # it is not silent
+        time.sleep(0.1)
+    ended(host, tmp_path)
+
+
+def test_leftovers_of_an_earlier_connection_end(host: Connection, tmp_path: Path) -> None:
+    left = subprocess.Popen(("sleep", "610"), env={**os.environ, "LEFT": str(tmp_path)})
+    start(host, tmp_path, replaces=f"LEFT={tmp_path}")
+    assert left.wait(10) == -signal.SIGKILL
 
 
 def test_an_agent_that_does_not_obey_is_killed(host: Connection, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ssh_hosts import SshHosts, missing, ssh_hosts
 from shoal.contracts.launcher import TOKEN, Job, Result
 from shoal.core.errors import UsageError
 from shoal_tools.launch import ssh
-from shoal_tools.launch.agent import TorchrunPlace
+from shoal_tools.launch.agent import HostPlace
 from shoal_tools.launch.host_end import RANK_SCRIPT
 from shoal_tools.launch.ssh import Ssh, shipped
 
@@ -48,7 +48,7 @@ exit $code
 
 def agent(*arguments: Any) -> tuple[str, ...]:
     *_, place, command = arguments
-    assert isinstance(place, TorchrunPlace)
+    assert isinstance(place, HostPlace)
     own = (f"SLOTS={place.slots}", f"FIRST={place.number}")
     return ("env", *own, "sh", "-c", AGENT, RANK_SCRIPT, *command)
 
