@@ -5,6 +5,7 @@ With the same plan: a plan that is made anew may have other buckets or chunks, a
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.front.joining import using
 
 RANKS, STEPS = 3, 14  # an epoch has eleven
 HOSTS = ("a", "b", "c")
+_DRAWING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
 class Killed(Exception):
@@ -38,7 +40,7 @@ def memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(comm: ThreadComm, way: str, optimizer_name: str, folder: Path, until: int) -> Any:
     """Train as benchmarks/change_job.py does, up to a step; return the first step and weights."""
-    with torch.random.fork_rng(devices=()):
+    with _DRAWING, torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         layers = nn.Embedding(64, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)
         model = nn.Sequential(*layers).double()

@@ -37,7 +37,7 @@ from shoal_tools.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, endin
 def features(
     recipe: Path, layers: str, out: Path, data: str, weights: Path | None, workers: int | None
 ) -> None:
-    """Write the outputs of layers of RECIPE's model for each row of its data."""
+    """Write the outputs of layers of RECIPE's model, row by row."""
     loaded = load(recipe)
     distributed(workers)
     names = [name.strip() for name in layers.split(",") if name.strip()]

@@ -166,7 +166,7 @@ def simulate(
     report: Path | None,
     **imagined: Any,
 ) -> None:
-    """Foresee RECIPE's step on any number of hosts, and the changes that would help.
+    """Foresee RECIPE's step on any number of hosts, and helpful changes.
 
     RECIPE is a recipe, or a script: it runs until its call of shoal.parallelize, and its model is
     taken. It may also be train.py:make, a function that returns parallelize's arguments as a dict.
