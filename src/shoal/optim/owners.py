@@ -32,22 +32,13 @@ from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Errand
-from shoal.remote.orders import (
-    AnyModelOrder,
-    FetchAll,
-    GatherValues,
-    Norms,
-    Numbers,
-    OfRank,
-    ScaleGradients,
-    TakeValues,
-    Tell,
-    Values,
-)
+from shoal.remote.orders import PerServer, Tell
+from shoal.remote.verbs import Aspect, Norm, Numbers, Read, ScaleBy, Values, Verb, Write
+from shoal.remote.wire import Data
 from shoal.tensors.guarded import ComingParameter, GuardedParameter, guard, unguard
 
 
-def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
+def tell_nobody(verb: Verb | PerServer, /) -> None:
     """Where there are no servers."""
 
 
@@ -81,20 +72,17 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
         values.mul_(factors[where])
 
 
-def values_of(
-    transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int
-) -> TakeValues:
+def values_of(transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int) -> Write:
     """Copies of a rank's pieces of those parameters, of these transfers by number."""
-    return TakeValues(
-        {
-            number: {
-                index: piece.of(piece.parameter).clone()
-                for index, piece in enumerate(transfer.owned[rank])
-                if piece.parameter in parameters
-            }
-            for number, transfer in transfers.items()
+    values: Values = {
+        number: {
+            index: piece.of(piece.parameter).clone()
+            for index, piece in enumerate(transfer.owned[rank])
+            if piece.parameter in parameters
         }
-    )
+        for number, transfer in transfers.items()
+    }
+    return Write(Aspect.VALUES, Data(values))
 
 
 def put_values(transfers: Sequence[OwnedTransfer], values: Values) -> None:
@@ -174,7 +162,7 @@ class Owners:
     @torch.inference_mode(False)  # what is read in it is stepped with outside
     def fetch_all(self) -> None:
         """Bring all gradients that are at their owners to every rank (a collective)."""
-        self.tell(FetchAll())
+        self.tell(Read(Aspect.GRADIENT))
         holding = [transfer for transfer in self.transfers if transfer.held]
         held = {parameter for transfer in holding for parameter in transfer.held}
         lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
@@ -220,7 +208,7 @@ class Owners:
         changed = {p for p in here if p._version != self._versions[p] or p in self._open}
         if changed:
             numbered = dict(enumerate(self.served))
-            self.tell(OfRank(partial(values_of, numbered, changed)))
+            self.tell(partial(values_of, numbered, changed))
             self._versions |= {p: p._version for p in changed}
             for parameter in changed & self._open.keys():
                 self._open[parameter] = [
@@ -268,7 +256,7 @@ class Owners:
 
     def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
         """The norm of each owner's pieces of those gradients, in rank order (a collective)."""
-        self.tell(Norms(self._numbers(parameters), order))
+        self.tell(Norm(self._numbers(parameters), order))
         self.settle()
         numbers: list[Tensor] = []
         for served in (False, True):
@@ -286,7 +274,7 @@ class Owners:
 
     def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply those parameters' gradients, where it is the owners that hold them."""
-        self.tell(ScaleGradients(self._numbers(parameters), factor))
+        self.tell(ScaleBy(self._numbers(parameters), factor))
         self.settle()
         scale(_gradients(self.transfers, parameters), factor)
 
@@ -312,7 +300,7 @@ class Owners:
         """Have the values that servers have, where workers that run ahead stand still."""
         assert self._beside is not None
         self.settle()
-        self.tell(GatherValues())
+        self.tell(Read(Aspect.VALUES))
         for transfer in self.served:
             gather_values(transfer, self._beside)
         with self._marking:

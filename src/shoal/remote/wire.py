@@ -2,7 +2,7 @@
 
 The text is MessagePack. It has the types and shapes of the tensors, which cross by themselves, as
 they lie in memory (channel.py). msgspec reads it into the types that the reader names. Nothing in
-it is code, so reading runs nothing. What a message may hold: tensors, numbers, strings, bytes,
+it is code, so reading runs nothing. A message may hold tensors, numbers, strings, bytes,
 booleans, None, types of tensors, and lists, tuples and dicts of these. Guarded by
 tests/remote/test_wire.py.
 Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
@@ -99,12 +99,12 @@ class MessageReader(Generic[M]):
         self._tensors = []
         try:
             message: M = self._decoder.decode(text)
-        except Exception as error:  # of whatever kind: the text may be anything
+        except Exception as error:  # any kind: the text may be anything
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return message, self._tensors
 
     def _raised(self, kind: type, value: Any) -> Any:
-        """What a field of a message is that MessagePack does not know."""
+        """Make the value of a field that MessagePack does not know."""
         if kind is Tensor:
             return self._tensor(value)
         return DTYPES[value] if kind is torch.dtype else Data(raised(value, self._tensor, {}))
