@@ -10,10 +10,10 @@ The form is the same everywhere. A checkpoint writes it as JSON, and keeps tenso
 name (checkpoint/tree.py). Ranks and hosts tell it each other as MessagePack: a tensor's name is its
 type and shape, and its elements cross beside the text (`packed`, remote/wire.py).
 
-Nothing in it is code. A pickle runs any code of its writer, and anyone who reaches a port may be its
-writer. The reader makes these forms only. It makes a dataclass only if its own program names it, or
-has one in the value that it gives itself. Classes that derive from a number or text, and scalars of
-numpy, arrive plain. Guarded by tests/contracts/test_plain.py, tests/remote/test_wire.py and
+Nothing in it is code. A pickle runs any code of its writer, who may be anyone that reaches a port.
+The reader makes these forms only. It makes a dataclass only if its own program names it, or has one
+in the value that it gives itself. Classes that derive from a number or text, and scalars of numpy,
+arrive plain. Guarded by tests/contracts/test_plain.py, tests/remote/test_wire.py and
 tests/checkpoint/test_tree.py.
 Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
