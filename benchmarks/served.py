@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/served.py --before DIR --after DIR      some minutes
 
 Each checkout has a process of its own with two workers and a server, which are threads of it, so
-no network hides the work on messages. Both processes stand ready and take turns (A B A B …). A
+no network hides the work on messages. Both processes stand ready and take turns (A B B A …). A
 turn is some pulls of 256 rows, or some steps of eight small linear layers that the server owns. Its
 figures are the median seconds by the clock, and the mean processor seconds of the whole process,
 which other programs on the machine change less. The ratio is the median over turns of after ÷
@@ -161,7 +161,11 @@ def main() -> None:
     for name in ("pull", "step"):
         for one in (*ones, *ones):
             turn(one, name)  # not counted
-        rounds = [[turn(one, name) for one in ones] for _ in range(options.turns)]
+        rounds = []
+        for number in range(options.turns):  # A B, then B A: neither is always the first
+            places = [0, 1] if number % 2 else [1, 0]
+            figures = {place: turn(ones[place], name) for place in places}
+            rounds.append([figures[0], figures[1]])
         for place, clock in enumerate(("by the clock", "processor")):
             before, after = ([r[i][place] for r in rounds] for i in range(2))
             ratios = [b / a for a, b in zip(before, after, strict=True)]

@@ -1,6 +1,6 @@
 """The verbs that workers say to servers: one vocabulary for models, tables, and workers ahead.
 
-    verb       of a model's slices (servers/in_step.py)     of a table (servers/tables.py)
+    verb       to a model's slices (servers/in_step.py)     to a table (servers/tables.py)
     Sum        the gradients of a backward, on the lanes    -
     Pull       -                                            answered: the rows of some ids
     Push       -                                            keep these gradients until the step
@@ -9,6 +9,9 @@
     Write      have this aspect of the own pieces           the same, when all workers have asked
     Norm       of gradients, brought to all workers         answered, when all workers have asked
     ScaleBy    multiply gradients                           the same, when all workers have asked
+
+Workers that step by themselves (servers/geo.py) say three of them: Push adds a difference to the
+global weights, Read and Write are about these. All three are answered by the weights.
 
 A verb is a frozen class with the fields that cross. The host that obeys has one `match` over all of
 them, and `assert_never` below it: mypy names each host that a new verb has not reached. A host
@@ -71,10 +74,10 @@ class Pull(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """Keep these rows' gradients until the step."""
+    """Keep these gradients until the step, or add these differences at once."""
 
-    ids: Tensor
-    gradients: Tensor
+    ids: Tensor | None  # rows that have them; None: all of the slice, as of workers by themselves
+    values: Tensor
 
 
 class PieceOrder(MessagePart, frozen=True):

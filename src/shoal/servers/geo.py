@@ -9,8 +9,8 @@ a round of all workers are added at once, in the order of the ranks, and a worke
 ahead of the slowest waits. So a bound of 0 gives all workers the same bits. The bound is counted in
 rounds.
 
-A worker says what it wants in a message of 16 bytes before the slice (strategies/geo.py), so there
-are no orders but the first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead.py.
+A worker asks by Push, Read or Write (remote/verbs.py), so there are no orders of worker 0 but the
+first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import assert_never, final
 
 import torch
 from torch import Tensor
@@ -26,8 +26,24 @@ from torch import Tensor
 from shoal.contracts.comm import Comm
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Answering
+from shoal.remote.channel import Channel
+from shoal.remote.verbs import (
+    Aspect,
+    End,
+    MakeStep,
+    Norm,
+    PartOrder,
+    Pull,
+    Push,
+    Read,
+    ScaleBy,
+    Sum,
+    Verb,
+    Write,
+    unasked,
+)
 from shoal.servers.ahead import Clocks
-from shoal.strategies.geo import GeoRequest, GeoTransfer, head
+from shoal.strategies.geo import GeoTransfer
 
 
 def end(engine: Engine, transfers: Sequence[GeoTransfer], lanes: int) -> None:
@@ -66,10 +82,6 @@ class GlobalSlice:
     def observed(self) -> Counter[int]:
         """Numbers of rounds that a worker was ahead when it was given the weights."""
         return self._clocks.observed
-
-    def room(self) -> Tensor:
-        """Make a tensor where a worker's slice may land."""
-        return torch.empty_like(self._values, dtype=self._dtype)
 
     def push(self, worker: int, difference: Tensor, check: Callable[[], None]) -> Tensor:
         """Take a worker's difference; the weights, as soon as it may go on.
@@ -140,20 +152,25 @@ class GeoModel:
         return sum((part.observed for part in self._slices), Counter())
 
     def _answer(self, worker: int, on_lane: Sequence[GlobalSlice], comm: Comm) -> None:
-        check, says = partial(comm.check, "serving"), head(0, GeoRequest.END)
-        while True:
-            comm.receive(says, worker).wait()
-            number, word = says.tolist()
-            if word == GeoRequest.END:
-                break
-            asked = self._slices[number]
-            came = asked.room()
-            if word != GeoRequest.LOOK:
-                comm.receive(came, worker).wait()
-            if word == GeoRequest.PUSH:
-                answer = asked.push(worker, came, check)
-            else:
-                answer = asked.look() if word == GeoRequest.LOOK else asked.put(came)
-            comm.send(answer, worker).wait()
+        check = partial(comm.check, "serving")
+        channel = Channel[PartOrder | End](comm, worker, PartOrder | End)
+        while not isinstance(order := channel.next(), End):
+            channel.post_rows(_obey(order.verb, self._slices[order.part], worker, check))
+            channel.settle()
         for part in on_lane:
             part.leave(worker)
+
+
+def _obey(verb: Verb, part: GlobalSlice, worker: int, check: Callable[[], None]) -> Tensor:
+    """Obey a worker, and return the weights as they are then."""
+    match verb:
+        case Push(None, difference):
+            return part.push(worker, difference, check)
+        case Read(Aspect.VALUES):
+            return part.look()
+        case Write(Aspect.VALUES):
+            return part.put(verb.holds(Tensor))
+        case Push() | Read() | Write() | Pull() | Sum() | MakeStep() | Norm() | ScaleBy():
+            raise unasked(verb)
+        case _:
+            assert_never(verb)

@@ -123,7 +123,7 @@ class _TableDesk:
         match verb:
             case Pull(ids):
                 self._channel.post_rows(table.pull(worker, ids, self._check))
-            case Push(ids, gradients):
+            case Push(ids, gradients) if ids is not None:
                 table.push(worker, ids, gradients)
             case MakeStep():
                 table.step(worker, verb)
@@ -135,7 +135,7 @@ class _TableDesk:
                 self._channel.post(self._together("norm", order, table.norm))
             case ScaleBy(_, factor):
                 self._together("scale", factor, table.scale)
-            case Sum():
+            case Push() | Sum():
                 raise unasked(verb)
             case _:
                 assert_never(verb)

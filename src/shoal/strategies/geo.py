@@ -8,7 +8,7 @@
     4  publish     parameters become those; with a lag they keep what was learned since 2
 
 No worker waits for another, but as the staleness says. Bytes a worker: all weights up and down,
-every H steps, and 16 bytes a server. Memory: one copy of the parameters, a second one while they
+every H steps, and 64 bytes a server. Memory: one copy of the parameters, a second one while they
 are under way, with a lag a third.
 
 With one worker this is the plain step. Paddle's workers differ in 4: they keep the part of their
@@ -20,9 +20,8 @@ Guarded by tests/equivalence/test_geo.py. Source: Paddle's GeoCommunicator
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import final
 
 import torch
@@ -33,20 +32,9 @@ from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.outer import Outer
 from shoal.core.pieces import Piece, cut
-
-
-class GeoRequest(IntEnum):
-    """A worker's request to a server, which answers with its slice, but to the last."""
-
-    PUSH = 0  # a slice follows, to be added
-    PUT = 1  # a slice follows, to be had from now on
-    LOOK = 2
-    END = 3  # nothing more comes from this worker over this lane
-
-
-def head(number: int, request: GeoRequest) -> Tensor:
-    """Return what comes first: the number of the transfer, and the request."""
-    return torch.tensor([number, request], dtype=torch.int64, device="cpu")
+from shoal.remote.channel import send
+from shoal.remote.verbs import Aspect, End, PartOrder, Push, Read, Verb, Write
+from shoal.remote.wire import Data, Written, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,17 +93,17 @@ class GeoTransfer(Transfer):
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
-        self._ask(GeoRequest.PUSH, self._packed.flat, comm)
+        self._ask(lambda part: Push(None, part), self._packed.flat, comm)
 
-    def _ask(self, request: GeoRequest, flat: Tensor, comm: Comm) -> None:
-        """Send all servers a request, and have their slices in `flat`, which held what is sent."""
+    def _ask(self, verb_of: Callable[[Tensor], Verb], flat: Tensor, comm: Comm) -> None:
+        """Say a verb of its slice to each server, and have the answers in `flat`."""
         slices = dict(zip(self._servers, cut(flat, len(self._servers)), strict=True))
         asked = {server: part for server, part in slices.items() if part.numel()}
-        says = head(self.number, request)
-        pending = [comm.send(says, server) for server in asked]
-        if request is not GeoRequest.LOOK:
-            pending += [comm.send(part, server) for server, part in asked.items()]
-        comm.finish(pending)
+        orders = {
+            server: written(PartOrder(self.number, None, verb_of(part)))
+            for server, part in asked.items()
+        }
+        _send(orders, comm)
         comm.finish([comm.receive(part, server) for server, part in asked.items()])
 
     @torch.no_grad()
@@ -142,7 +130,7 @@ class GeoTransfer(Transfer):
     def look(self, comm: Comm) -> None:
         """See the global weights as servers have them. This worker does not take them over."""
         self._seen = torch.empty_like(self._flat)
-        self._ask(GeoRequest.LOOK, self._seen, comm)
+        self._ask(lambda part: Read(Aspect.VALUES), self._seen, comm)
 
     def forget(self) -> None:
         """What `look` saw is no longer needed."""
@@ -157,12 +145,11 @@ class GeoTransfer(Transfer):
     def put(self, comm: Comm) -> None:
         """Have servers take what the round has begun with. Worker 0 tells them for all."""
         if comm.rank == 0:
-            self._ask(GeoRequest.PUT, self._flat.clone(), comm)
+            self._ask(lambda part: Write(Aspect.VALUES, Data(part)), self._flat.clone(), comm)
 
     def farewell(self, comm: Comm) -> None:
         """Tell servers that nothing more comes over this lane."""
-        says = head(0, GeoRequest.END)
-        comm.finish([comm.send(says, server) for server in self._servers])
+        _send(dict.fromkeys(self._servers, written(End())), comm)
 
     def kept(self) -> Sequence[Tensor]:
         packed = self._packed
@@ -170,3 +157,9 @@ class GeoTransfer(Transfer):
 
     def release(self) -> None:
         return
+
+
+def _send(orders: Mapping[int, Written], comm: Comm) -> None:
+    """Send each server its message, to all at once."""
+    under_way = [sent for server, order in orders.items() for sent in send(order, server, comm)]
+    comm.finish([pending for pending, _ in under_way])
