@@ -33,6 +33,7 @@ from shoal.remote.verbs import (
 )
 from shoal.remote.wire import Data, MessageReader, written
 from shoal.servers.ahead import AheadModel
+from shoal.servers.geo import GeoModel
 from shoal.servers.in_step import InStep
 from shoal.servers.tables import ServedTables
 
@@ -170,4 +171,28 @@ def test_a_table_refuses_verbs_that_its_workers_never_say(verb: Verb) -> None:
         channel.settle()
 
     with pytest.raises(WorldError, match=f"asked for {type(verb).__name__}.* do not say"):
+        run(2, work, timeout_s=10, servers=1)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        Norm((), 2.0),
+        Read(Aspect.STATE),
+        Push(torch.zeros(1, dtype=torch.int64), torch.zeros(3)),
+        Write(Aspect.VALUES, Data(None)),
+    ],
+    ids=name,
+)
+def test_weights_of_workers_that_step_by_themselves_refuse_other_verbs(verb: Verb) -> None:
+    def work(comm: ThreadComm) -> None:
+        if comm.rank:
+            GeoModel([torch.zeros(3)], [comm], 0).finish(lambda: None)
+            return
+        channel = Channel[Any](comm, 1)
+        channel.post(PartOrder(0, None, verb))
+        channel.post(End())
+        channel.settle()
+
+    with pytest.raises(WorldError, match=r"do not say|writes values of another form"):
         run(2, work, timeout_s=10, servers=1)

@@ -151,7 +151,13 @@ Verb = Sum | Pull | Push | MakeStep | Read | Write | Norm | ScaleBy
 
 
 class PartOrder(Message, frozen=True, tag="To"):
-    """A verb for one part of the server: a model's slices, or a table."""
+    """A verb for one part of the server: a model's slices, or a table.
+
+    Examples:
+        >>> order = PartOrder(2, None, Read(Aspect.STATE, optimizer=1))
+        >>> order.verb.aspect.value
+        'state'
+    """
 
     part: int  # number of it
     held: Held
