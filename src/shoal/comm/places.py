@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from shoal.contracts.attendance import MainWait
-from shoal.contracts.comm import is_usual
+from shoal.contracts.comm import ChannelJournal, is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
 
@@ -179,6 +179,36 @@ class Journal:
                 if record.answer or record.attend
             },
         )
+
+
+class ChannelNotes(ChannelJournal):
+    """The notes of one channel, which go into its record.
+
+    Args:
+        record: the channel's.
+        journal: this rank's, of all channels.
+    """
+
+    def __init__(self, record: ChannelRecord, journal: Journal) -> None:
+        self.record, self._journal = record, journal
+
+    def begins(self, purpose: str) -> None:
+        self.record.begin(purpose)
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        return self.record.begin(purpose, number)
+
+    def runs(self, number: int, purpose: str) -> None:
+        self.record.running = number, purpose
+
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
+        self.record.answer, self.record.answers_to = answer, up_to
+
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
+        self.record.attend = attend
+
+    def is_waiting(self) -> bool:
+        return self._journal.wait is not None
 
 
 @dataclass(frozen=True)

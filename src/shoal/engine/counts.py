@@ -61,7 +61,7 @@ class RowCounts:
         if self._says_ends:
             self._end(self._round - 1)
         else:  # calls of this round may still come
-            self._comm.may_answer(self.say_ends, self._round * _MOST_CALLS)
+            self._comm.journal.may_answer(self.say_ends, self._round * _MOST_CALLS)
 
     def say_ends(self) -> None:
         """Say from here on in every round that it has ended."""
@@ -69,7 +69,9 @@ class RowCounts:
             self._says_ends = True
             if self._round:
                 self._end(self._round - 1)
-            self._comm.may_answer(None)  # only now, or it would seem to say nothing for ever
+            self._comm.journal.may_answer(
+                None
+            )  # only now, or it would seem to say nothing for ever
 
     def ask(self, call: Call, told: tuple[float, ...]) -> Callable[[str], list[Tensor] | None]:
         """Tell this call's, and ask for every rank's.

@@ -48,7 +48,7 @@ class Errand:
         It computes on `device`, which has streams. Its number is that of `Comm.queued`.
         """
         self.purpose = purpose
-        self.number = comm.queued(purpose, number)
+        self.number = comm.journal.queued(purpose, number)
         self._work = work
         self._comm = comm
         self._device = device
@@ -61,7 +61,7 @@ class Errand:
 
     def run(self) -> None:
         """Do it, on the lane's thread; an error is kept for whoever waits."""
-        self._comm.runs(self.number, self.purpose)
+        self._comm.journal.runs(self.number, self.purpose)
         try:
             after(self._queued, self._device)
             self._work(self._comm)
@@ -186,7 +186,7 @@ class Lane:
 
     def expects(self, seconds: float) -> None:
         """What it exchanges is planned to take so long."""
-        self._comm.expects(seconds)
+        self._comm.journal.expects(seconds)
 
     @property
     def rank(self) -> int:

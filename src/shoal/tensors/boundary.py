@@ -67,7 +67,7 @@ class Move:
     def back(self, grad: Tensor) -> _Coming:
         """Start moving a gradient back: weighed, where it is of this rank's own rows."""
         weight = self.weighs() if self.leaves else None
-        self.comm.begins(f"backward, {self.purpose}")
+        self.comm.journal.begins(f"backward, {self.purpose}")
         return self.way_back(grad if weight is None else grad * weight)
 
     def come_back(self, back: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Move:
         weight, purpose = self.weighs(), f"backward, {self.purpose}"
         if weight is None or (weight == 0 and not self.leaves):
             weight = 1.0
-        self.comm.begins(purpose)
+        self.comm.journal.begins(purpose)
         return replace(
             self,
             there=self.way_back,

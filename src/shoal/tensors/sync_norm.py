@@ -52,7 +52,7 @@ class NormOfRanks:
 
     def gathered(self, numbers: Tensor, purpose: str) -> Tensor:
         """Every rank's numbers, a row a rank."""
-        self.comm.begins(purpose)
+        self.comm.journal.begins(purpose)
         everyone = numbers.new_empty(self.comm.size, len(numbers))
         self.comm.all_gather(everyone.unbind(), numbers)
         return everyone
