@@ -318,11 +318,8 @@ class FarTable(Cut):
 
     def _by_server(self, ids: Tensor, rows: Tensor) -> list[tuple[Channel[Any], Tensor, Tensor]]:
         """Each server, its ids as it counts them, and their rows of these."""
-        counts = (
-            torch.searchsorted(ids, self._ends)
-            .diff(prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
-            .tolist()
-        )
+        first = torch.zeros(1, dtype=torch.int64, device="cpu")
+        counts = torch.searchsorted(ids, self._ends).diff(prepend=first).tolist()
         starts = [0, *self._ends.tolist()]
         parts = zip(
             self._tables.servers, ids.split(counts), rows.split(counts), starts, strict=False

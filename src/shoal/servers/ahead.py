@@ -82,8 +82,7 @@ class _Brought:
 _Landed = Mapping[OwnedTransfer, SimpleQueue[Slice]]
 _ONE_EACH = (
     "where workers run ahead of one another, every backward is followed by one step, and a "
-    "bucket's layers have one "
-    "optimizer"
+    "bucket's layers have one optimizer"
 )
 
 

@@ -128,10 +128,9 @@ class Servers:
     def open_weights(
         self, transfers: Sequence[GeoTransfer], lanes: int, staleness: int | None
     ) -> tuple[int, list[Comm]]:
-        """Let servers have the weights of workers that step by themselves: their number at the
-        servers, and the ways to them. They come back as they go.
+        """Let servers have the weights of workers that step by themselves.
 
-        A collective of all ranks.
+        A collective of all ranks: the number at servers, and the ways to them and back.
 
         Args:
             transfers: in the order in which they go.
@@ -256,9 +255,8 @@ def check_sendable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
-    return probe_duplex(
-        comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes, nbytes
-    )
+    parts = shares(comm.workers, comm.size - comm.workers)
+    return probe_duplex(comm, Direct(), parts, lanes, nbytes)
 
 
 def ways(

@@ -338,9 +338,9 @@ class _TableShard:
         def check_meeting() -> None:
             check()
             for other in self.clocks.slowest() & self._meeting.asked.keys():
+                purpose, _ = self._meeting.asked[other]
                 raise RanksDiffer(
-                    f"rank {other} asks for {self._meeting.asked[other][0]!r} of table "
-                    f"{self._name}, and rank {worker} "
+                    f"rank {other} asks for {purpose!r} of table {self._name}, and rank {worker} "
                     f"went on without",
                     do=_ALIKE,
                     rank=other,
