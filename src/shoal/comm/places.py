@@ -15,16 +15,22 @@ tests/faults/test_different_places.py.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
+from shoal.comm.patience import Patience
 from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import ChannelJournal, is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
 
+NO_PURPOSE, _LABELS = 0, 1  # tags: of messages without a purpose, and of ones that say theirs
+# limit of work that all ranks are in: at least so many seconds, and times the planned ones
+_FLOOR_S, _TIMES = 60.0, 10.0
 _ANY = 1 << 62  # greater than all numbers of channels
 _MOST_RANKS = 4  # that a message names one by one
 
@@ -209,6 +215,54 @@ class ChannelNotes(ChannelJournal):
 
     def is_waiting(self) -> bool:
         return self._journal.wait is not None
+
+
+@final
+class TaggedNotes(ChannelNotes):
+    """The notes of one channel, and the tag of its messages, which follows from their purpose.
+
+    Messages of other purposes never meet: gloo ends the process where one is too long.
+
+    Args:
+        record: the channel's.
+        journal: this rank's, of all channels.
+        patience: how long work on the channel may take.
+        has_tags: whether messages have tags of their purposes.
+    """
+
+    def __init__(
+        self, record: ChannelRecord, journal: Journal, patience: Patience, *, has_tags: bool
+    ) -> None:
+        super().__init__(record, journal)
+        self._patience, self._has_tags = patience, has_tags
+        self.tag, self._says_purpose = NO_PURPOSE, False
+
+    def tag_of(self, purpose: str) -> int:
+        """Return the tag of messages for a purpose."""
+        if not self._has_tags:
+            return NO_PURPOSE
+        return _LABELS if self._says_purpose else (zlib.crc32(purpose.encode()) >> 2) + 2
+
+    @contextmanager
+    def saying_purpose(self) -> Iterator[None]:
+        """Within it messages say their purpose themselves, and have one tag."""
+        self._says_purpose = True
+        try:
+            yield
+        finally:
+            self._says_purpose, self.tag = False, NO_PURPOSE
+
+    def begins(self, purpose: str) -> None:
+        self.tag = self.tag_of(purpose)
+        super().begins(purpose)
+
+    def runs(self, number: int, purpose: str) -> None:
+        self.tag = self.tag_of(purpose)
+        super().runs(number, purpose)
+
+    def expects(self, seconds: float) -> None:
+        if self._patience.given_s is None:
+            self.record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
 
 @dataclass(frozen=True)

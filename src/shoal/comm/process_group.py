@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
@@ -29,7 +28,7 @@ from shoal.comm.heartbeat import Heartbeat, StoreHolder
 from shoal.comm.inside import Inside, ReceiveViaHost, WorkHandle, is_timeout
 from shoal.comm.meeting import INTERFACE, Roster, meet
 from shoal.comm.patience import Patience
-from shoal.comm.places import ChannelNotes, ChannelRecord
+from shoal.comm.places import NO_PURPOSE, TaggedNotes
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.comm import Comm, Pending, label, labelled
@@ -43,9 +42,7 @@ from shoal.core.interfaces import is_loopback
 from shoal.core.open_files import check_limit, raise_limit
 
 T = TypeVar("T")
-_TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
 _SHORT = 1016  # bytes of what ranks tell each other that cross at once
-_FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times what is planned
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
@@ -56,51 +53,6 @@ class _Membership:
     heartbeat: Heartbeat
     aside: Aside  # the threads that calls may block
     patience: Patience  # how long an exchange may take
-
-
-@final
-class _TaggedNotes(ChannelNotes):
-    """The notes of one channel, and the tag of its messages, which follows from their purpose.
-
-    Messages of other purposes never meet: gloo ends the process where one is too long.
-
-    Args:
-        record: the channel's.
-        membership: this process's, in the job.
-        has_tags: whether messages have tags of their purposes.
-    """
-
-    def __init__(self, record: ChannelRecord, membership: _Membership, *, has_tags: bool) -> None:
-        super().__init__(record, membership.heartbeat.journal)
-        self._patience, self._has_tags = membership.patience, has_tags
-        self.tag, self._says_purpose = _TAG, False
-
-    def tag_of(self, purpose: str) -> int:
-        """Return the tag of messages for a purpose."""
-        if not self._has_tags:
-            return _TAG
-        return _LABELS if self._says_purpose else (zlib.crc32(purpose.encode()) >> 2) + 2
-
-    @contextmanager
-    def saying_purpose(self) -> Iterator[None]:
-        """Within it messages say their purpose themselves, and have one tag."""
-        self._says_purpose = True
-        try:
-            yield
-        finally:
-            self._says_purpose, self.tag = False, _TAG
-
-    def begins(self, purpose: str) -> None:
-        self.tag = self.tag_of(purpose)
-        super().begins(purpose)
-
-    def runs(self, number: int, purpose: str) -> None:
-        self.tag = self.tag_of(purpose)
-        super().runs(number, purpose)
-
-    def expects(self, seconds: float) -> None:
-        if self._patience.given_s is None:
-            self.record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
 
 @final
@@ -116,7 +68,7 @@ class ProcessGroupComm(Comm):
     """
 
     timeout_s: float
-    journal: _TaggedNotes
+    journal: TaggedNotes
 
     def __init__(
         self,
@@ -136,7 +88,9 @@ class ProcessGroupComm(Comm):
         ranks = dist.get_process_group_ranks(group)
         self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
         has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
-        self.journal = _TaggedNotes(self._record, membership, has_tags=has_tags)
+        self.journal = TaggedNotes(
+            self._record, self._heartbeat.journal, membership.patience, has_tags=has_tags
+        )
         self._inside = Inside(
             self._heartbeat, self.timeout_s, membership.aside, self._record, idle=idle
         )
@@ -352,7 +306,7 @@ class ProcessGroupComm(Comm):
         if not theirs:
             return self._heartbeat.explained(error)
         self._record.told()
-        self.journal.tag = _TAG
+        self.journal.tag = NO_PURPOSE
         return error
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
