@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
-from shoal.comm.patience import Patience
 from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import ChannelJournal, is_usual
 from shoal.core.errors import RanksDiffer
@@ -226,15 +225,15 @@ class TaggedNotes(ChannelNotes):
     Args:
         record: the channel's.
         journal: this rank's, of all channels.
-        patience: how long work on the channel may take.
+        has_limits: whether work may take so many times as long as is planned.
         has_tags: whether messages have tags of their purposes.
     """
 
     def __init__(
-        self, record: ChannelRecord, journal: Journal, patience: Patience, *, has_tags: bool
+        self, record: ChannelRecord, journal: Journal, *, has_tags: bool, has_limits: bool
     ) -> None:
         super().__init__(record, journal)
-        self._patience, self._has_tags = patience, has_tags
+        self._has_limits, self._has_tags = has_limits, has_tags
         self.tag, self._says_purpose = NO_PURPOSE, False
 
     def tag_of(self, purpose: str) -> int:
@@ -261,7 +260,7 @@ class TaggedNotes(ChannelNotes):
         super().runs(number, purpose)
 
     def expects(self, seconds: float) -> None:
-        if self._patience.given_s is None:
+        if self._has_limits:
             self.record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
 

@@ -89,7 +89,10 @@ class ProcessGroupComm(Comm):
         self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
         has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
         self.journal = TaggedNotes(
-            self._record, self._heartbeat.journal, membership.patience, has_tags=has_tags
+            self._record,
+            self._heartbeat.journal,
+            has_tags=has_tags,
+            has_limits=membership.patience.given_s is None,
         )
         self._inside = Inside(
             self._heartbeat, self.timeout_s, membership.aside, self._record, idle=idle
