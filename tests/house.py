@@ -24,6 +24,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 MOST_ATTRIBUTES = 15
 SMALL_FILE = 60  # a file with fewer lines is small
+REMOTE_ROOMS = ("shoal/remote", "shoal/servers", "shoal/tail")  # the way to other hosts, both sides
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -279,6 +280,24 @@ def _ancestors(name: str, by_module: Mapping[str, SourceFile]) -> Iterator[ast.C
         yield from _ancestors(above, by_module)
 
 
+def find_message_classes(files: Iterable[SourceFile]) -> list[str]:
+    """List classes that may cross to another host by themselves: all that descend from Message."""
+    classes = {node.name: (file, node) for file in files for node in _top_classes(file)}
+
+    def crosses(name: str) -> bool:
+        bases = [ast.unparse(base) for base in classes[name][1].bases] if name in classes else []
+        return any(base == "Message" or crosses(base) for base in bases)
+
+    return [f"{file.path}:{node.lineno} {n}" for n, (file, node) in classes.items() if crosses(n)]
+
+
+def find_remote_hundreds(files: Iterable[SourceFile]) -> list[str]:
+    """List every hundredth line of the rooms that speak with other hosts, so hundreds of lines."""
+    inside = [file for file in files if file.room in REMOTE_ROOMS]
+    lines = [f"{f.path}:{i + 1}" for f in inside for i in range(len(f.text.splitlines()))]
+    return lines[99::100]
+
+
 def _top_classes(file: SourceFile) -> list[ast.ClassDef]:
     return [node for node in file.tree.body if isinstance(node, ast.ClassDef)]
 
@@ -427,6 +446,12 @@ MEASURES = {
     ),
     "small_files_with_one_importer": Measure(
         find_crumbs, "Merge the small file into the file that imports it."
+    ),
+    "message_classes": Measure(
+        find_message_classes, "Say it with a verb of remote/verbs.py that is there already."
+    ),
+    "hundreds_of_remote_lines": Measure(
+        find_remote_hundreds, "Take away as many lines as you add, or show why they are needed."
     ),
 }
 

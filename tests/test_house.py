@@ -27,9 +27,11 @@ from house import (
     debts,
     find_bare_comments,
     find_crumbs,
+    find_message_classes,
     find_phrases,
     find_rare_words,
     find_registered,
+    find_remote_hundreds,
     find_shared_class_names,
     map_importers,
     measure_dialect,
@@ -287,6 +289,21 @@ def test_registered_classes_are_found_through_their_bases() -> None:
     assert find_registered(house) == {"a/codecs/half.py"}
     assert [line for line in find_crumbs(house) if "half" in line] == []
     assert [line for line in find_crumbs(house) if "nameless" in line]
+
+
+def test_message_classes_are_found_through_their_bases() -> None:
+    verbs = "class Verb(Message): ...\nclass Pull(Verb, frozen=True): ...\nclass Part(Other): ...\n"
+    house = [parse("a/verbs.py", verbs), parse("b/orders.py", "class Open(wire.Message): ...\n")]
+    assert find_message_classes(house) == ["a/verbs.py:1 Verb", "a/verbs.py:2 Pull"]
+
+
+def test_lines_of_remote_rooms_are_counted_in_hundreds() -> None:
+    house = [
+        parse("shoal/remote/a.py", "x = 1\n" * 150),
+        parse("shoal/comm/b.py", "x = 1\n" * 150),
+        parse("shoal/servers/c.py", "x = 1\n" * 149),
+    ]
+    assert find_remote_hundreds(house) == ["shoal/remote/a.py:100", "shoal/servers/c.py:50"]
 
 
 PROSE = '''\

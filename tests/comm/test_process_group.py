@@ -223,8 +223,8 @@ def test_a_limit_that_is_given_is_kept_to_whatever_is_predicted(
     told = ProcessGroupComm, "gather_objects", lambda comm, value, purpose: [value]
     monkeypatch.setattr(*told)
     lane = join(seat(), given, 60).channel("lane")
-    lane.expects(7.0)
-    lane.begins("exchange")
+    lane.journal.expects(7.0)
+    lane.journal.begins("exchange")
     journal.waits(lane._record, None, "exchange")
     assert lane.timeout_s == (given or 1800.0)
     assert journal.limit_s() == (70.0 if given is None else None)

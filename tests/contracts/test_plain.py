@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -41,6 +42,12 @@ class Stranger:
     what: str = ""
 
 
+class Named(NamedTuple):
+    """Would come back as a plain tuple."""
+
+    one: int
+
+
 def back(value: Any, *kinds: type) -> Any:
     return unpacked(*packed(value, kinds))
 
@@ -50,6 +57,7 @@ def back(value: Any, *kinds: type) -> Any:
     [
         None,
         (1, [2.5, "ä", b"\xff"], {"a": (True,)}),
+        [{1, 2}, Counter("ab"), {("a", 1): frozenset((3,))}, 1 + 2j, torch.device("cpu")],
         Outer(Inner(("x",)), {"a": [0.1, float("inf")]}),
         [Outer(), Inner()],
         Plan(2, "digest", (Choice("layer", "replicate", "ring"),), 1 << 20, 2, placement={"a": 1}),
@@ -91,12 +99,17 @@ def test_a_dataclass_is_read_where_the_reader_names_it_only() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{1, 2}, print, object(), torch.eye(2).to_sparse(), 2**64, UsageError("x")],
+    [print, object(), torch.eye(2).to_sparse(), 2**64, UsageError("x"), Named(1)],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="cannot be sent"):
         packed([value])
+
+
+def test_the_error_says_where_the_value_is() -> None:
+    with pytest.raises(UsageError, match=r"got: groups\.1\.hook: a builtins\.object"):
+        packed({"groups": [{}, {"hook": object()}]})
 
 
 class Evil:
@@ -121,15 +134,16 @@ BAD = {
     "a length that is not there": torch.full((100,), 255, dtype=torch.uint8),
     "a pickle": parcel_of(pickle.dumps(Evil())),
     "a pickle alone": torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8),
-    "a tensor of more than came": encoded([4, [0, 2**62]]),
-    "a tensor of more than a number holds": encoded([4, [0, 2**62, 2**62]]),
-    "a negative shape": encoded([4, [0, -1]]),
-    "two negative shapes": encoded([4, [0, -1, -1]]),
-    "no such type": encoded([4, [1000]]),
-    "a class by name": encoded([6, "os.system", "true"]),
-    "a class that is no dataclass": encoded([6, "builtins.eval", "1"]),
-    "a field too many": encoded([6, f"{__name__}.Inner", [1], 2]),
-    "too deep": parcel_of(b"\x92\x00" * 100_000 + b"\xc0"),
+    "a tensor of more than came": encoded({"$": "tensor", "name": [0, 2**62]}),
+    "a tensor of more than a number holds": encoded({"$": "tensor", "name": [0, 2**62, 2**62]}),
+    "a negative shape": encoded({"$": "tensor", "name": [0, -1]}),
+    "two negative shapes": encoded({"$": "tensor", "name": [0, -1, -1]}),
+    "no such type": encoded({"$": "tensor", "name": [1000]}),
+    "no such kind": encoded({"$": "code", "value": "1"}),
+    "a class by name": encoded({"$": "record", "of": "os.system", "items": ["true"]}),
+    "a class that is no dataclass": encoded({"$": "record", "of": "builtins.eval", "items": [1]}),
+    "a field too many": encoded({"$": "record", "of": f"{__name__}.Inner", "items": [[1], 2]}),
+    "too deep": parcel_of(b"\x91" * 100_000 + b"\xc0"),
 }
 
 

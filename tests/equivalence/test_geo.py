@@ -380,7 +380,7 @@ def test_buffers_agree_where_workers_keep_step() -> None:
 
 
 def test_bytes_are_those_of_all_weights_up_and_down() -> None:
-    """And 16 to each server that has a slice: here one element for three servers."""
+    """And 64 to each server that has a slice: here one element for three servers."""
     for numel, asked in ((10, 3), (1, 1)):
 
         def work(comm: ThreadComm, numel: int = numel, asked: int = asked) -> None:
@@ -399,7 +399,7 @@ def test_bytes_are_those_of_all_weights_up_and_down() -> None:
             transfer.publish()
             sent = replace(traced.counts)
             transfer.farewell(traced)
-            assert sent.bytes_sent == 4 * numel + 16 * asked
+            assert sent.bytes_sent == 4 * numel + 64 * asked
             assert sent.bytes_received == 4 * numel
 
         run(4, work, timeout_s=20, hosts=("a", "b", "c", "d"), servers=3)

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.errors import UsageError, WorldError
+from shoal.core.errors import UsageError
 from shoal.core.placement import Owner
 from shoal.profiling.updates import form_of, made_of
 from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
 from shoal.remote.orders import (
     AnyOrder,
-    FetchAll,
-    Norms,
-    OrdersDone,
-    OwnersRole,
+    OpenModel,
     ParameterForm,
-    PieceOrder,
-    ScaleGradients,
     ServedSite,
-    ServerOrder,
-    SumGradients,
-    TakeValues,
-    ToModel,
-    UpdatePieces,
     receive_order,
     send_orders,
+    verb_for,
     written_order,
 )
-from shoal.remote.orders import OpenModel as Open
-from shoal.remote.wire import Data, MessageReader
+from shoal.remote.verbs import End, MakeStep, Norm, PartOrder, PieceOrder
+from shoal.remote.wire import Data, Message, MessageReader
 from shoal_tools.testing.traced import TracedComm
 
 HEAD = 1 << 12  # bytes of an order's first message
 
 
-def received(*orders: ServerOrder) -> tuple[list[Any], int]:
+def received(*orders: Message) -> tuple[list[Any], int]:
     """What a server gets, and in how many messages."""
 
     def work(comm: ThreadComm) -> Any:
@@ -60,16 +49,15 @@ def test_orders_arrive_as_they_were_sent() -> None:
     form = ParameterForm((3, 2), (1, 3), torch.bfloat16)
     site = ServedSite("server", "direct", "b", {"0.w": form}, {"0.w": Owner(2)}, {"0.w": (0, 4)})
     gradient = torch.randn(5)
-    update = UpdatePieces(
+    step = MakeStep(
         1,
-        {0: {2: PieceOrder(0, False, gradient), 1: PieceOrder(1, True, None)}},
         Data([{"lr": 0.1}]),
         Data({}),
+        {0: {2: PieceOrder(0, False, gradient), 1: PieceOrder(1, True, None)}},
     )
-    (opened, updated, end), _ = received(
-        Open((site,), (form_of(torch.optim.SGD([torch.zeros(1)], lr=0.1)),), 3, None),
-        ToModel(4, ((0, 1), ()), update),
-        OrdersDone(),
+    optimizers = (form_of(torch.optim.SGD([torch.zeros(1)], lr=0.1)),)
+    (opened, order, end), _ = received(
+        OpenModel(4, (site,), optimizers, 3, None), PartOrder(4, ((0, 1), ()), step), End()
     )
     (got,) = opened.sites
     assert (got.parameters["0.w"].stride, got.owners, got.spans) == (
@@ -78,18 +66,18 @@ def test_orders_arrive_as_they_were_sent() -> None:
         {"0.w": (0, 4)},
     )
     assert got.parameters["0.w"].dtype == torch.bfloat16
-    assert (updated.model, updated.held) == (4, ((0, 1), ()))
-    assert list(updated.order.given[0]) == [2, 1], "in the order in which they come back"
-    assert torch.equal(updated.order.given[0][2].gradient, gradient)
-    assert updated.order.groups.value == [{"lr": 0.1}]
-    assert isinstance(end, OrdersDone)
+    assert (order.part, order.held) == (4, ((0, 1), ()))
+    assert list(order.verb.pieces[0]) == [2, 1], "in the order in which they come back"
+    assert torch.equal(order.verb.pieces[0][2].gradient, gradient)
+    assert order.verb.groups.value == [{"lr": 0.1}]
+    assert isinstance(end, End)
 
 
 @pytest.mark.parametrize("nbytes", [0, HEAD - 200, HEAD, 3 * HEAD])
 def test_an_order_of_a_step_is_one_message(nbytes: int) -> None:
-    order = ToModel(0, None, UpdatePieces(0, {}, Data([{"name": "x" * nbytes}]), Data({})))
+    order = PartOrder(0, None, MakeStep(0, Data([{"name": "x" * nbytes}]), Data({}), {}))
     (first, second), messages = received(order, order)
-    assert all(len(each.order.groups.value[0]["name"]) == nbytes for each in (first, second))
+    assert all(len(each.verb.groups.value[0]["name"]) == nbytes for each in (first, second))
     assert messages == 2 * (1 if nbytes < HEAD - 100 else 2)
 
 
@@ -99,44 +87,13 @@ def test_an_update_of_two_hundred_parameters_is_one_message() -> None:
     given = {number: {0: PieceOrder(0, True, None)} for number in range(200)}
     groups = [{key: value for key, value in optimizer.param_groups[0].items() if key != "params"}]
     form = form_of(optimizer)
-    order = ToModel(0, None, UpdatePieces(0, given, Data(groups), form.attributes))
+    order = PartOrder(0, None, MakeStep(0, Data(groups), form.attributes, given))
     assert received(order)[1] == 1
 
 
-class Noting(OwnersRole):
-    """Notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def norms(self, parameters: Any, order: float) -> None:
-        self.asked.append(("norms", parameters, order))
-
-    def scale(self, parameters: Any, factor: Tensor) -> None:
-        self.asked.append(("scale", parameters, factor.item()))
-
-    def take_values(self, values: Any) -> None:
-        self.asked.append(("take_values", {n: list(each) for n, each in values.items()}))
-
-
-def test_an_order_calls_the_method_of_the_role() -> None:
-    orders = [
-        Norms(((0, 1),), math.inf),
-        ScaleGradients(((0, 1), (2, 0)), torch.tensor(0.5)),
-        TakeValues({1: {0: torch.ones(2)}}),
-    ]
-    got, _ = received(*(ToModel(0, None, order) for order in orders))
-    role = Noting()
-    for order in got:
-        order.order.do(role)
-    assert role.asked == [
-        ("norms", ((0, 1),), math.inf),
-        ("scale", ((0, 1), (2, 0)), 0.5),
-        ("take_values", {1: [0]}),
-    ]
-    for unasked in (FetchAll(), SumGradients()):
-        with pytest.raises(WorldError, match="rank 0 asks a server for"):
-            unasked.do(role)
+def test_a_verb_may_be_another_for_each_server() -> None:
+    assert verb_for(3, Norm((), 2.0)).order == 2.0
+    assert verb_for(3, lambda server: Norm((), float(server))).order == 3.0
 
 
 def test_an_optimizer_is_made_from_its_name() -> None:

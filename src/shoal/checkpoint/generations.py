@@ -244,7 +244,7 @@ class Generations:
     def _exchange(self, own: Tensor, copies: Mapping[int, MappedFile], within_s: float) -> None:
         """Send the own pieces to the next host, and receive the pieces that are copied here."""
         comm, began_s = self._comm, time.perf_counter()
-        comm.begins(_COMMIT)
+        comm.journal.begins(_COMMIT)
         sending = 0 if self._to is None else len(own)
         longest = max((sending, *(len(copy.memory) for copy in copies.values())))
         for begin in range(0, longest, CHUNK_BYTES):

@@ -22,8 +22,8 @@ from shoal.checkpoint.extents import Owned
 from shoal.checkpoint.folder import replacing
 from shoal.checkpoint.parts import Bringing, Spread
 from shoal.checkpoint.state import State, corrupted
-from shoal.checkpoint.tree import Path as Keys
 from shoal.checkpoint.tree import decoded, encoded
+from shoal.contracts.plain import Path as Keys
 from shoal.core.errors import UsageError
 
 SUFFIX = ".safetensors"

@@ -16,16 +16,21 @@ by tests/faults/test_different_places.py.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
 from shoal.contracts.attendance import MainWait
-from shoal.contracts.comm import is_usual
+from shoal.contracts.comm import ChannelJournal, is_usual
 from shoal.core.errors import RanksDiffer
 from shoal.core.names import pins
 
+NO_PURPOSE, _LABELS = 0, 1  # tags: of messages without a purpose, and of ones that say theirs
+# limit of work that all ranks are in: at least so many seconds, and times the planned ones
+_FLOOR_S, _TIMES = 60.0, 10.0
 _ANY = 1 << 62  # greater than all numbers of channels
 _MOST_RANKS = 4  # most ranks that a message names one by one
 
@@ -188,6 +193,84 @@ class Journal:
                 if record.answer or record.attend
             },
         )
+
+
+class ChannelNotes(ChannelJournal):
+    """The notes of one channel, which go into its record.
+
+    Args:
+        record: the channel's.
+        journal: this rank's, of all channels.
+    """
+
+    def __init__(self, record: ChannelRecord, journal: Journal) -> None:
+        self.record, self._journal = record, journal
+
+    def begins(self, purpose: str) -> None:
+        self.record.begin(purpose)
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        return self.record.begin(purpose, number)
+
+    def runs(self, number: int, purpose: str) -> None:
+        self.record.running = number, purpose
+
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
+        self.record.answer, self.record.answers_to = answer, up_to
+
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
+        self.record.attend = attend
+
+    def is_waiting(self) -> bool:
+        return self._journal.wait is not None
+
+
+@final
+class TaggedNotes(ChannelNotes):
+    """The notes of one channel, and the tag of its messages, which follows from their purpose.
+
+    Messages of other purposes never meet: gloo ends the process where one is too long.
+
+    Args:
+        record: the channel's.
+        journal: this rank's, of all channels.
+        has_limits: whether work may take so many times as long as is planned.
+        has_tags: whether messages have tags of their purposes.
+    """
+
+    def __init__(
+        self, record: ChannelRecord, journal: Journal, *, has_tags: bool, has_limits: bool
+    ) -> None:
+        super().__init__(record, journal)
+        self._has_limits, self._has_tags = has_limits, has_tags
+        self.tag, self._says_purpose = NO_PURPOSE, False
+
+    def tag_of(self, purpose: str) -> int:
+        """Return the tag of messages for a purpose."""
+        if not self._has_tags:
+            return NO_PURPOSE
+        return _LABELS if self._says_purpose else (zlib.crc32(purpose.encode()) >> 2) + 2
+
+    @contextmanager
+    def saying_purpose(self) -> Iterator[None]:
+        """Within it messages say their purpose themselves, and have one tag."""
+        self._says_purpose = True
+        try:
+            yield
+        finally:
+            self._says_purpose, self.tag = False, NO_PURPOSE
+
+    def begins(self, purpose: str) -> None:
+        self.tag = self.tag_of(purpose)
+        super().begins(purpose)
+
+    def runs(self, number: int, purpose: str) -> None:
+        self.tag = self.tag_of(purpose)
+        super().runs(number, purpose)
+
+    def expects(self, seconds: float) -> None:
+        if self._has_limits:
+            self.record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
 
 @dataclass(frozen=True)

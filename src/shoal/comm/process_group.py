@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from shoal.comm.heartbeat import Heartbeat, StoreHolder
 from shoal.comm.inside import Inside, ReceiveViaHost, WorkHandle, is_timeout
 from shoal.comm.meeting import INTERFACE, Roster, meet
 from shoal.comm.patience import Patience
+from shoal.comm.places import NO_PURPOSE, TaggedNotes
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
-from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm, Pending, label, labelled
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
@@ -43,11 +42,8 @@ from shoal.core.interfaces import is_loopback
 from shoal.core.open_files import check_limit, raise_limit
 
 T = TypeVar("T")
-_TAG, _LABELS = 0, 1  # tags of messages without a purpose, and of messages that name the purpose
-_SHORT = 1016  # bytes that cross at once when ranks tell one another values
-# limit of an exchange that all ranks are in: at least so long, and so many times the plan's time
-_FLOOR_S, _TIMES = 60.0, 10.0
-_WAKE_TAG = 0x5E0A1  # tag of a message that no rank sends
+_SHORT = 1016  # bytes of what ranks tell each other that cross at once
+_WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,7 @@ class ProcessGroupComm(Comm):
     """
 
     timeout_s: float
+    journal: TaggedNotes
 
     def __init__(
         self,
@@ -90,9 +87,13 @@ class ProcessGroupComm(Comm):
         self.timeout_s, self._heartbeat = membership.patience.longest_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
         self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
-        # Messages of other purposes never meet, because gloo ends the process if one is too long.
-        self._tag, self._says_purpose = _TAG, False
-        self._has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
+        has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
+        self.journal = TaggedNotes(
+            self._record,
+            self._heartbeat.journal,
+            has_tags=has_tags,
+            has_limits=membership.patience.given_s is None,
+        )
         self._inside = Inside(
             self._heartbeat, self.timeout_s, membership.aside, self._record, idle=idle
         )
@@ -105,12 +106,12 @@ class ProcessGroupComm(Comm):
         at_host = staged(tensor)
         # the group's own call: dist.isend looks up the group again, at twice the processor time
         with self._inside:  # gradient 10
-            return WorkHandle(self._group.send([at_host], to, self._tag), self._inside)
+            return WorkHandle(self._group.send([at_host], to, self.journal.tag), self._inside)
 
     def receive(self, tensor: Tensor, source: int) -> WorkHandle | ReceiveViaHost:
         received = tensor if tensor.device.type == "cpu" else beside(tensor)
         with self._inside:
-            work = WorkHandle(self._group.recv([received], source, self._tag), self._inside)
+            work = WorkHandle(self._group.recv([received], source, self.journal.tag), self._inside)
         return work if received is tensor else ReceiveViaHost(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -223,7 +224,7 @@ class ProcessGroupComm(Comm):
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         parcel, records = packed(value, kinds)
-        self.begins(purpose)
+        self.journal.begins(purpose)
         self.check("")
         parcels = self._gathered(parcel, purpose)
         self.reached(self._heartbeat.at)
@@ -281,39 +282,10 @@ class ProcessGroupComm(Comm):
         self._heartbeat.reached(where)
 
     def numbers(self, numbers: Sequence[int], purpose: str) -> list[int]:
-        self._says_purpose = True
-        try:
+        with self.journal.saying_purpose():
             told = super().numbers(numbers, purpose)
-        finally:
-            self._says_purpose, self._tag = False, _TAG
-        self._tag = self._tag_of(purpose)
+        self.journal.tag = self.journal.tag_of(purpose)
         return told
-
-    def _tag_of(self, purpose: str) -> int:
-        if not self._has_tags:
-            return _TAG
-        return _LABELS if self._says_purpose else (zlib.crc32(purpose.encode()) >> 2) + 2
-
-    def begins(self, purpose: str) -> None:
-        self._tag = self._tag_of(purpose)
-        self._record.begin(purpose)
-
-    def queued(self, purpose: str, number: int | None = None) -> int:
-        return self._record.begin(purpose, number)
-
-    def runs(self, number: int, purpose: str) -> None:
-        self._tag = self._tag_of(purpose)
-        self._record.running = number, purpose
-
-    def expects(self, seconds: float) -> None:
-        if self._membership.patience.given_s is None:
-            self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
-
-    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
-        self._record.answer, self._record.answers_to = answer, up_to
-
-    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
-        self._record.attend = attend
 
     @property
     def is_open(self) -> bool:
@@ -322,9 +294,6 @@ class ProcessGroupComm(Comm):
         return (
             is_kept and dist.is_initialized() and self._group in dist.distributed_c10d._world.pg_map
         )
-
-    def is_waiting(self) -> bool:
-        return self._heartbeat.journal.wait is not None
 
     def check(self, where: str, number: int | None = None) -> None:
         self._heartbeat.check(where, self._record, number)
@@ -340,7 +309,7 @@ class ProcessGroupComm(Comm):
         if not theirs:
             return self._heartbeat.explained(error)
         self._record.told()
-        self._tag = _TAG
+        self.journal.tag = NO_PURPOSE
         return error
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:

@@ -22,8 +22,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from shoal.comm.places import Apart, Journal, RankPlace, apart, missed, unlike
-from shoal.contracts.attendance import MainWait
+from shoal.comm.places import Apart, ChannelNotes, Journal, RankPlace, apart, missed, unlike
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import staged
@@ -214,6 +213,7 @@ class ThreadComm(Comm):
         self._channels = 0
         self._journal = self.hub.journals[self._seat]
         self._record = self._journal.opened(name, self._seats, numbered=not idle)
+        self.journal = ChannelNotes(self._record, self._journal)
 
     @property
     def _seat(self) -> int:
@@ -246,8 +246,8 @@ class ThreadComm(Comm):
         return ThreadComm(ranks.index(self.rank), self.hub, name, topology, seats=seats)
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
-        """Return every rank's value, packed as between processes: no two ranks share an object."""
-        self.begins(purpose)
+        """Every rank's value, packed as between processes: no two ranks share an object."""
+        self.journal.begins(purpose)
         (parcel, records), ranks = packed(value, kinds), range(self.size)
         for seat in self._seats:
             self.hub.put(self.name, self._seat, seat, (purpose, parcel))
@@ -280,30 +280,6 @@ class ThreadComm(Comm):
         """Drop messages that were not fetched."""
         self._journal.closed(self._record)
         self.hub.forget(self.name, self._seat)
-
-    def begins(self, purpose: str) -> None:
-        """Note that this rank begins something on this channel."""
-        self._record.begin(purpose)
-
-    def queued(self, purpose: str, number: int | None = None) -> int:
-        """Note that a job is queued on the channel's lane."""
-        return self._record.begin(purpose, number)
-
-    def runs(self, number: int, purpose: str) -> None:
-        """Note the job that the channel's lane does."""
-        self._record.running = number, purpose
-
-    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
-        """Set the function to call on the main thread if others wait for this rank."""
-        self._record.answer, self._record.answers_to = answer, up_to
-
-    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
-        """Set the function to call on other ranks' threads if they wait for this rank."""
-        self._record.attend = attend
-
-    def is_waiting(self) -> bool:
-        """Return whether the rank's main thread waits."""
-        return self._journal.wait is not None
 
     def reached(self, where: str) -> None:
         """Note that the main thread no longer waits."""

@@ -33,6 +33,65 @@ class Pending(Protocol):
         """
 
 
+class ChannelJournal:
+    """Notes of this rank's work on one channel, in the order that all ranks of it have.
+
+    They cost next to nothing, and send nothing. From the notes of all ranks it follows who waits in
+    vain, and errors say what each rank is at. This class notes nothing: a lone rank keeps it.
+    """
+
+    def begins(self, purpose: str) -> None:
+        """Note that this rank begins a piece of work that all ranks of the channel do together.
+
+        Messages from here on are for that purpose, said in the same words on every rank.
+        """
+        return
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        """Note a piece of work that a lane has still to do: its number, for `runs` and `check`.
+
+        Args:
+            purpose: the work in words.
+            number: the same on every rank, and more than the last; by default one more.
+        """
+        return 0
+
+    def runs(self, number: int, purpose: str) -> None:
+        """Note that the lane has come to that piece of work."""
+        return
+
+    def expects(self, seconds: float) -> None:
+        """Note how long work on this channel is planned to take.
+
+        Far beyond it is an error, once all ranks have begun.
+        """
+        return
+
+    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
+        """Have `answer` called where others wait for work that this rank has not begun.
+
+        It is called once, on the main thread, as that waits for something.
+
+        Args:
+            answer: says that this rank brings nothing.
+            up_to: the greatest number on the channel of which that is certain.
+        """
+        return
+
+    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
+        """Have `attend` called while others wait at a number that this rank has not begun.
+
+        It is called again and again, on any thread, with the number, and whether the main thread
+        waits on another channel. No rank is said to wait in vain for a channel that has such a
+        function.
+        """
+        return
+
+    def is_waiting(self) -> bool:
+        """Return whether the main thread waits for other ranks."""
+        return False
+
+
 class Comm(ABC):
     """Messages among `size` ranks, of which this is `rank`; `topology` has their hosts.
 
@@ -48,6 +107,7 @@ class Comm(ABC):
     timeout_s: float | None  # how long a receive waits; None: for ever
     recorder: Recorder | None = None  # where set, notes what the main thread waits for
     attendance: Attendance | None = None  # asked before parts are read over the channel
+    journal: ChannelJournal = ChannelJournal()  # notes what this rank does on the channel
     waited_s: float = 0.0  # seconds, for messages from every rank to every other
 
     @property
@@ -179,7 +239,7 @@ class Comm(ABC):
         """
         digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
         words = torch.frombuffer(bytearray(digest + label(purpose)), dtype=torch.int64)
-        self.begins(purpose)
+        self.journal.begins(purpose)
         told = [torch.empty(1 + len(words), dtype=torch.int64, device="cpu") for _ in numbers]
         self.all_to_all(
             told, [torch.cat([torch.tensor([number], device="cpu"), words]) for number in numbers]
@@ -218,60 +278,10 @@ class Comm(ABC):
         else:
             self.receive(tensor, root).wait()
 
-    def begins(self, purpose: str) -> None:
-        """Note that this rank begins what all ranks of the channel do together, in this order.
-
-        Messages from here on are for that purpose, said in the same words on every rank. Costs
-        nothing. Errors of ranks that wait for one another in vain say what each is at.
-        """
-        return
-
-    def queued(self, purpose: str, number: int | None = None) -> int:
-        """The same of what a lane is to do: its number, for `runs` and `check`.
-
-        Args:
-            purpose: what it is.
-            number: the same on every rank, and more than that before; by default one more.
-        """
-        return 0
-
-    def runs(self, number: int, purpose: str) -> None:
-        """Note that the lane is at it."""
-        return
-
-    def expects(self, seconds: float) -> None:
-        """What goes over this channel is planned to take so long: far beyond it is an error, once
-        all ranks are in it.
-        """
-        return
-
-    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
-        """Have `answer` called once, on the main thread as that waits for something, where others
-        wait for what this rank has not begun on this channel.
-
-        Args:
-            answer: says that this rank brings nothing.
-            up_to: the greatest number on the channel of which that is certain.
-        """
-        return
-
-    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
-        """Have `attend` called on any thread, again and again, while others wait at a number of
-        this channel that this rank has not begun.
-
-        It takes the number, and whether the main thread waits on another channel.
-        No rank is said to wait in vain for a channel that has such a function.
-        """
-        return
-
     @property
     def is_open(self) -> bool:
         """Whether messages can still be sent. The program may have closed all connections."""
         return True
-
-    def is_waiting(self) -> bool:
-        """Return whether the main thread waits for other ranks."""
-        return False
 
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it. Costs nothing."""

@@ -1,21 +1,28 @@
-"""Plain data as MessagePack: what ranks and hosts tell each other, and nothing in it is code.
+"""Plain data, with tensors beside it: the one encoder of messages, parcels and checkpoints.
 
-    None, booleans, numbers, text, bytes          as they are
-    list, tuple, dict, OrderedDict                a list that begins with the number of its kind
-    a tensor, or a type of tensors                its form; the elements cross beside the text
-    a dataclass that the reader knows by name     its name and its fields
+    None, booleans, whole numbers, text, finite numbers    as they are
+    lists, and dicts whose keys are text                   as they are
+    all else that is known                                 {"$": its kind, …}
+    a tensor                                               {"$": "tensor", "name": …}
+    a dataclass that the reader knows by name              {"$": "record", "of": its name, …}
 
-Why here: a pickle runs what its writer likes, and whoever reaches a port may be its writer. The
-reader makes these forms only. It makes a dataclass only if its own program names it, or has one in
-the value that it gives itself. What derives from a number, text or a scalar of numpy arrives plain.
-Guarded by tests/contracts/test_plain.py and tests/remote/test_wire.py.
+The form is the same everywhere. A checkpoint writes it as JSON, and keeps tensors in a file, by
+name (checkpoint/tree.py). Ranks and hosts tell it each other as MessagePack: a tensor's name is its
+type and shape, and its elements cross beside the text (`packed`, remote/wire.py).
+
+Nothing in it is code. A pickle runs any code of its writer, who may be anyone that reaches a port.
+The reader makes these forms only. It makes a dataclass only if its own program names it, or has one
+in the value that it gives itself. Classes that derive from a number or text, and scalars of numpy,
+arrive plain. Guarded by tests/contracts/test_plain.py, tests/remote/test_wire.py and
+tests/checkpoint/test_tree.py.
 Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -27,100 +34,232 @@ from torch import Tensor
 
 from shoal.core.errors import UsageError
 
+KIND = "$"
+MOST_KEYS = 200  # the reader calls itself once for each key on the way to a value
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
 )
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-# what begins a list in plain data: its kind
-_LIST, _TUPLE, _DICT, _ORDERED_DICT, _TENSOR, _DTYPE, _RECORD = range(7)
-_LENGTH_BYTES = 8  # of the text, before it in a parcel
+Path = tuple[str, ...]  # keys that lead to a value
+
+_MOST_BITS = 8192  # longest whole number; Python reads no text of 4,300 digits or more
+_LENGTH_BYTES = 8  # the length of the text, before it in a parcel
+_DTYPE_NAMES = {str(dtype): dtype for dtype in DTYPES}
+_PLAIN = (
+    "tensors, numbers, strings, bytes, booleans, None, and lists, tuples, sets and dicts of these"
+)
+_LISTS: dict[str, type] = {
+    "tuple": tuple,
+    "Size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+_DICTS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": dict,  # code makes its missing values
+}
+_OTHERS: dict[str, Callable[[str], Any]] = {
+    "float": float,
+    "complex": complex,
+    "bytes": base64.b64decode,
+    "dtype": _DTYPE_NAMES.__getitem__,
+    "device": torch.device,
+}
 
 
-def lowered(
-    value: Any, form: Callable[[Tensor], Any], records: Callable[[type], object] | None = None
-) -> Any:
-    """Plain data as MessagePack knows it.
+class NotPlain(ValueError):
+    """A value that is no plain data.
 
     Args:
-        value: what is to be sent.
-        form: says what stands for a tensor.
-        records: told of each type of dataclass that is met; None where these are refused.
-
-    Raises:
-        UsageError: something in it is not plain data.
+        path: the keys that lead to it.
+        got: the value in words.
+        expected: the values that are.
     """
-    if value is None or isinstance(value, bool | bytes):
-        return value
-    for kind in (str, int, float):  # also what derives from them
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, np.generic):
-        return lowered(value.item(), form, records)
-    if isinstance(value, Tensor):
-        return [_TENSOR, form(value)]
-    if isinstance(value, torch.dtype):
-        return [_DTYPE, NUMBERS[value]]
-    kind = type(value)
-    if kind in (list, tuple, torch.Size):
-        items = (lowered(item, form, records) for item in value)
-        return [_LIST if kind is list else _TUPLE, *items]
-    if kind in (dict, OrderedDict):
-        parts = (lowered(part, form, records) for item in value.items() for part in item)
-        return [_DICT if kind is dict else _ORDERED_DICT, *parts]
-    if dataclasses.is_dataclass(kind) and records is not None:
-        records(kind)
-        parts = (lowered(getattr(value, name), form, records) for name in _fields(kind))
-        return [_RECORD, _name(kind), *parts]
-    raise not_plain(f"a {_name(kind)}")
+
+    def __init__(self, path: Path, got: str, expected: str = _PLAIN) -> None:
+        super().__init__(f"{'.'.join(path)}: {got}" if path else got)
+        self.path, self.got, self.expected = path, got, expected
 
 
-def raised(
-    value: Any, tensor: Callable[[Sequence[int]], Tensor], records: Mapping[str, type]
-) -> Any:
-    """What `lowered` made of plain data, as it was.
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Writes values as plain data.
 
     Args:
-        value: lists, numbers and texts.
-        tensor: makes the tensor of a form.
+        take: is given each tensor with its path, and returns its name.
+        tensors: types of values that it takes.
+        records: told of each type of dataclass that is met; None where these are refused.
+        exact: whether a value is refused that would come back as one of another type, such as a
+            named tuple, which comes back as a tuple.
+    """
+
+    take: Callable[[Path, Any], Any]
+    tensors: tuple[type, ...] = (Tensor,)
+    records: Callable[[type], object] | None = None
+    exact: bool = True
+
+    def form(self, value: Any, path: Path = ()) -> Any:
+        """Return the plain form of a value.
+
+        Raises:
+            NotPlain: something in it has none.
+        """
+        if len(path) > MOST_KEYS:
+            got = f"more than {MOST_KEYS} values within one another, or one within itself"
+            raise NotPlain(path[:4], got, "")
+        if value is None or isinstance(value, bool):  # save 7
+            return value
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, int):
+            return _checked_int(int(value), path)
+        if isinstance(value, float):
+            number = float(value)
+            finite = number - number == 0
+            return number if finite else {KIND: "float", "value": repr(number)}
+        if isinstance(value, self.tensors):
+            return {KIND: "tensor", "name": self.take(path, value)}  # save 8
+        kind = type(value)
+        if kind is list:
+            return self._items(value, path)
+        if isinstance(value, tuple) or kind in _LISTS.values():
+            return self._list(value, kind.__name__, path)
+        if isinstance(value, Mapping):
+            return self._dict(value, kind.__name__, path)
+        return self._other(value, path)
+
+    def _items(self, values: Iterable[Any], path: Path) -> list[Any]:
+        return [self.form(item, (*path, str(i))) for i, item in enumerate(values)]
+
+    def _list(self, value: Any, kind: str, path: Path) -> Any:
+        if self.exact and type(value) is not _LISTS.get(kind):
+            raise NotPlain(path, f"a {_name(type(value))}")
+        return {KIND: kind if kind in _LISTS else "tuple", "items": self._items(value, path)}
+
+    def _dict(self, value: Mapping[Any, Any], kind: str, path: Path) -> Any:
+        if self.exact and type(value) is not _DICTS.get(kind):
+            raise NotPlain(path, f"a {_name(type(value))}")
+        kind = kind if kind in _DICTS else "dict"
+        parts = [(key, self.form(part, (*path, str(key)))) for key, part in value.items()]
+        are_text = all(isinstance(key, str) for key, _ in parts) and KIND not in value
+        if are_text and kind == "dict":
+            return dict(parts)
+        form: dict[str, Any] = {KIND: kind}
+        if versions := _versions(value):
+            form["versions"] = versions
+        if are_text:
+            return {**form, "values": dict(parts)}
+        return {**form, "pairs": [[self.form(key, path), part] for key, part in parts]}
+
+    def _other(self, value: Any, path: Path) -> Any:
+        if isinstance(value, bytes):
+            return {KIND: "bytes", "value": base64.b64encode(value).decode()}
+        if isinstance(value, complex):
+            return {KIND: "complex", "value": repr(value)}
+        if isinstance(value, torch.dtype):
+            return {KIND: "dtype", "value": str(value)}
+        if isinstance(value, torch.device):
+            return {KIND: "device", "value": str(value)}
+        if isinstance(value, np.generic):
+            return self.form(value.item(), path)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return {KIND: "array", "name": self.take(path, torch.tensor(value, device="cpu"))}
+        kind = type(value)
+        if dataclasses.is_dataclass(kind) and self.records is not None:
+            self.records(kind)
+            items = self._items((getattr(value, field) for field in _fields(kind)), path)
+            return {KIND: "record", "of": _name(kind), "items": items}
+        raise NotPlain(path, f"a {_name(kind)}")
+
+
+def _checked_int(value: int, path: Path) -> int:
+    if value.bit_length() > _MOST_BITS:
+        got = f"a whole number of {value.bit_length()} bits"
+        raise NotPlain(path, got, f"at most {_MOST_BITS} bits")
+    return value
+
+
+def _versions(value: Any) -> dict[str, int]:
+    """Versions of the modules of a state_dict, but for versions of 1."""
+    metadata = getattr(value, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return {}
+    found = {name: facts.get("version") for name, facts in metadata.items()}
+    return {name: version for name, version in found.items() if version not in (None, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Reads the values that an `Encoder` wrote. Any error says that a form is none.
+
+    Args:
+        give: returns the tensor for which a name stands.
         records: the types of dataclasses that may be made, by name.
     """
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    kind, *parts = value
-    if kind == _TENSOR:
-        return tensor(*parts)
-    if kind == _DTYPE:
-        return DTYPES[parts[0]]
-    plain = [raised(part, tensor, records) for part in parts]
-    if kind in (_LIST, _TUPLE):
-        return plain if kind == _LIST else tuple(plain)
-    if kind in (_DICT, _ORDERED_DICT):
-        pairs = zip(plain[::2], plain[1::2], strict=True)
-        return dict(pairs) if kind == _DICT else OrderedDict(pairs)
-    if kind == _RECORD and plain[0] in records:
-        record = records[plain[0]]
-        return record(**dict(zip(_fields(record), plain[1:], strict=True)))
-    raise ValueError(f"no kind of data has the number {kind!r}, or the name {plain[:1]}")
+
+    give: Callable[[Any], Tensor]
+    records: Mapping[str, type] = dataclasses.field(default_factory=dict)
+
+    def value(self, form: Any) -> Any:
+        """Return the value of a plain form."""
+        if isinstance(form, list):
+            return [self.value(item) for item in form]
+        if not isinstance(form, dict):
+            if form is None or isinstance(form, str | int | float):
+                return form
+            raise ValueError(f"plain data has no {type(form).__name__}")
+        if KIND not in form:
+            return {key: self.value(part) for key, part in form.items()}
+        kind = form[KIND]
+        if kind == "tensor":
+            return self.give(form["name"])
+        if kind == "array":
+            return self.give(form["name"]).numpy()
+        if kind in _LISTS:
+            return _LISTS[kind](self.value(item) for item in form["items"])
+        if kind in _DICTS:
+            return self._dict(form)
+        if kind in _OTHERS:
+            return _OTHERS[kind](form["value"])
+        if kind == "record" and form["of"] in self.records:
+            record = self.records[form["of"]]
+            items = [self.value(item) for item in form["items"]]
+            return record(**dict(zip(_fields(record), items, strict=True)))
+        raise ValueError(f"no kind of value has the name {form.get('of', kind)!r}")
+
+    def _dict(self, form: Mapping[str, Any]) -> Any:
+        pairs = form["pairs"] if "pairs" in form else form["values"].items()
+        values = _DICTS[form[KIND]]({self._key(key): self.value(part) for key, part in pairs})
+        if "versions" in form:
+            values._metadata = OrderedDict(
+                (name, {"version": version}) for name, version in form["versions"].items()
+            )
+        return values
+
+    def _key(self, key: Any) -> Any:
+        return key if isinstance(key, str) else self.value(key)
 
 
 def form_of(tensor: Tensor) -> list[int]:
-    """What stands for a tensor: its type and shape.
+    """Return the name of a tensor in a message: its type and shape.
 
     Raises:
         UsageError: it is sparse, or otherwise not laid out by strides.
     """
     if tensor.layout != torch.strided:
-        raise not_plain(f"a tensor of layout {tensor.layout}")
+        raise not_sent(f"a tensor of layout {tensor.layout}")
     return [NUMBERS[tensor.dtype], *tensor.shape]
 
 
-def not_plain(found: str) -> UsageError:
-    """The error about a value that is no plain data."""
+def not_sent(found: str) -> UsageError:
+    """Return the error about a value that cannot be sent, because it is no plain data."""
     return UsageError(
         "this cannot be sent to another host",
         got=found[:200],
-        expected="tensors, numbers, strings, bytes, booleans, None, and lists, tuples and dicts "
-        "of these",
+        expected=_PLAIN,
         do="make plain data of it",
     )
 
@@ -140,15 +279,15 @@ def packed(value: Any, kinds: Iterable[type] = ()) -> tuple[Tensor, dict[str, ty
     found = set(kinds)
     tensors: list[Tensor] = []
 
-    def form(tensor: Tensor) -> list[int]:
+    def take(_: Path, tensor: Tensor) -> list[int]:
         stands_for = form_of(tensor)
         tensors.append(tensor.detach().cpu().contiguous())
         return stands_for
 
     try:
-        text = msgspec.msgpack.encode(lowered(value, form, found.add))
-    except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
-        raise not_plain(str(error)) from error
+        text = msgspec.msgpack.encode(Encoder(take, records=found.add).form(value))
+    except (NotPlain, msgspec.MsgspecError, OverflowError, RecursionError) as error:
+        raise not_sent(str(error)) from error
     head = len(text).to_bytes(_LENGTH_BYTES, "big") + text
     parcel = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     if tensors:
@@ -164,7 +303,7 @@ def unpacked(parcel: Tensor, records: Mapping[str, type]) -> Any:
     """
     data = parcel.numpy()
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "big")
-    begin = end if end <= len(data) else len(data)  # of the elements that no tensor has yet
+    begin = end if end <= len(data) else len(data)  # first of the elements that no tensor has yet
 
     def tensor(form: Sequence[int]) -> Tensor:
         nonlocal begin
@@ -181,8 +320,9 @@ def unpacked(parcel: Tensor, records: Mapping[str, type]) -> Any:
         return whole
 
     try:
-        return raised(msgspec.msgpack.decode(data[_LENGTH_BYTES:end].tobytes()), tensor, records)
-    except Exception as error:  # of whatever kind: the bytes may be anything
+        form = msgspec.msgpack.decode(data[_LENGTH_BYTES:end].tobytes())
+        return Decoder(tensor, records).value(form)
+    except Exception as error:  # any kind: the bytes may be anything
         raise ValueError(f"{type(error).__name__}: {error}"[:500]) from error
 
 

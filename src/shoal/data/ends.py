@@ -42,8 +42,8 @@ class NextBatchCheck:
         if comm is None:
             return lambda: [has]
         if self._asked is not None:
-            self._asked()  # answer for a pass that the loop has left
-        comm.begins(_PURPOSE)
+            self._asked()  # answer for a pass that was left
+        comm.journal.begins(_PURPOSE)
         own = torch.tensor([epoch, step, has], device="cpu")
         told = [torch.empty_like(own) for _ in range(comm.size)]
         finish = comm.start_all_to_all(told, [own] * comm.size)

@@ -128,7 +128,7 @@ class Speed(Shares):
     def _agree(self, comm: Comm) -> None:
         speed = self._rows / self._seconds if self._seconds > 0 else 0.0
         self._rows, self._seconds = 0, 0.0
-        comm.begins(_PURPOSE)
+        comm.journal.begins(_PURPOSE)
         own = torch.tensor([speed, *self._begin], dtype=torch.float64, device="cpu")
         received = [torch.empty_like(own) for _ in range(comm.size)]
         comm.all_to_all(received, [own] * comm.size)

@@ -151,7 +151,7 @@ class LaneAttendance(Attendance):
         self._summons = _Summons()
         self._main = threading.get_ident()
         self._has_told = False
-        comm.may_attend(self._attend)
+        comm.journal.may_attend(self._attend)
 
     @property
     def steps(self) -> int:
@@ -233,7 +233,7 @@ class LaneAttendance(Attendance):
         self._lane.close()
 
     def _end(self) -> None:
-        self._comm.may_attend(None)
+        self._comm.journal.may_attend(None)
         self.parts.close()
         self.outputs.close()
 
@@ -294,12 +294,12 @@ class LaneAttendance(Attendance):
             is_busy = self._last is not None and not self._last.ended.is_set()
             if not is_busy:
                 self._begun += 1
-                number = self._comm.queued(purpose, self._begun * _STRIDE)
+                number = self._comm.journal.queued(purpose, self._begun * _STRIDE)
                 self._held.acquire()
         if is_busy:
             return self._met(meeting, purpose)
         try:
-            self._comm.runs(number, _PURPOSE)
+            self._comm.journal.runs(number, _PURPOSE)
             self._meet(self._comm, meeting)
         finally:
             self._held.release()

@@ -62,7 +62,7 @@ class RowCounts:
         if self._says_ends:
             self._end(self._round - 1)
         else:  # calls of this round may still come
-            self._comm.may_answer(self.say_ends, self._round * _MOST_CALLS)
+            self._comm.journal.may_answer(self.say_ends, self._round * _MOST_CALLS)
 
     def say_ends(self) -> None:
         """Report the end of every round from now on."""
@@ -70,8 +70,9 @@ class RowCounts:
             self._says_ends = True
             if self._round:
                 self._end(self._round - 1)
-            # not earlier, because the rank would then seem to have nothing to say
-            self._comm.may_answer(None)
+            self._comm.journal.may_answer(
+                None
+            )  # only now, or it would seem to say nothing for ever
 
     def ask(self, call: Call, told: tuple[float, ...]) -> Callable[[str], list[Tensor] | None]:
         """Send this call's counts, and ask for every rank's.

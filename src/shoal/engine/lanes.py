@@ -49,7 +49,7 @@ class Errand:
         It computes on `device`, which has streams. Its number comes from `Comm.queued`.
         """
         self.purpose = purpose
-        self.number = comm.queued(purpose, number)
+        self.number = comm.journal.queued(purpose, number)
         self._work = work
         self._comm = comm
         self._device = device
@@ -61,8 +61,8 @@ class Errand:
         self._heard = False  # whether a thread was told of the error
 
     def run(self) -> None:
-        """Do the work, on the lane's thread. Keep an error for the thread that waits."""
-        self._comm.runs(self.number, self.purpose)
+        """Do it, on the lane's thread; an error is kept for whoever waits."""
+        self._comm.journal.runs(self.number, self.purpose)
         try:
             after(self._queued, self._device)
             self._work(self._comm)
@@ -188,8 +188,8 @@ class Lane:
         return errand
 
     def expects(self, seconds: float) -> None:
-        """Note the seconds that the plan expects for its exchanges."""
-        self._comm.expects(seconds)
+        """What it exchanges is planned to take so long."""
+        self._comm.journal.expects(seconds)
 
     @property
     def rank(self) -> int:

@@ -197,7 +197,7 @@ class SharedParts:
                     yield self.stamp
                     return
             time.sleep(_LOOK_S)
-            if not comm.is_waiting():
+            if not comm.journal.is_waiting():
                 waiting_since = None
             elif waiting_since is None:
                 waiting_since = time.monotonic()

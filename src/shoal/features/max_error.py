@@ -12,7 +12,8 @@ from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.feature import Attachment, Feature
 from shoal.core.numbers import check_number
 from shoal.core.option import option
-from shoal.remote.orders import BoundErrors
+from shoal.remote.verbs import Aspect, Write
+from shoal.remote.wire import Data
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 
@@ -63,4 +64,4 @@ class _Bound(Attachment[Running]):
             carrier.most_error = self._most_error
         owners = running.owners
         if owners is not None and any(coded_carriers(owners.served)):
-            owners.tell(BoundErrors(self._most_error))
+            owners.tell(Write(Aspect.ERROR_BOUND, Data(self._most_error)))

@@ -22,7 +22,8 @@ from shoal.contracts.feature import Attachment, Feature
 from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.optim.residuals import add_residuals, sum_residuals
-from shoal.remote.orders import OfRank, SumResiduals, TakeResiduals
+from shoal.remote.verbs import Aspect, Read, Write
+from shoal.remote.wire import Data
 from shoal.session.compiled import uncompiled
 from shoal.session.opening import Opening
 from shoal.session.running import Running
@@ -114,7 +115,7 @@ class Residuals(Attachment[Running]):
             self._comm.all_reduce(total)
             sums.setdefault(name, {})[what] = total
         if owners is not None and any(coded_carriers(served)):
-            owners.tell(SumResiduals())
+            owners.tell(Read(Aspect.RESIDUALS))
             add_residuals(sums, sum_residuals(owners))
         return sums
 
@@ -167,13 +168,14 @@ class Residuals(Attachment[Running]):
         owners = self.running.owners
         served = list(coded_carriers(owners.served)) if owners is not None else []
 
-        def of_server(server: int) -> TakeResiduals:
+        def of_server(server: int) -> Write:
             coded = [carrier for carrier in served if not carrier.given_up]
             names = {span.name for carrier in coded for span in carrier.bucket.spans[server]}
-            return TakeResiduals({name: dict(sums[name]) for name in names & sums.keys()})
+            own = {name: dict(sums[name]) for name in names & sums.keys()}
+            return Write(Aspect.RESIDUALS, Data(own))
 
         if owners is not None and served:
-            owners.tell(OfRank(of_server))
+            owners.tell(of_server)
 
     def release(self, *, goes_on: bool) -> None:
         if goes_on:

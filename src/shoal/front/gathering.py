@@ -62,7 +62,7 @@ class RowsOfRanks:
         return rows.cpu() if self.at_host else rows
 
     def _exchange(self, coming: Sequence[Tensor], going: Sequence[Tensor], purpose: str) -> None:
-        self.comm.begins(purpose)
+        self.comm.journal.begins(purpose)
         # bytes, because networks do not know every type
         self.comm.all_to_all(
             *([part.view(-1).view(torch.uint8) for part in parts] for parts in (coming, going))

@@ -309,7 +309,7 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ReadParts:
     """Everything that a load takes from a checkpoint, checked.
 
     Args:
@@ -325,7 +325,7 @@ class _Read:
     features: Mapping[str, Mapping[str, Any]]
 
 
-def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _Read:
+def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts:
     """Read all that objects ask for, and check that it fits. Nothing changes yet."""
     unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
     if unknown:
@@ -357,7 +357,7 @@ def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _Read:
             if state is not None and (problem := attachment.problem(state)):
                 raise saved.corrupted(f"the state of {name}, {path}: {problem}")
     plain = {keyword: value for keyword, value in read.items() if keyword not in have_state}
-    return _Read(wanted, plain, random, features)
+    return _ReadParts(wanted, plain, random, features)
 
 
 def _features(saved: Saved) -> dict[str, dict[str, Any]]:

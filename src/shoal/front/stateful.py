@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.parts import Spread
-from shoal.checkpoint.tree import MOST_KEYS, decoded, encoded, unsaved
+from shoal.checkpoint.tree import decoded, encoded, unsaved
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
+from shoal.contracts.plain import MOST_KEYS
 from shoal.core.errors import ShoalError, UsageError
 from shoal.data.sharded import Positioned
 from shoal.front.stages import LOGGER

@@ -118,7 +118,9 @@ class CutPart(Part):
         self._settle()
         local = norm([gradient for gradient in self.local_gradients() if gradient.numel()], order)
         norms = [torch.empty_like(local) for _ in range(self._boundary.size)]
-        self._boundary.begins("optimizer.clip_grad_norm_(): norms of parameters that are cut")
+        self._boundary.journal.begins(
+            "optimizer.clip_grad_norm_(): norms of parameters that are cut"
+        )
         self._boundary.all_gather(norms, local)
         return norms
 

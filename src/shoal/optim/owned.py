@@ -28,7 +28,7 @@ from shoal.optim.owners import Owners, norms_of, scale
 from shoal.optim.part import Keeping, Part, States
 from shoal.optim.update import PieceUpdate, state_of_pieces, steps_of
 from shoal.profiling.updates import attributes, like, settings
-from shoal.remote.orders import GatherState, OfRank, TakeState, UpdatePieces
+from shoal.remote.verbs import Aspect, MakeStep, Read, Write
 from shoal.remote.wire import Data
 
 
@@ -128,7 +128,7 @@ class OwnedPart(Part):
                 for update, of_ranks in zip(self._updates.values(), of_transfers, strict=True):
                     update.join_states(joined, of_ranks)
                 return {parameter: joined.get(parameter, {}) for parameter in self.parameters()}
-        self._owners.tell(GatherState(self._number))
+        self._owners.tell(Read(Aspect.STATE, self._number))
         whole: States = {}
         for transfer, update in self._updates.items():
             gather = partial(update.gather_state, whole)
@@ -152,7 +152,7 @@ class OwnedPart(Part):
     def take_state(self) -> None:
         self._owners.settle()
         state = self.optimizer.state
-        self._owners.tell(OfRank(self._state_for))
+        self._owners.tell(self._state_for)
         for transfer, update in self._updates.items():
             update.take_state(state_of_pieces(transfer, self._owners.rank, state))
         with_state = [parameter for parameter in self.parameters() if parameter in state]
@@ -164,14 +164,13 @@ class OwnedPart(Part):
         self._owners.settle()
         return sum(update.state_bytes() for update in self._updates.values())
 
-    def _state_for(self, server: int) -> TakeState:
-        """Return the part of `optimizer.state` that a server is to take."""
+    def _state_for(self, server: int) -> Write:
+        """What a server is to take of `optimizer.state`."""
         state = self.optimizer.state
-        of_transfers = (
+        of_transfers = [
             state_of_pieces(transfer, server, state) for transfer in self._owners.served
-        )
-        states = ({n: Data(piece) for n, piece in pieces.items()} for pieces in of_transfers)
-        return TakeState(self._number, tuple(states))
+        ]
+        return Write(Aspect.STATE, Data(of_transfers), self._number)
 
     def _send_off(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Let lanes and servers update parameters with gradients, in forward's order."""
@@ -184,13 +183,13 @@ class OwnedPart(Part):
         numbers = {transfer: number for number, transfer in enumerate(self._owners.served)}
         if served := [transfer for transfer, _ in leaving if transfer in numbers]:
 
-            def update_for(server: int) -> UpdatePieces:
-                steps = {
+            def step_for(server: int) -> MakeStep:
+                pieces = {
                     numbers[transfer]: steps_of(transfer, group_of, server) for transfer in served
                 }
-                return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
+                return MakeStep(self._number, Data(captured), Data(attributes_now), pieces)
 
-            self._owners.tell(OfRank(update_for))  # step 5  # order 1
+            self._owners.tell(step_for)  # step 5  # order 1
         self.mark(p for p in updated if p not in self._entries)  # absorb has seen the others
         errands: list[Errand] = []
         for transfer, parameters in leaving:

@@ -32,23 +32,14 @@ from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Errand
-from shoal.remote.orders import (
-    AnyModelOrder,
-    FetchAll,
-    GatherValues,
-    Norms,
-    Numbers,
-    OfRank,
-    ScaleGradients,
-    TakeValues,
-    Tell,
-    Values,
-)
+from shoal.remote.orders import PerServer, Tell
+from shoal.remote.verbs import Aspect, Norm, Numbers, Read, ScaleBy, Values, Verb, Write
+from shoal.remote.wire import Data
 from shoal.tensors.guarded import ComingParameter, GuardedParameter, guard, unguard
 
 
-def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
-    """Do nothing: there are no servers."""
+def tell_nobody(verb: Verb | PerServer, /) -> None:
+    """Where there are no servers."""
 
 
 def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
@@ -81,20 +72,17 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
         values.mul_(factors[where])
 
 
-def values_of(
-    transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int
-) -> TakeValues:
-    """Return copies of a rank's pieces of these parameters, by the number of the transfer."""
-    return TakeValues(
-        {
-            number: {
-                index: piece.of(piece.parameter).clone()
-                for index, piece in enumerate(transfer.owned[rank])
-                if piece.parameter in parameters
-            }
-            for number, transfer in transfers.items()
+def values_of(transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int) -> Write:
+    """Copies of a rank's pieces of those parameters, of these transfers by number."""
+    values: Values = {
+        number: {
+            index: piece.of(piece.parameter).clone()
+            for index, piece in enumerate(transfer.owned[rank])
+            if piece.parameter in parameters
         }
-    )
+        for number, transfer in transfers.items()
+    }
+    return Write(Aspect.VALUES, Data(values))
 
 
 def put_values(transfers: Sequence[OwnedTransfer], values: Values) -> None:
@@ -175,7 +163,7 @@ class Owners:
     @torch.inference_mode(False)  # the gradients are used in a step outside of inference mode
     def fetch_all(self) -> None:
         """Bring all gradients that are at their owners to every rank (a collective)."""
-        self.tell(FetchAll())
+        self.tell(Read(Aspect.GRADIENT))
         holding = [transfer for transfer in self.transfers if transfer.held]
         held = {parameter for transfer in holding for parameter in transfer.held}
         lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
@@ -221,7 +209,7 @@ class Owners:
         changed = {p for p in here if p._version != self._versions[p] or p in self._open}
         if changed:
             numbered = dict(enumerate(self.served))
-            self.tell(OfRank(partial(values_of, numbered, changed)))
+            self.tell(partial(values_of, numbered, changed))
             self._versions |= {p: p._version for p in changed}
             for parameter in changed & self._open.keys():
                 self._open[parameter] = [
@@ -268,8 +256,8 @@ class Owners:
         return any(parameter in transfer.held for transfer in self._transfers[parameter])
 
     def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
-        """Return the norm of each owner's pieces of the gradients, in rank order (a collective)."""
-        self.tell(Norms(self._numbers(parameters), order))
+        """The norm of each owner's pieces of those gradients, in rank order (a collective)."""
+        self.tell(Norm(self._numbers(parameters), order))
         self.settle()
         numbers: list[Tensor] = []
         for served in (False, True):
@@ -286,8 +274,8 @@ class Owners:
         return numbers
 
     def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
-        """Multiply the gradients of these parameters, if their owners hold them."""
-        self.tell(ScaleGradients(self._numbers(parameters), factor))
+        """Multiply those parameters' gradients, where it is the owners that hold them."""
+        self.tell(ScaleBy(self._numbers(parameters), factor))
         self.settle()
         scale(_gradients(self.transfers, parameters), factor)
 
@@ -313,7 +301,7 @@ class Owners:
         """Take the values of the servers, while workers that run ahead stand still."""
         assert self._beside is not None
         self.settle()
-        self.tell(GatherValues())
+        self.tell(Read(Aspect.VALUES))
         for transfer in self.served:
             gather_values(transfer, self._beside)
         with self._marking:

@@ -23,8 +23,7 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.optim.part import States
 from shoal.profiling.updates import make_step, part_of
-from shoal.remote.orders import PieceOrder
-from shoal.remote.wire import Data
+from shoal.remote.verbs import PieceOrder
 
 
 def steps_of(
@@ -53,11 +52,11 @@ def state_of_pieces(
 
 
 def put_states(
-    updates: Mapping[OwnedTransfer, PieceUpdate], states: Sequence[Mapping[int, Data]]
+    updates: Mapping[OwnedTransfer, PieceUpdate], states: Sequence[Mapping[int, dict[str, Any]]]
 ) -> None:
     """Put states of the rank's own pieces, by number, into updates."""
     for update, pieces in zip(updates.values(), states, strict=True):
-        update.take_state({number: state.value for number, state in pieces.items()})
+        update.take_state(pieces)
 
 
 def _formed_part(piece: Piece, whole: Tensor) -> Tensor:

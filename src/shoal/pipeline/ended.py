@@ -300,7 +300,7 @@ class EndedForward:
             return comm.numbers(numbers, purpose)
         reading = comm.attendance.read(self._part, purpose, numbers, trains=trains)
         if reading.told is not None:
-            comm.begins(purpose)
+            comm.journal.begins(purpose)
             return reading.told
         if reading.values is not None:
             raise ReadsHere(self._part.named(reading.values, purpose * trains), is_alone=True)
@@ -319,7 +319,7 @@ class EndedForward:
 
     def _gathered(self, part: EndPart) -> Mapping[int, Tensor]:
         """Bring each rank the values of its own rows, with their gradients (a collective)."""
-        self.run.comm.begins(GATHERING)
+        self.run.comm.journal.begins(GATHERING)
         gathered, ended = {}, self._ended()
         assert ended is not None
         with torch.enable_grad():
@@ -365,7 +365,7 @@ class EndedForward:
         words = f"{call.modes['functions']} ({number_of(call.common) & 0xFFFFFFFF:08x})"
         meeting = f"{purpose}, {words}: {self._part}"
         shapes = pipeline.tell(call, purpose, partial(self._meet, meeting))[0]
-        comm.begins(purpose)
+        comm.journal.begins(purpose)
         if comm.rank == end:
             self._compute_all(order, call, shapes, loss=loss)
         else:
@@ -454,7 +454,7 @@ class EndedForward:
     def slopes(self, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
         """Tell the end the gradient of this rank's result, weighed; the end returns all."""
         comm, end = self.run.comm, self.run.route.end
-        comm.begins(BACKWARD)
+        comm.journal.begins(BACKWARD)
         weight = self.run.pipeline.weighs(self._call_of)
         kind = grad.dtype if grad.dim() else torch.float64
         own = grad.detach().to(kind) / comm.size

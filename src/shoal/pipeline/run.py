@@ -68,7 +68,7 @@ class ForwardRun:
         self._drawn = drawn_seed() if is_training else None
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
-        self.comm.begins(FORWARD)
+        self.comm.journal.begins(FORWARD)
         self._compute()
 
     @property

@@ -1,1 +1,1 @@
-"""What is said to hosts that do not train: servers, and hosts that run the end of a model."""
+"""Messages to hosts that do not train: servers, and hosts that run the end of a model."""

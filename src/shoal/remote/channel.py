@@ -1,7 +1,7 @@
 """A channel: typed messages between this rank and another, in the order in which they were sent.
 
     1  head       the length of the text, in 8 bytes, and as much of the text as fits beside it
-    2  rest       what did not fit, if anything
+    2  rest       the part of the text that did not fit, if any
     3  tensors    each by itself, but for empty ones
 
 A message that is short takes 64 bytes, and one message of the network. Orders to servers take a
@@ -24,7 +24,7 @@ from shoal.remote.wire import Message, MessageReader, Written, written
 
 HEAD_BYTES = 64
 _LENGTH_BYTES = 8
-_MOST_BYTES = 1 << 28  # of a text: more is no message
+_MOST_BYTES = 1 << 28  # length limit of a text: more is no message
 _UNDER_WAY = 1024
 M = TypeVar("M")
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def wire_bytes(content: Any, head_bytes: int = HEAD_BYTES) -> int:
 def send(
     content: Written, to: int, comm: Comm, head_bytes: int = HEAD_BYTES
 ) -> Iterator[tuple[Pending, Tensor]]:
-    """Start sending a message: what is under way, each with what must not change meanwhile."""
+    """Start sending a message: each pending send, and its tensor, which must not change."""
     beside = head_bytes - _LENGTH_BYTES
     # 1  head
     text = bytearray(len(content.text).to_bytes(_LENGTH_BYTES, "little") + content.text)
@@ -61,7 +61,7 @@ def receive(reader: MessageReader[M], source: int, comm: Comm, head_bytes: int =
     """Wait for a message.
 
     Raises:
-        WorldError: what comes is no message that the reader knows.
+        WorldError: something else came than a message that the reader knows.
     """
     # 1  head
     head = torch.empty(head_bytes, dtype=torch.uint8, device="cpu")
@@ -100,7 +100,7 @@ class Channel(Generic[M]):
     """This rank's end of the way to another one.
 
     Args:
-        comm: whose messages between the two ranks nobody else takes.
+        comm: a channel whose messages between the two ranks no other thread takes.
         peer: the other rank.
         incoming: the type of message that comes, or a union of some.
         most: tensors at most that were posted and have not gone yet; a post waits for that.
@@ -141,7 +141,7 @@ class Channel(Generic[M]):
         return receive(self._reader, self.peer, self.comm)
 
     def answer(self, kind: type[T]) -> T:
-        """Wait for the answer to what was posted, which is of this type."""
+        """Wait for the answer to the last message, which is of this type."""
         if kind not in self._answers:
             self._answers[kind] = MessageReader(kind)
         return cast(T, receive(self._answers[kind], self.peer, self.comm))

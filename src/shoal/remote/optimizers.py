@@ -47,7 +47,7 @@ def kind_of(name: str) -> type[Optimizer]:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:  # of whatever kind: a module that is imported runs
+    except Exception as error:  # any kind: a module that is imported runs
         got = f"{name} ({type(error).__name__}: {error})"
         raise UsageError("an optimizer's class is not found", got=got, do=_DO) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):

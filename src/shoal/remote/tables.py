@@ -1,17 +1,17 @@
-"""Tables whose rows are all with servers: how a worker looks at them, and has them learn.
+"""Tables whose rows are all with servers, as a worker sees them and has them learn.
 
     worker                         each server, for its rows (servers/tables.py)
       Pull                   ──▶
         their rows           ◀──   as soon as this worker's steps have been applied
       Push                   ──▶   kept until the step
-      TableStep              ──▶   applied when every worker's gradients are there
-      ReadTable…             ──▶
+      MakeStep               ──▶   applied when every worker's gradients are there
+      Read                   ──▶
         all rows             ◀──
-      WriteTable…            ──▶   done when every worker has asked: what the first of them gives
+      Write                  ──▶   done when every worker has asked, as the first of them says
 
-Every worker asks for itself: one may evaluate or save alone. What takes all of them
-(`_TableShard.together`) is to look at gradients, also whether there are any, to clip or change
-them, and to change values or the optimizer's state; what rank 0 gives is taken.
+Every worker asks for itself: one may evaluate or save alone. All of them are needed
+(`_TableShard.together`) to look at gradients, also whether there are any, to clip or change them,
+and to change values or the optimizer's state; rank 0's content is taken.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
 section 3 (ranges of keys, pulled and pushed).
@@ -33,28 +33,27 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.trace import MAIN
 from shoal.remote.channel import Channel
-from shoal.remote.table_messages import (
-    GradientRows,
+from shoal.remote.verbs import (
+    Aspect,
+    End,
+    MakeStep,
+    Norm,
+    Numbers,
+    PartOrder,
     Pull,
     Push,
-    ReadTableGradient,
-    ReadTableState,
-    ReadTableValues,
-    TableDone,
-    TableMessage,
-    TableNorm,
-    TableScale,
-    TableStep,
-    TableUpdate,
-    WriteTableGradient,
-    WriteTableState,
-    WriteTableValues,
+    Read,
+    ScaleBy,
+    Verb,
+    Write,
 )
 from shoal.remote.wire import Data
 from shoal.tensors.cut import Cut, CutParameter, cut, cut_of, part_of
 
 ID_BYTES = 8
-_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
+_ALL: Numbers = ((0, 0),)  # a table is the one parameter of its transfer
+_HELD, _NOT_HELD = ((0,),), ((),)  # whether the servers have a gradient of it
+_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # they need no values that are there
 
 
 @final
@@ -77,7 +76,7 @@ class Tables:
     def give(self, name: str, weight: nn.Parameter) -> FarTable:
         """Give servers a table and its gradient, and leave this rank none of it, in place.
 
-        A collective: those of rank 0 are taken.
+        A collective: values of rank 0 are taken.
         """
         table = FarTable(name, weight, self)
         table.write_values(weight.detach())
@@ -86,14 +85,14 @@ class Tables:
         cut(weight, table)
         return table
 
-    def post(self, server: Channel[Any], message: TableMessage) -> None:
-        """Send a server a message; `settle` waits until all have gone."""
+    def post(self, server: Channel[Any], order: PartOrder) -> None:
+        """Send a server an order; `settle` waits until all have gone."""
         if self._ended:
             raise UsageError(
                 "the session that the model was parallelised in has ended",
                 do="look at tables within it",
             )
-        server.post(message)
+        server.post(order)
 
     def settle(self) -> None:
         """Wait until all that was sent has gone."""
@@ -109,14 +108,14 @@ class Tables:
         """Tell the servers that this worker asks no more."""
         if not self._ended:
             for server in self.servers:
-                server.post(TableDone())
+                server.post(End())
             self.settle()
             self._ended = True
 
 
 @final
 class FarTable(Cut):
-    """How a parameter is cut of which servers have all rows, evenly, and this rank has none.
+    """A parameter of which servers have all rows, evenly, and this rank has none.
 
     Its local gradient has no rows either; that there is one says that this rank contributes to the
     gradient.
@@ -137,7 +136,7 @@ class FarTable(Cut):
         landing = []
         for server, its_ids, its_rows in self._by_server(ids, rows):
             if len(its_ids):
-                self._post(server, Pull(*self._about(), its_ids))
+                self._post(server, Pull(its_ids))
                 landing.append(server.receive(its_rows))
         self.comm.finish(landing)
         if self.comm.recorder is not None:
@@ -150,7 +149,7 @@ class FarTable(Cut):
         self.pull(torch.tensor(firsts, device="cpu"))
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        """Add these rows' gradients, whose mean over the workers counts.
+        """Add these rows' gradients. The mean over the workers counts.
 
         Ids are different and ascending.
         """
@@ -159,7 +158,7 @@ class FarTable(Cut):
         share = (gradients / self._tables.workers).contiguous()
         for server, its_ids, its_share in self._by_server(ids, share):
             if len(its_ids) or not self._has_gradient():  # a server must hear of the first
-                self._post(server, Push(*self._about(), its_ids, its_share))
+                self._post(server, Push(its_ids, its_share))
         self._mark()
 
     def begin(self) -> None:
@@ -172,33 +171,31 @@ class FarTable(Cut):
         """Have optimizer `number` make a step by these settings and these attributes of its own."""
         self._tell()
         speaks = self.comm.rank == 0 or not self._tables.in_step
-        work = TableUpdate(number, Data(dict(group)), Data(dict(attributes))) if speaks else None
-        for server in self._tables.servers:
-            self._post(server, TableStep(*self._about(), work))
+        settings, own = ([dict(group)], dict(attributes)) if speaks else (None, None)
+        self._post_all(MakeStep(number, Data(settings), Data(own), {}))
 
     def part(self, whole: Tensor) -> Tensor:
         return whole[:0]
 
     def whole(self, part: Tensor) -> Tensor:
         whole = self._empty()
-        for server in self._tables.servers:  # all at once
-            self._post(server, ReadTableValues(*self._about()))
+        self._post_all(Read(Aspect.VALUES))
         for server, rows in self._parts(whole):
             server.receive(rows).wait()
         return whole
 
     def write_values(self, whole: Tensor) -> None:
-        """Give the servers other values (a collective: those of rank 0 are taken)."""
-        self._write(WriteTableValues, whole)
+        """Give the servers other values (a collective: rank 0's are taken)."""
+        self._write(Aspect.VALUES, whole)
 
     def write_gradient(self, whole: Tensor) -> None:
         """Give the servers another gradient (a collective: that of rank 0 is taken)."""
-        self._write(WriteTableGradient, whole)
+        self._write(Aspect.GRADIENT, whole)
 
-    def _write(self, kind: type[WriteTableValues | WriteTableGradient], whole: Tensor) -> None:
+    def _write(self, aspect: Aspect, whole: Tensor) -> None:
         self._require_in_step("a parameter, or a gradient, is changed")
         for server, rows in self._parts(whole):
-            self._post(server, kind(*self._about(), rows if self.comm.rank == 0 else None))
+            self._post(server, Write(aspect, Data(rows if self.comm.rank == 0 else None)))
         self._tables.settle()
 
     def mean(self, wholes: Tensor) -> Tensor:
@@ -213,7 +210,7 @@ class FarTable(Cut):
 
         values = self._empty() if function.__name__ in _OVERWRITING else self.whole(subject)
         args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
-        # as torch does, which refuses it where gradients are on
+        # torch's way, which refuses it where gradients are on
         function(values.requires_grad_(), *args, **kwargs)
         self.write_values(values.detach())
 
@@ -221,9 +218,8 @@ class FarTable(Cut):
         if self._seen is not None and local is self._its_part:
             return self._seen
         self._require_in_step("a gradient is read")
-        for server in self._tables.servers:  # all at once
-            self._post(server, ReadTableGradient(*self._about()))
-        parts = [server.answer(GradientRows).rows for server in self._tables.servers]
+        self._post_all(Read(Aspect.GRADIENT))
+        parts = [server.answer(Data).value for server in self._tables.servers]
         rows = [part for part in parts if part is not None]
         if not rows:
             return None
@@ -239,23 +235,20 @@ class FarTable(Cut):
         """The norm of every server's rows of the gradient, in float64 (a collective)."""
         self._require_in_step("optimizer.clip_grad_norm_")
         self._tell()
-        for server in self._tables.servers:  # all at once
-            self._post(server, TableNorm(*self._about(), order))
+        self._post_all(Norm(_ALL, order))
         return [server.answer(Tensor) for server in self._tables.servers]
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradient (a collective)."""
-        for server in self._tables.servers:
-            self._post(server, TableScale(*self._about(), factor))
+        self._post_all(ScaleBy(_ALL, factor))
         if self._has_gradient():
             self._mark()
 
     def state(self, number: int) -> dict[str, Any]:
-        """What optimizer `number` has of it, in one-process form."""
+        """Read the state that optimizer `number` has of it, in one-process form."""
         if not self._tables.stands:
             self._require_in_step("optimizer.state_dict, outside a checkpoint")
-        for server in self._tables.servers:  # all at once
-            self._post(server, ReadTableState(*self._about(), number))
+        self._post_all(Read(Aspect.STATE, number))
         states = [server.answer(Data).value for server in self._tables.servers]
         forms = [(size, *self.like.shape[1:]) for size in self._sizes]
 
@@ -283,15 +276,17 @@ class FarTable(Cut):
                 name: value.split(self._sizes)[index].clone() if name in shaped else value
                 for name, value in known.items()
             }
-            self._post(server, WriteTableState(*self._about(), number, Data(part)))
+            self._post(server, Write(Aspect.STATE, Data(part), number))
         self._tables.settle()
 
-    def _about(self) -> tuple[int, bool]:
-        """What every message begins with."""
-        return self._number, self._has_gradient()
+    def _post(self, server: Channel[Any], verb: Verb) -> None:
+        held = _HELD if self._has_gradient() else _NOT_HELD
+        self._tables.post(server, PartOrder(self._number, held, verb))
 
-    def _post(self, server: Channel[Any], message: TableMessage) -> None:
-        self._tables.post(server, message)
+    def _post_all(self, verb: Verb) -> None:
+        """Ask all servers at once."""
+        for server in self._tables.servers:
+            self._post(server, verb)
 
     def _has_gradient(self) -> bool:
         return local_gradient(self._parameter) is not None
@@ -323,11 +318,8 @@ class FarTable(Cut):
 
     def _by_server(self, ids: Tensor, rows: Tensor) -> list[tuple[Channel[Any], Tensor, Tensor]]:
         """Each server, its ids as it counts them, and their rows of these."""
-        counts = (
-            torch.searchsorted(ids, self._ends)
-            .diff(prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
-            .tolist()
-        )
+        first = torch.zeros(1, dtype=torch.int64, device="cpu")
+        counts = torch.searchsorted(ids, self._ends).diff(prepend=first).tolist()
         starts = [0, *self._ends.tolist()]
         parts = zip(
             self._tables.servers, ids.split(counts), rows.split(counts), starts, strict=False

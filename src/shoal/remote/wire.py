@@ -1,10 +1,9 @@
 """Messages as bytes: a text, which is plain data, and beside it the message's tensors.
 
 The text is MessagePack. It has the types and shapes of the tensors, which cross by themselves, as
-they lie in memory (channel.py). msgspec reads it into the types that the reader names. Nothing in
-it is code, so reading runs nothing. What a message may hold: tensors, numbers, strings, bytes,
-booleans, None, types of tensors, and lists, tuples and dicts of these. Guarded by
-tests/remote/test_wire.py.
+they lie in memory (channel.py). msgspec reads it into the types that the reader names. A field of
+any form is plain data (contracts/plain.py). Nothing in a message is code, so reading runs nothing.
+Guarded by tests/remote/test_wire.py.
 Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
@@ -18,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.contracts.plain import DTYPES, NUMBERS, form_of, lowered, not_plain, raised
+from shoal.contracts.plain import DTYPES, NUMBERS, Decoder, Encoder, NotPlain, form_of, not_sent
 
 M = TypeVar("M")
 
@@ -59,22 +58,22 @@ def written(message: Any) -> Written:
     """
     tensors: list[Tensor] = []
 
-    def form(tensor: Tensor) -> list[int]:
+    def take(_: object, tensor: Tensor) -> list[int]:
         stands_for = form_of(tensor)
         tensors.append(tensor.detach().contiguous())
         return stands_for
 
     def hook(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return form(value)
+            return take((), value)
         if isinstance(value, torch.dtype):
             return NUMBERS[value]
-        return lowered(value.value if isinstance(value, Data) else value, form)
+        return Encoder(take).form(value.value if isinstance(value, Data) else value)
 
     try:
         text = msgspec.msgpack.encode(message, enc_hook=hook)
-    except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
-        raise not_plain(str(error)) from error
+    except (NotPlain, msgspec.MsgspecError, OverflowError, RecursionError) as error:
+        raise not_sent(str(error)) from error
     return Written(text, tuple(tensors))
 
 
@@ -88,7 +87,8 @@ class MessageReader(Generic[M]):
 
     def __init__(self, kind: Any) -> None:
         self._tensors: list[Tensor] = []
-        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._raised)
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._read_field)
+        self._data = Decoder(self._tensor)
 
     def read(self, text: bytes) -> tuple[M, list[Tensor]]:
         """A message, and its tensors, which are still to be filled.
@@ -99,15 +99,15 @@ class MessageReader(Generic[M]):
         self._tensors = []
         try:
             message: M = self._decoder.decode(text)
-        except Exception as error:  # of whatever kind: the text may be anything
+        except Exception as error:  # any kind: the text may be anything
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return message, self._tensors
 
-    def _raised(self, kind: type, value: Any) -> Any:
-        """What a field of a message is that MessagePack does not know."""
+    def _read_field(self, kind: type, value: Any) -> Any:
+        """Make the value of a field that MessagePack does not know."""
         if kind is Tensor:
             return self._tensor(value)
-        return DTYPES[value] if kind is torch.dtype else Data(raised(value, self._tensor, {}))
+        return DTYPES[value] if kind is torch.dtype else Data(self._data.value(value))
 
     def _tensor(self, form: Sequence[int]) -> Tensor:
         number, *shape = form

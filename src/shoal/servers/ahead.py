@@ -4,12 +4,13 @@
       backward   each bucket's slice        ──▶   kept
       step c     its order, with settings   ──▶   Shelf.step: a step's gradients are applied when
                                                   all workers' are there; the answer waits until
-                 parameters                 ◀──   those of step c − bound were
+                 parameters                 ◀──   gradients of step c − bound were
 
-A worker's clock is the number of its steps; what it is given is stale by its clock less the slowest
-worker's. Each step's gradients are summed in the order of the ranks and applied as one update, so
-that a bound of 0 gives the bits of the synchronous step. Without a bound each gradient is an update
-of its own as it comes, and no answer waits. Guarded by tests/equivalence/test_servers.py.
+A worker's clock is the number of its steps. Parameters that it is given are stale by its clock less
+the slowest worker's. Each step's gradients are summed in the order of the ranks and applied as one
+update, so that a bound of 0 gives the bits of the synchronous step. Without a bound each gradient
+is an update of its own as it comes, and no answer waits. Guarded by
+tests/equivalence/test_servers.py.
 
 For a checkpoint workers stand still (features/staleness.py): each has its answers, and all meet, so
 that every gradient has been applied. Then servers have one state. It goes over its own channel.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, assert_never, final
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Slice, Turn
@@ -38,55 +39,56 @@ from shoal.engine.lanes import Answering, Errand
 from shoal.optim.owners import gather_values, put_values
 from shoal.optim.update import PieceUpdate, put_states
 from shoal.remote.orders import (
-    AnswerEachWorker,
-    AnyModelOrder,
-    FetchAll,
-    GatherState,
-    GatherValues,
-    Norms,
-    OfRank,
-    OrdersDone,
-    OwnersRole,
-    ScaleGradients,
-    StepOrder,
-    SumGradients,
-    TakeState,
-    TakeValues,
+    AheadOrder,
+    PerServer,
     Tell,
-    UpdatePieces,
-    Values,
-    order_for,
     receive_order,
     send_orders,
+    verb_for,
     written_order,
 )
-from shoal.remote.wire import Data, MessageReader
+from shoal.remote.verbs import (
+    Aspect,
+    End,
+    MakeStep,
+    Norm,
+    Pull,
+    Push,
+    Read,
+    ScaleBy,
+    States,
+    Sum,
+    Values,
+    Verb,
+    Write,
+    unasked,
+)
+from shoal.remote.wire import MessageReader
 
-POLL_S = 0.5  # how often who waits looks whether a rank was lost
+POLL_S = 0.5  # a waiting thread looks so often whether a rank was lost
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Brought:
-    """What a worker brings to a step."""
+    """A worker's contribution to a step."""
 
     gradients: Slice
-    optimizer: int  # by number
-    work: Sequence[Any]  # what the optimizer's update is called with, beside gradients
+    optimizer: int  # number of it
+    work: Sequence[Any]  # the update's arguments, beside gradients
 
 
 # a worker's gradients that it has given no order for yet
 _Landed = Mapping[OwnedTransfer, SimpleQueue[Slice]]
 _ONE_EACH = (
     "where workers run ahead of one another, every backward is followed by one step, and a "
-    "bucket's layers have one "
-    "optimizer"
+    "bucket's layers have one optimizer"
 )
 
 
 @final
 class RunningAhead:
-    """How a worker that may run ahead tells the servers: each worker for itself.
+    """The word to the servers of a worker that may run ahead: each worker speaks for itself.
 
     Args:
         engine: runs the transfers.
@@ -94,7 +96,7 @@ class RunningAhead:
         servers: their ranks.
         lanes: how many channels there are to them, and how many back.
         tell: worker 0's word to all servers, before training starts and where workers stand still.
-        beside: what is gathered then goes over it.
+        beside: a channel for all that is gathered then.
     """
 
     def __init__(
@@ -114,26 +116,24 @@ class RunningAhead:
         self._backwards = 0
         self._steps = [0] * len(transfers)
 
-    def __call__(self, order: AnyModelOrder | OfRank, /) -> None:
-        of_server = {server: order_for(server, order) for server in self._servers}
-        first = of_server[self._servers[0]]
-        if isinstance(first, SumGradients):
-            self._begin_backward()
-        elif isinstance(first, UpdatePieces):
-            self._update(
-                {s: pieces for s, pieces in of_server.items() if isinstance(pieces, UpdatePieces)}
-            )
-        elif isinstance(first, GatherState | GatherValues) and self._stands:
-            self._tell(order)
-        elif isinstance(first, TakeState | TakeValues) and not self._backwards:
-            self._tell(OfRank(of_server.__getitem__))
-        else:
-            raise UsageError(
-                "there is no one gradient, optimizer state or parameter where workers run ahead of "
-                "one another",
-                got=_CALLED[type(first)],
-                do="train with staleness=0, or do without it",
-            )
+    def __call__(self, verb: Verb | PerServer, /) -> None:
+        of_server = {server: verb_for(server, verb) for server in self._servers}
+        match first := of_server[self._servers[0]]:
+            case Sum():
+                self._begin_backward()
+            case MakeStep():
+                self._step({s: own for s, own in of_server.items() if isinstance(own, MakeStep)})
+            case Read(Aspect.STATE | Aspect.VALUES) if self._stands:
+                self._tell(first)
+            case Write(Aspect.STATE | Aspect.VALUES) if not self._backwards:
+                self._tell(of_server.__getitem__)
+            case _:
+                raise UsageError(
+                    "there is no one gradient, optimizer state or parameter where workers run "
+                    "ahead of one another",
+                    got=_request(first),
+                    do="train with staleness=0, or do without it",
+                )
 
     @contextmanager
     def standing(self) -> Iterator[None]:
@@ -165,13 +165,13 @@ class RunningAhead:
             there = self._engine.routes.beside(
                 transfers[0], partial(_farewell, owning), "farewell to servers", back=False
             )
-            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, OrdersDone()))):
+            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, End()))):
                 farewell.wait("the end of the program")
         self.beside.close()
 
     def _start(self) -> None:
         if not self._backwards:
-            self._tell(AnswerEachWorker())
+            self._tell(Sum())
 
     def _begin_backward(self) -> None:
         if any(steps != self._backwards for steps in self._steps):
@@ -182,13 +182,13 @@ class RunningAhead:
         self._start()
         self._backwards += 1
 
-    def _update(self, of_server: Mapping[int, UpdatePieces]) -> None:
-        for number in of_server[self._servers[0]].given:
+    def _step(self, of_server: Mapping[int, MakeStep]) -> None:
+        for number in of_server[self._servers[0]].pieces:
             label = self._transfers[number].label
             self._steps[number] += 1
             if self._steps[number] > self._backwards:
                 raise UsageError(_ONE_EACH, where=label, do="train without staleness")
-            pieces = (how for order in of_server.values() for how in order.given[number].values())
+            pieces = (how for order in of_server.values() for how in order.pieces[number].values())
             if not all(how.at_owner for how in pieces):
                 raise UsageError(
                     "a gradient that was assigned or cleared is this worker's own, where each runs "
@@ -203,9 +203,11 @@ class RunningAhead:
                 for server in self._servers
             }
             orders = {server: order.only(owned[server]) for server, order in of_server.items()}
-            self._order(on_lane, {server: order for server, order in orders.items() if order.given})
+            self._order(
+                on_lane, {server: order for server, order in orders.items() if order.pieces}
+            )
 
-    def _order(self, on_lane: Sequence[int], orders: Mapping[int, StepOrder]) -> Errand:
+    def _order(self, on_lane: Sequence[int], orders: Mapping[int, AheadOrder]) -> Errand:
         """Send servers their orders on a lane's way back, where the answers come."""
         written = {server: written_order(order) for server, order in orders.items()}
         first = self._transfers[on_lane[0]]
@@ -222,27 +224,34 @@ def _farewell(transfers: Mapping[int, OwnedTransfer], comm: Comm) -> None:
         comm.send(nothing.whole, server).wait()
 
 
-_CALLED: dict[type, str] = {
-    FetchAll: "a gradient is read",
-    Norms: "optimizer.clip_grad_norm_",
-    ScaleGradients: "optimizer.clip_grad_norm_",
-    GatherState: "optimizer.state_dict, outside a checkpoint",
-    GatherValues: "the parameters, outside a checkpoint",
-    TakeState: "optimizer.load_state_dict",
-    TakeValues: "a parameter was changed since the last step",
-}
+def _request(verb: Verb) -> str:
+    """Name the request of the script that leads to this verb."""
+    match verb:
+        case Read(Aspect.GRADIENT):
+            return "a gradient is read"
+        case Read(Aspect.STATE):
+            return "optimizer.state_dict, outside a checkpoint"
+        case Read(Aspect.VALUES):
+            return "the parameters, outside a checkpoint"
+        case Write(Aspect.STATE):
+            return "optimizer.load_state_dict"
+        case Write(Aspect.VALUES):
+            return "a parameter was changed since the last step"
+        case Norm() | ScaleBy():
+            return "optimizer.clip_grad_norm_"
+    return type(verb).__name__
 
 
 @final
-class AheadModel(OwnersRole):
-    """A server's part of a model whose workers run ahead of one another.
+class AheadModel:
+    """A server's part of a model with workers that run ahead of one another.
 
     Args:
         transfers: of this model.
         updates: each optimizer's, by transfer.
         there: channels from the workers, one a lane.
         back: channels to them, as many.
-        beside: what is gathered where they stand still goes over it.
+        beside: a channel for all that is gathered where they stand still.
         staleness: the bound; None for none.
     """
 
@@ -270,7 +279,28 @@ class AheadModel(OwnersRole):
         self._answering.close()
         self._beside.close()
 
-    def start(self) -> None:
+    def obey(self, verb: Verb) -> None:
+        """Obey worker 0, before training starts or where workers stand still."""
+        match verb:
+            case Sum():
+                self._start()
+            case Read(Aspect.STATE, optimizer):
+                for update in self._updates[optimizer].values():
+                    update.gather_state(None, self._beside)
+            case Read(Aspect.VALUES):
+                for transfer in self.transfers:
+                    gather_values(transfer, self._beside)
+            case Write(Aspect.STATE, _, optimizer):
+                put_states(self._updates[optimizer], verb.holds(States))
+            case Write(Aspect.VALUES):
+                put_values(self.transfers, verb.holds(Values))
+            case Read() | Write() | Norm() | ScaleBy() | Pull() | Push() | MakeStep():
+                raise unasked(verb)
+            case _:
+                assert_never(verb)
+
+    def _start(self) -> None:
+        """Answer each worker by itself from here on."""
         for index, (there, back) in enumerate(zip(self._there, self._back, strict=True)):
             on_lane = [t for t in self.transfers[index :: len(self._there)] if t.owned[there.rank]]
             for worker in range(there.workers if on_lane else 0):
@@ -278,29 +308,15 @@ class AheadModel(OwnersRole):
                 self._answering.begin(worker, partial(_receive, worker, received), there)
                 self._answering.begin(worker, partial(self._answer, worker, received), back)
 
-    def take_values(self, values: Values) -> None:
-        put_values(self.transfers, values)
-
-    def take_state(self, optimizer: int, states: Sequence[Mapping[int, Data]]) -> None:
-        put_states(self._updates[optimizer], states)
-
-    def gather_state(self, optimizer: int) -> None:
-        for update in self._updates[optimizer].values():
-            update.gather_state(None, self._beside)
-
-    def gather_values(self) -> None:
-        for transfer in self.transfers:
-            gather_values(transfer, self._beside)
-
     def observed(self) -> Counter[int]:
-        """How often a worker that was given parameters was how many steps ahead of the slowest."""
+        """Count, for each number of steps, how often a worker was so far ahead of the slowest."""
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
     def _answer(self, worker: int, received: _Landed, comm: Comm) -> None:
-        reader, check = MessageReader[StepOrder](StepOrder), partial(comm.check, "serving")
-        while not isinstance(order := receive_order(reader, worker, comm), OrdersDone):
+        reader, check = MessageReader[AheadOrder](AheadOrder), partial(comm.check, "serving")
+        while not isinstance(order := receive_order(reader, worker, comm), End):
             answers = []
-            for number, pieces in order.given.items():
+            for number, pieces in order.pieces.items():
                 transfer = self.transfers[number]
                 gradients, answer = _taken(received[transfer], check), transfer.slice_of(comm.rank)
                 work = pieces, order.groups.value, order.attributes.value
@@ -336,7 +352,7 @@ def _taken(waiting: SimpleQueue[Slice], check: Callable[[], None]) -> Slice:
 
 @final
 class Clocks(Generic[T]):
-    """How far each worker is, and which steps may be applied. To be used holding `moved`.
+    """The progress of each worker, and the steps that may be applied. To be used holding `moved`.
 
     Args:
         workers: how many there are.
@@ -345,16 +361,16 @@ class Clocks(Generic[T]):
 
     def __init__(self, workers: int, bound: int | None) -> None:
         self.moved = Condition()
-        # by how many steps a worker was ahead when it was given parameters
+        # steps that a worker was ahead when it was given parameters
         self.observed: Counter[int] = Counter()
         self._bound = bound
         self._clocks = dict.fromkeys(range(workers), 0)
         self._applied = 0  # steps of all workers
-        self._waiting: dict[int, dict[int, T]] = {}  # what was brought, by step and worker
+        self._waiting: dict[int, dict[int, T]] = {}  # contributions, by step and worker
 
     @property
     def workers(self) -> Set[int]:
-        """Those that have not ended."""
+        """Workers that have not ended."""
         return self._clocks.keys()
 
     def step(self, worker: int, contribution: T) -> list[list[T]]:
@@ -371,7 +387,7 @@ class Clocks(Generic[T]):
         return self._complete()
 
     def leave(self, worker: int) -> list[list[T]]:
-        """A worker has ended: nobody waits for it any more. What is to be applied now."""
+        """Forget a worker that has ended, and return the updates to be applied now."""
         del self._clocks[worker]
         self.moved.notify_all()
         return self._complete()
@@ -419,7 +435,7 @@ class Shelf:
 
     @property
     def observed(self) -> Counter[int]:
-        """By how many steps a worker was ahead when it was given parameters."""
+        """Numbers of steps that a worker was ahead when it was given parameters."""
         return self._clocks.observed
 
     def step(

@@ -1,15 +1,16 @@
-"""Local steps at servers: each has a slice of the global weights, and adds what workers bring.
+"""Local steps at servers: each has a slice of the global weights, and adds workers' differences.
 
     worker r, a lane                              server, a thread for each worker and lane
       every H steps  its difference of weights ──▶  GlobalSlice.push: added, as the bound says
                      the global weights        ◀──  as soon as this worker may go on
 
-Without a bound a difference is added as it comes, and nobody waits. With a bound, those of a round
-of all workers are added at once, in the order of the ranks, and a worker that is further ahead of
-the slowest waits. So a bound of 0 gives all workers the same bits. The bound is counted in rounds.
+Without a bound a difference is added as it comes, and no worker waits. With a bound, differences of
+a round of all workers are added at once, in the order of the ranks, and a worker that is further
+ahead of the slowest waits. So a bound of 0 gives all workers the same bits. The bound is counted in
+rounds.
 
-A worker says what it wants in a message of 16 bytes before the slice (strategies/geo.py), so there
-are no orders but the first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead.py.
+A worker asks by Push, Read or Write (remote/verbs.py), so there are no orders of worker 0 but the
+first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead.py.
 """
 
 from __future__ import annotations
@@ -17,18 +18,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import assert_never, final
 
 import torch
 from torch import Tensor
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import OwnedTransfer
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Answering
-from shoal.remote.orders import OwnersRole
+from shoal.remote.channel import Channel
+from shoal.remote.verbs import (
+    Aspect,
+    End,
+    MakeStep,
+    Norm,
+    PartOrder,
+    Pull,
+    Push,
+    Read,
+    ScaleBy,
+    Sum,
+    Verb,
+    Write,
+    unasked,
+)
 from shoal.servers.ahead import Clocks
-from shoal.strategies.geo import GeoRequest, GeoTransfer, head
+from shoal.strategies.geo import GeoTransfer
 
 
 def end(engine: Engine, transfers: Sequence[GeoTransfer], lanes: int) -> None:
@@ -52,25 +67,21 @@ class GlobalSlice:
     """A server's slice of one transfer's global weights.
 
     Args:
-        values: what it begins with; it may be changed.
+        values: the first weights; the tensor may be changed.
         workers: how many there are.
         bound: by how many rounds a worker may be ahead of the slowest; None for any number.
     """
 
     def __init__(self, values: Tensor, workers: int, bound: int | None) -> None:
         self._dtype = values.dtype
-        # what many add in 16 bits would be lost
+        # sums of many differences would be lost in 16 bits
         self._values = values.to(torch.float32) if values.itemsize < 4 else values
         self._clocks: Clocks[Tensor] = Clocks(workers, bound)
 
     @property
     def observed(self) -> Counter[int]:
-        """By how many rounds a worker was ahead when it was given the weights."""
+        """Numbers of rounds that a worker was ahead when it was given the weights."""
         return self._clocks.observed
-
-    def room(self) -> Tensor:
-        """Where a worker's slice may land."""
-        return torch.empty_like(self._values, dtype=self._dtype)
 
     def push(self, worker: int, difference: Tensor, check: Callable[[], None]) -> Tensor:
         """Take a worker's difference; the weights, as soon as it may go on.
@@ -112,16 +123,14 @@ class GlobalSlice:
 
 
 @final
-class GeoModel(OwnersRole):
-    """A server's part of a model whose workers step by themselves.
+class GeoModel:
+    """A server's part of a model with workers that step by themselves.
 
     Args:
         slices: its slice of each transfer's weights.
         lanes: channels to and from the workers.
         staleness: the bound, in rounds; None for none.
     """
-
-    transfers: Sequence[OwnedTransfer] = ()  # that orders are for
 
     def __init__(
         self, slices: Sequence[Tensor], lanes: Sequence[Comm], staleness: int | None
@@ -137,26 +146,31 @@ class GeoModel(OwnersRole):
                 answering.begin(worker, partial(self._answer, worker, on_lane), comm)
 
     def observed(self) -> Counter[int]:
-        """How often a worker that was given weights was how many rounds ahead of the slowest."""
+        """Count, for each number of rounds, how often a worker was so far ahead of the slowest."""
         if self._in_step:
             return Counter()
         return sum((part.observed for part in self._slices), Counter())
 
     def _answer(self, worker: int, on_lane: Sequence[GlobalSlice], comm: Comm) -> None:
-        check, says = partial(comm.check, "serving"), head(0, GeoRequest.END)
-        while True:
-            comm.receive(says, worker).wait()
-            number, word = says.tolist()
-            if word == GeoRequest.END:
-                break
-            asked = self._slices[number]
-            came = asked.room()
-            if word != GeoRequest.LOOK:
-                comm.receive(came, worker).wait()
-            if word == GeoRequest.PUSH:
-                answer = asked.push(worker, came, check)
-            else:
-                answer = asked.look() if word == GeoRequest.LOOK else asked.put(came)
-            comm.send(answer, worker).wait()
+        check = partial(comm.check, "serving")
+        channel = Channel[PartOrder | End](comm, worker, PartOrder | End)
+        while not isinstance(order := channel.next(), End):
+            channel.post_rows(_obey(order.verb, self._slices[order.part], worker, check))
+            channel.settle()
         for part in on_lane:
             part.leave(worker)
+
+
+def _obey(verb: Verb, part: GlobalSlice, worker: int, check: Callable[[], None]) -> Tensor:
+    """Obey a worker, and return the weights as they are then."""
+    match verb:
+        case Push(None, difference):
+            return part.push(worker, difference, check)
+        case Read(Aspect.VALUES):
+            return part.look()
+        case Write(Aspect.VALUES):
+            return part.put(verb.holds(Tensor))
+        case Push() | Read() | Write() | Pull() | Sum() | MakeStep() | Norm() | ScaleBy():
+            raise unasked(verb)
+        case _:
+            assert_never(verb)

@@ -1,7 +1,7 @@
-"""A server's part of a model whose workers keep step: it does with them what they do.
+"""A server's part of a model with workers that keep step: it works on their lanes, as they do.
 
 It has the same transfers, updates and lanes as a worker, without the model. Guarded by
-tests/equivalence/test_servers.py. Who tells it: servers.py.
+tests/equivalence/test_servers.py. It is told by servers.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import final
+from typing import assert_never, final
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,24 @@ from shoal.engine.engine import Engine
 from shoal.optim.owners import Owners, put_values
 from shoal.optim.residuals import sum_residuals
 from shoal.optim.update import PieceUpdate, put_states
-from shoal.remote.orders import (
+from shoal.remote.orders import ParameterForm, ServedSite
+from shoal.remote.verbs import (
+    Aspect,
+    MakeStep,
+    Norm,
     Numbers,
-    OwnersRole,
-    ParameterForm,
+    Pull,
+    Push,
+    Read,
     Residuals,
-    ServedSite,
-    UpdatePieces,
+    ScaleBy,
+    States,
+    Sum,
     Values,
+    Verb,
+    Write,
+    unasked,
 )
-from shoal.remote.wire import Data
 
 
 def transfers_of(
@@ -63,15 +71,15 @@ def transfers_of(
 
 
 def _shell(form: ParameterForm) -> nn.Parameter:
-    """A parameter of that form, of which only what is written takes memory."""
+    """Make a parameter of that form. Only parts that are written take memory."""
     return nn.Parameter(
         torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
     )
 
 
 @final
-class InStep(OwnersRole):
-    """A server's part of a model whose workers keep step: it does with them what they do."""
+class InStep:
+    """A server's part of a model with workers that keep step."""
 
     def __init__(
         self,
@@ -86,65 +94,86 @@ class InStep(OwnersRole):
         self.check, self.close = self._engine.routes.check, self._engine.close
 
     def finish(self, meanwhile: Callable[[], None]) -> None:
-        """Finish what workers wait for."""
+        """Finish everything that workers wait for."""
         self._owners.settle()
 
     def observed(self) -> Counter[int]:
         """Nobody runs ahead."""
         return Counter()
 
-    def start(self) -> None:
-        """Nothing to begin with."""
+    def obey(self, verb: Verb) -> None:
+        """Do the server's share of the work that all workers do now."""
+        match verb:
+            case Sum():
+                self._sum()
+            case MakeStep():
+                self._step(verb)
+            case Read():
+                self._read(verb)
+            case Write():
+                self._write(verb)
+            case Norm(parameters, order):
+                self._owners.norms(self._named(parameters), order)
+            case ScaleBy(parameters, factor):
+                self._owners.scale(self._named(parameters), factor)
+            case Pull() | Push():
+                raise unasked(verb)
+            case _:
+                assert_never(verb)
 
-    def take_values(self, values: Values) -> None:
-        self._owners.settle()
-        put_values(self.transfers, values)
-
-    def take_state(self, optimizer: int, states: Sequence[Mapping[int, Data]]) -> None:
-        self._owners.settle()
-        put_states(self._updates[optimizer], states)
-
-    def exchange(self) -> None:
+    def _sum(self) -> None:
         for transfer in self.transfers:
             self._engine.routes.settle(transfer)
             transfer.follow(set(transfer.held))
             self._engine.routes.exchange(transfer)
 
-    def update(self, order: UpdatePieces) -> None:
+    def _step(self, step: MakeStep) -> None:
         # order 7: on the lanes, behind the sums of this backward
-        for number, pieces in order.given.items():
+        for number, pieces in step.pieces.items():
             transfer = self.transfers[number]
-            update = self._updates[order.optimizer][transfer]
+            update = self._updates[step.optimizer][transfer]
             updated = {transfer.pieces[piece].parameter for piece in pieces}
-            work = update.work(pieces, order.groups.value, order.attributes.value, updated)
+            work = update.work(pieces, step.groups.value, step.attributes.value, updated)
             self._owners.send_off(transfer, (), work)
 
-    def gather_state(self, optimizer: int) -> None:
-        self._owners.settle()
-        for transfer, update in self._updates[optimizer].items():
-            gather = partial(update.gather_state, None)
-            self._owners.together(transfer, gather, "optimizer.state_dict(): state of")
+    def _read(self, read: Read) -> None:
+        match read.aspect:
+            case Aspect.GRADIENT:
+                self._owners.fetch_all()
+            case Aspect.STATE:
+                self._owners.settle()
+                for transfer, update in self._updates[read.optimizer].items():
+                    gather = partial(update.gather_state, None)
+                    self._owners.together(transfer, gather, "optimizer.state_dict(): state of")
+            case Aspect.RESIDUALS:
+                sum_residuals(self._owners)
+            case Aspect.VALUES | Aspect.ERROR_BOUND:
+                raise unasked(read)
+            case _:
+                assert_never(read.aspect)
 
-    def fetch_all(self) -> None:
-        self._owners.fetch_all()
-
-    def bound_errors(self, most_error: float) -> None:
-        for carrier in coded_carriers(self.transfers):
-            carrier.most_error = most_error
-
-    def sum_residuals(self) -> None:
-        sum_residuals(self._owners)
-
-    def take_residuals(self, sums: Residuals) -> None:
-        self._owners.settle()
-        for carrier in coded_carriers(self.transfers):
-            carrier.give(self._owners.rank, sums)
-
-    def norms(self, parameters: Numbers, order: float) -> None:
-        self._owners.norms(self._named(parameters), order)
-
-    def scale(self, parameters: Numbers, factor: Tensor) -> None:
-        self._owners.scale(self._named(parameters), factor)
+    def _write(self, write: Write) -> None:
+        carriers = coded_carriers(self.transfers)
+        match write.aspect:
+            case Aspect.VALUES:
+                self._owners.settle()
+                put_values(self.transfers, write.holds(Values))
+            case Aspect.STATE:
+                self._owners.settle()
+                put_states(self._updates[write.optimizer], write.holds(States))
+            case Aspect.RESIDUALS:
+                self._owners.settle()
+                sums = write.holds(Residuals)
+                for carrier in carriers:
+                    carrier.give(self._owners.rank, sums)
+            case Aspect.ERROR_BOUND:
+                most_error = write.holds(float)
+                for carrier in carriers:
+                    carrier.most_error = most_error
+            case Aspect.GRADIENT:
+                raise unasked(write)
+            case _:
+                assert_never(write.aspect)
 
     def _named(self, numbers: Numbers) -> list[Tensor]:
         return [self.transfers[number].parameters[index] for number, index in numbers]

@@ -1,10 +1,11 @@
-"""Servers: ranks that own parameters and train nothing, and how they are told what to do.
+"""Servers: ranks that own parameters and train nothing, and the orders that they obey.
 
     worker 0                                   every server
-      2  `Servers._send`  writes an order  ──▶ 4  `serve`           reads it, and has it done
-                                               6  `_RunningServer`  finds the model it is for
-                                               7  `InStep`          does its part of it, over the
-                                                                    lanes that workers use
+      2  `Servers._send`  writes an order  ──▶ 4  `serve`           reads it
+                                               5  `_RunningServer`  obeys it
+                                               6                    finds the model it is for
+                                               7  `InStep`          obeys its verb, over the lanes
+                                                                    that workers use
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
 updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import final
+from typing import assert_never, final
 
 from torch.optim import Optimizer
 
@@ -36,28 +37,23 @@ from shoal.optim.update import PieceUpdate
 from shoal.profiling.paces import probe_duplex
 from shoal.profiling.updates import form_of, made_of, settings
 from shoal.remote.orders import (
-    AnyModelOrder,
     AnyOrder,
-    CloseModel,
-    CloseTables,
+    Close,
     Duplex,
-    OfRank,
     OpenModel,
     OpenTables,
     OpenWeights,
-    OrdersDone,
+    PerServer,
     ServedSite,
-    ServerOrder,
     TableForm,
     Tell,
-    ToModel,
-    UpdatePieces,
-    order_for,
     receive_order,
     send_orders,
+    verb_for,
     written_order,
 )
 from shoal.remote.tables import Tables
+from shoal.remote.verbs import End, MakeStep, PartOrder, Verb, unasked
 from shoal.remote.wire import Data, MessageReader
 from shoal.servers.ahead import AheadModel, RunningAhead
 from shoal.servers.geo import GeoModel
@@ -68,7 +64,7 @@ from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.server import shares
 
 _CHANNEL, _BESIDE = "orders", "model{}-beside"
-_OfModel = InStep | AheadModel | GeoModel
+_Part = InStep | AheadModel | GeoModel | ServedTables
 
 
 @final
@@ -85,14 +81,14 @@ class Servers:
         orders = comm.channel(_CHANNEL, idle=True)
         self._lane = Lane(orders, "orders") if comm.rank == 0 else None
         self._ended = False
-        self._model_numbers, self._table_numbers = count(), count()
+        self._numbers = count()  # next number of a part
         self._models: dict[int, tuple[OwnedTransfer, ...]] = {}
-        self._beside: dict[int, Comm] = {}  # of models whose workers run ahead
-        self._ends: dict[int, Callable[[], None]] = {}  # of models that answer each worker
+        self._beside: dict[int, Comm] = {}  # models with workers that run ahead
+        self._ends: dict[int, Callable[[], None]] = {}  # models that answer each worker
         self._tables: dict[Tables, int] = {}
 
     def duplex(self, lanes: int, nbytes: int) -> float:
-        """What each direction of the links keeps of its rate while both are in use (a collective).
+        """Measure the share of its rate that a direction keeps while both are used (a collective).
 
         Args:
             lanes: how many buckets go, and come, at once.
@@ -114,15 +110,15 @@ class Servers:
         A collective of all ranks.
 
         Args:
-            sites: what servers take part in.
+            sites: the sites in which servers take part.
             transfers: the workers' own side of it, in the same order.
-            optimizers: what updates the parameters.
+            optimizers: the optimizers that update the parameters.
             lanes: how many exchanges are in flight at once.
             staleness: how many steps a worker may run ahead; None: any number.
         """
-        model = next(self._model_numbers)
+        model = next(self._numbers)
         self._models[model] = tuple(transfers)
-        order = OpenModel(tuple(sites), tuple(map(form_of, optimizers)), lanes, staleness)
+        order = OpenModel(model, tuple(sites), tuple(map(form_of, optimizers)), lanes, staleness)
         self._send(lambda server: order)
         there, back = ways(self._comm, model, lanes)
         if staleness != 0:
@@ -132,22 +128,21 @@ class Servers:
     def open_weights(
         self, transfers: Sequence[GeoTransfer], lanes: int, staleness: int | None
     ) -> tuple[int, list[Comm]]:
-        """Let servers have a model's weights, whose workers step by themselves: its number, and
-        the ways to them. They come back as they go.
+        """Let servers have the weights of workers that step by themselves.
 
-        A collective of all ranks.
+        A collective of all ranks: the number at servers, and the ways to them and back.
 
         Args:
             transfers: in the order in which they go.
             lanes: how many are in flight at once.
             staleness: how many rounds a worker may run ahead; None: any number.
         """
-        model = next(self._model_numbers)
+        model = next(self._numbers)
         for number, transfer in enumerate(transfers):
             transfer.number = number
         self._send(
             lambda server: OpenWeights(
-                tuple(transfer.slice_of(server) for transfer in transfers), lanes, staleness
+                model, tuple(transfer.slice_of(server) for transfer in transfers), lanes, staleness
             )
         )
         return model, weight_ways(self._comm, model, lanes)
@@ -170,20 +165,20 @@ class Servers:
 
         A collective of all ranks.
         """
-        order = OpenTables(tuple(forms), tuple(map(form_of, optimizers)), staleness)
+        number = next(self._numbers)
+        order = OpenTables(number, tuple(forms), tuple(map(form_of, optimizers)), staleness)
         self._send(lambda server: order)
-        number = next(self._table_numbers)
         channel = self._comm.channel(f"tables{number}")
         tables = Tables(channel, in_step=staleness == 0)
         self._tables[tables] = number
         return tables
 
     def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
-        """How to tell a model's servers what its workers do. They are given the parameters."""
+        """Give servers the parameters of a model, and return the way to tell them of each verb."""
         tell = partial(self._tell, model)
         for number, transfer in enumerate(self._models[model]):
             parameters = set(transfer.parameters)
-            tell(OfRank(partial(values_of, {number: transfer}, parameters)))
+            tell(partial(values_of, {number: transfer}, parameters))
         if staleness == 0:
             return tell
         servers, lanes = range(self._comm.workers, self._comm.size), len(engine.routes.served)
@@ -193,16 +188,16 @@ class Servers:
         return ahead
 
     def close_model(self, model: int) -> None:
-        """Have the servers forget a model whose workers go on without them."""
+        """Have the servers forget a model, because its workers go on without them."""
         self._models.pop(model, None)
-        self._send(lambda server: CloseModel(model))
+        self._send(lambda server: Close(model))
 
     def close_tables(self, tables: Tables) -> None:
         """Have the servers forget a model's tables, which workers have themselves now."""
         number = self._tables.pop(tables)
         tables.end()
         tables.comm.close()
-        self._send(lambda server: CloseTables(number))
+        self._send(lambda server: Close(number))
 
     def drain(self) -> None:
         """Let the servers finish, and end. Nothing more can be told them."""
@@ -214,11 +209,11 @@ class Servers:
         for tables in self._tables:
             tables.end()
         if self._lane is not None:
-            self._send(lambda server: OrdersDone())
+            self._send(lambda server: End())
             self._lane.drain()
 
     def abandon(self) -> None:
-        """Leave what is still to be sent: this rank ends for an error."""
+        """Leave orders that are still to be sent: this rank ends for an error."""
         if self._lane is not None:
             self._lane.abandon()
 
@@ -227,43 +222,41 @@ class Servers:
         if self._lane is not None:
             self._lane.close()
 
-    def _tell(self, model: int, order: AnyModelOrder | OfRank, /) -> None:
+    def _tell(self, model: int, verb: Verb | PerServer, /) -> None:
         held = tuple(
             tuple(i for i, p in enumerate(transfer.parameters) if p in transfer.held)
             for transfer in self._models[model]
         )
 
-        def for_server(server: int) -> ToModel:
-            content = order_for(server, order)
-            # an update says so itself, piece by piece
-            known = isinstance(content, UpdatePieces)
-            return ToModel(model, None if known else held, content)
+        def order_for(server: int) -> PartOrder:
+            own = verb_for(server, verb)
+            # a step says so itself, piece by piece
+            return PartOrder(model, None if isinstance(own, MakeStep) else held, own)
 
-        self._send(for_server)
+        self._send(order_for)
 
-    def _send(self, order: Callable[[int], ServerOrder]) -> None:
+    def _send(self, order: Callable[[int], AnyOrder]) -> None:
         """Send each server its order."""
         if self._lane is None:
             return
         self._lane.check("an order to the servers")
         servers = range(self._comm.workers, self._comm.size)
-        # order 2: as of now. What cannot be sent is refused here
+        # order 2: written as of now. An order that cannot be sent is refused here
         orders = {server: written_order(order(server)) for server in servers}
         self._lane.run(partial(send_orders, orders), "order to servers")
 
 
 def check_sendable(optimizers: Sequence[Optimizer]) -> None:
     """Raise UsageError for an optimizer that cannot be described to servers."""
-    written_order(OpenTables((), tuple(map(form_of, optimizers)), None))
+    written_order(OpenTables(0, (), tuple(map(form_of, optimizers)), None))
     for optimizer in optimizers:
         groups = [settings(group) for group in optimizer.param_groups]
-        written_order(UpdatePieces(0, {}, Data(groups), Data(None)))
+        written_order(MakeStep(0, Data(groups), Data(None), {}))
 
 
 def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
-    return probe_duplex(
-        comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes, nbytes
-    )
+    parts = shares(comm.workers, comm.size - comm.workers)
+    return probe_duplex(comm, Direct(), parts, lanes, nbytes)
 
 
 def ways(
@@ -271,7 +264,7 @@ def ways(
 ) -> tuple[list[Comm], list[Comm]]:
     """Channels of a model's served transfers, among all ranks: there, and back.
 
-    `idle` at servers that wait for workers who run ahead: those compute for as long as they like.
+    `idle` at servers that wait for workers that run ahead: they compute for as long as they like.
     """
     there, back = (
         [comm.channel(f"model{model}-{way}{i}", idle=idle) for i in range(lanes)]
@@ -292,9 +285,8 @@ def serve(comm: Comm) -> list[Counter[int]]:
         comm: all ranks, of which this is one of the last.
 
     Returns:
-        For each model that was not closed, and all tables of one, how often a worker was given
-        parameters when it was ahead of the slowest by how many steps; nothing where workers keep
-        step.
+        For each part that was not closed, how often a worker was given parameters when it was
+        ahead of the slowest by how many steps; nothing where workers keep step.
 
     Raises:
         WorldError: a rank was lost.
@@ -308,10 +300,9 @@ def serve(comm: Comm) -> list[Counter[int]]:
         errand = lane.run(partial(_read, reader, received), "orders")
         errand.wait("serving", meanwhile=server.check)
         order = received.get()
-        if isinstance(order, OrdersDone):
+        server.obey(order)
+        if isinstance(order, End):
             break
-        order.do(server)  # order 5
-    server.finish()
     lane.close()
     return server.observed()
 
@@ -326,80 +317,68 @@ class _RunningServer:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._model_numbers, self._table_numbers = count(), count()
-        self._models: dict[int, _OfModel] = {}
-        self._tables: dict[int, ServedTables] = {}
+        self._parts: dict[int, _Part] = {}
 
-    def measure_duplex(self, lanes: int, nbytes: int) -> None:
-        """Measure the links, with all ranks."""
-        _duplex(self._comm, lanes, nbytes)
+    def obey(self, order: AnyOrder) -> None:
+        """Obey worker 0."""
+        match order:  # order 5
+            case PartOrder():
+                self._obey_verb(order)
+            case OpenModel(part):
+                self._parts[part] = self._model(order)
+            case OpenTables(part, forms, optimizers, staleness):
+                channel = self._comm.channel(f"tables{part}", idle=True)
+                self._parts[part] = ServedTables(channel, forms, optimizers, staleness)
+            case OpenWeights(part, slices, lanes, staleness):
+                channels = weight_ways(self._comm, part, lanes, idle=True)
+                self._parts[part] = GeoModel(slices, channels, staleness)
+            case Close(part):
+                self._end(self._parts.pop(part))
+            case Duplex(lanes, nbytes):
+                _duplex(self._comm, lanes, nbytes)
+            case End():
+                self._finish()
+            case _:
+                assert_never(order)
 
-    def open_model(self, order: OpenModel) -> None:
-        """Take part in a model."""
-        comm, number = self._comm, next(self._model_numbers)
-        transfers = tuple(transfers_of(order.sites, comm, stale=order.staleness != 0))
+    def _obey_verb(self, order: PartOrder) -> None:
+        # order 6: find the model, and note the parameters that have a gradient at owners
+        part = self._parts[order.part]
+        if not isinstance(part, InStep | AheadModel):
+            raise unasked(order.verb)  # its workers ask by themselves
+        if order.held is not None:
+            for transfer, numbers in zip(part.transfers, order.held, strict=True):
+                transfer.held = {transfer.parameters[number] for number in numbers}
+        part.obey(order.verb)
+
+    def _model(self, order: OpenModel) -> InStep | AheadModel:
+        comm, staleness = self._comm, order.staleness
+        is_ahead = staleness != 0
+        transfers = tuple(transfers_of(order.sites, comm, stale=is_ahead))
         updates = [
             {transfer: PieceUpdate(made_of(form), transfer) for transfer in transfers}
             for form in order.optimizers
         ]
-        there, back = ways(comm, number, order.lanes, idle=order.staleness != 0)
-        if order.staleness == 0:
-            self._models[number] = InStep(transfers, updates, there, back)
-        else:
-            beside = comm.channel(_BESIDE.format(number), idle=True)
-            self._models[number] = AheadModel(
-                transfers, updates, there, back, beside, order.staleness
-            )
-
-    def open_tables(self, order: OpenTables) -> None:
-        """Make tables."""
-        number = next(self._table_numbers)
-        channel = self._comm.channel(f"tables{number}", idle=True)
-        self._tables[number] = ServedTables(
-            channel, order.tables, order.optimizers, order.staleness
-        )
-
-    def open_weights(self, order: OpenWeights) -> None:
-        """Have a model's weights."""
-        number = next(self._model_numbers)
-        lanes = weight_ways(self._comm, number, order.lanes, idle=True)
-        self._models[number] = GeoModel(order.slices, lanes, order.staleness)
-
-    def close_model(self, number: int) -> None:
-        """Forget a model."""
-        self._end(self._models.pop(number))
-
-    def close_tables(self, number: int) -> None:
-        """Forget the tables of a model."""
-        self._end(self._tables.pop(number))
-
-    def do_for_model(self, order: ToModel) -> None:
-        """Do something for a model."""
-        # order 6: find the model, and note the parameters whose gradients owners have
-        model = self._models[order.model]
-        if order.held is not None:
-            for transfer, numbers in zip(model.transfers, order.held, strict=True):
-                transfer.held = {transfer.parameters[number] for number in numbers}
-        order.order.do(model)
+        there, back = ways(comm, order.part, order.lanes, idle=is_ahead)
+        if not is_ahead:
+            return InStep(transfers, updates, there, back)
+        beside = comm.channel(_BESIDE.format(order.part), idle=True)
+        return AheadModel(transfers, updates, there, back, beside, staleness)
 
     def check(self) -> None:
         """Raise the error of a thread that has ended with one."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.check()
 
-    def finish(self) -> None:
-        """Finish what workers wait for, and end."""
-        for part in self._parts:
+    def observed(self) -> list[Counter[int]]:
+        """Count, for each part, by how many steps workers were ahead."""
+        return [part.observed() for part in self._parts.values()]
+
+    def _finish(self) -> None:
+        """Finish everything that workers wait for, and end."""
+        for part in self._parts.values():
             self._end(part)
 
-    def observed(self) -> list[Counter[int]]:
-        """Of each model, and all tables of one, by how many steps workers were ahead."""
-        return [part.observed() for part in self._parts]
-
-    @property
-    def _parts(self) -> list[_OfModel | ServedTables]:
-        return [*self._models.values(), *self._tables.values()]
-
-    def _end(self, part: _OfModel | ServedTables) -> None:
+    def _end(self, part: _Part) -> None:
         part.finish(self.check)
         part.close()

@@ -1,15 +1,14 @@
-"""Tables: rows that servers keep whole, and give and change as workers ask
-(remote/table_messages.py).
+"""Tables: rows that servers keep whole, and give and change as workers ask (remote/verbs.py).
 
     each worker has a thread here, for all tables of a model:
       Pull         wait until the worker's steps have been applied, but for as many as it may be
                    ahead; its rows
       Push         keep ids and gradients, as they come
-      TableStep    when all workers have made it: add up what they have kept, in the order of the
+      MakeStep     when all workers have made it: add up all gradients, in the order of the
                    ranks; one dense update by a copy of the optimizer, as in one process, where
                    momentum moves rows nobody looked up
-      ReadTable…,  of gradients, and changes of values: when all workers have asked
-      WriteTable…
+      Read         values and state as a pull; gradients when all workers have asked
+      Write        when all workers have asked: the content that the first of them gives
 
 Without a bound on the staleness each step is an update of its own, as it comes. Guarded by
 tests/equivalence/test_tables.py.
@@ -18,11 +17,11 @@ tests/equivalence/test_tables.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, assert_never, final
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +35,20 @@ from shoal.profiling.updates import made_of, make_step
 from shoal.remote.channel import Channel
 from shoal.remote.optimizers import OptimizerForm
 from shoal.remote.orders import TableForm
-from shoal.remote.table_messages import (
-    AnyTableMessage,
-    GradientRows,
-    TableDone,
-    TableRole,
-    TableUpdate,
+from shoal.remote.verbs import (
+    Aspect,
+    End,
+    MakeStep,
+    Norm,
+    PartOrder,
+    Pull,
+    Push,
+    Read,
+    ScaleBy,
+    Sum,
+    Verb,
+    Write,
+    unasked,
 )
 from shoal.remote.wire import Data
 from shoal.servers.ahead import POLL_S, Clocks
@@ -60,7 +67,7 @@ class ServedTables:
     Args:
         comm: all ranks; the workers' main threads are at its other end.
         forms: of the tables, in their order.
-        optimizers: what updates them.
+        optimizers: the optimizers that update them.
         staleness: by how many steps a worker may be ahead; None for any number.
     """
 
@@ -85,73 +92,90 @@ class ServedTables:
             answering.begin(worker, partial(self._answer, worker), comm)
 
     def observed(self) -> Counter[int]:
-        """How often a worker was ahead of the slowest by how many steps, when it was given rows."""
+        """Count, for each number of steps, how often a worker was so far ahead of the slowest."""
         if self._in_step:
             return Counter()
         return sum((table.clocks.observed for table in self._tables), Counter())
 
     def _answer(self, worker: int, comm: Comm) -> None:
-        channel = Channel[AnyTableMessage](comm, worker, AnyTableMessage)
-        desks = [_TableService(table, channel) for table in self._tables]
-        while not isinstance(message := channel.next(), TableDone):
-            desk = desks[message.table]
-            desk.table.mark(worker, used=message.has_gradient)
-            message.do(desk)
+        channel = Channel[PartOrder | End](comm, worker, PartOrder | End)
+        desks = [_TableDesk(table, channel) for table in self._tables]
+        while not isinstance(order := channel.next(), End):
+            desk = desks[order.part]
+            desk.table.mark(worker, used=any(order.held or ()))
+            desk.obey(order.verb)
             channel.settle()
         for table in self._tables:
             table.leave(worker)
 
 
 @final
-class _TableService(TableRole):
-    """One worker's service from one table."""
+class _TableDesk:
+    """The desk of one table where one worker is served."""
 
-    def __init__(self, table: _TableShard, channel: Channel[AnyTableMessage]) -> None:
+    def __init__(self, table: _TableShard, channel: Channel[Any]) -> None:
         self.table, self._channel, self._worker = table, channel, channel.peer
         self._check = partial(channel.comm.check, "serving")
 
-    def pull(self, ids: Tensor) -> None:
-        self._channel.post_rows(self.table.pull(self._worker, ids, self._check))
+    def obey(self, verb: Verb) -> None:
+        """Obey the worker; answers go over its channel."""
+        table, worker = self.table, self._worker
+        match verb:
+            case Pull(ids):
+                self._channel.post_rows(table.pull(worker, ids, self._check))
+            case Push(ids, gradients) if ids is not None:
+                table.push(worker, ids, gradients)
+            case MakeStep():
+                table.step(worker, verb)
+            case Read():
+                self._read(verb)
+            case Write():
+                self._write(verb)
+            case Norm(_, order):
+                self._channel.post(self._together("norm", order, table.norm))
+            case ScaleBy(_, factor):
+                self._together("scale", factor, table.scale)
+            case Push() | Sum():
+                raise unasked(verb)
+            case _:
+                assert_never(verb)
 
-    def push(self, ids: Tensor, gradients: Tensor) -> None:
-        self.table.push(self._worker, ids, gradients)
+    def _read(self, read: Read) -> None:
+        table, worker = self.table, self._worker
+        match read.aspect:
+            case Aspect.VALUES:
+                self._channel.post_rows(table.values(worker, self._check))
+            case Aspect.GRADIENT:
+                rows = self._together("read gradients", None, lambda _: table.gradient())
+                self._channel.post(Data(rows))
+            case Aspect.STATE:
+                self._channel.post(Data(table.state(worker, read.optimizer, self._check)))
+            case Aspect.RESIDUALS | Aspect.ERROR_BOUND:
+                raise unasked(read)
+            case _:
+                assert_never(read.aspect)
 
-    def step(self, work: TableUpdate | None) -> None:
-        self.table.step(self._worker, work)
-
-    def read_values(self) -> None:
-        self._channel.post_rows(self.table.values(self._worker, self._check))
-
-    def read_gradient(self) -> None:
-        rows = self._together("read gradients", None, lambda _: self.table.gradient())
-        self._channel.post(GradientRows(rows))
-
-    def read_state(self, optimizer: int) -> None:
-        self._channel.post(Data(self.table.state(self._worker, optimizer, self._check)))
-
-    def write_values(self, rows: Tensor | None) -> None:
-        self._together("write values", rows, self.table.take_values)
-
-    def write_gradient(self, rows: Tensor | None) -> None:
-        self._together("write gradients", rows, self.table.take_gradient)
-
-    def write_state(self, optimizer: int, state: Data) -> None:
-        take = partial(self.table.take_state, optimizer)
-        self._together("load the optimizer's state", state.value, take)
-
-    def norm(self, order: float) -> None:
-        self._channel.post(self._together("norm", order, self.table.norm))
-
-    def scale(self, factor: Tensor) -> None:
-        self._together("scale", factor, self.table.scale)
+    def _write(self, write: Write) -> None:
+        table = self.table
+        match write.aspect:
+            case Aspect.VALUES:
+                self._together("write values", write, table.take_values)
+            case Aspect.GRADIENT:
+                self._together("write gradients", write, table.take_gradient)
+            case Aspect.STATE:
+                self._together("load the optimizer's state", write, table.take_state)
+            case Aspect.RESIDUALS | Aspect.ERROR_BOUND:
+                raise unasked(write)
+            case _:
+                assert_never(write.aspect)
 
     def _together(self, purpose: str, content: Any, do: Callable[[Any], Any]) -> Any:
         return self.table.together(self._worker, purpose, content, do, self._check)
 
 
 _Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
-# to a step: None where it has no gradient, or lets others speak
-_Brought = tuple[_Pushed | None, TableUpdate | None]
+# A contribution to a step: rows are None where the worker has no gradient
+_Brought = tuple[_Pushed | None, MakeStep]
 
 
 @dataclass
@@ -160,7 +184,7 @@ class _JointRequest:
 
     asked: dict[int, tuple[str, Any]] = field(default_factory=dict)
     number: int = 0
-    waiting: int = 0  # who has not taken the result
+    waiting: int = 0  # number of workers that have not taken the result
     result: Any = None
 
 
@@ -193,7 +217,7 @@ class _TableShard:
             return self.weight.detach().index_select(0, ids)
 
     def push(self, worker: int, ids: Tensor, rows: Tensor) -> None:
-        """Keep a worker's gradients, beside those that it has brought since it had none."""
+        """Keep a worker's gradients, beside the ones that it has brought since it had none."""
         with self.clocks.moved:
             pushed = [*(self._pushed[worker] or ()), (ids, rows)]
             # never more than a table of them
@@ -202,14 +226,14 @@ class _TableShard:
             self._pushed[worker] = pushed
 
     def mark(self, worker: int, *, used: bool) -> None:
-        """Drop what a worker has brought, unless it has a gradient still."""
+        """Drop a worker's gradients, unless it has a gradient still."""
         with self.clocks.moved:
             self._pushed[worker] = (self._pushed[worker] or []) if used else None
 
-    def step(self, worker: int, work: TableUpdate | None) -> None:
-        """Count a worker's step, and apply what may be."""
+    def step(self, worker: int, step: MakeStep) -> None:
+        """Count a worker's step, and apply the steps that are complete."""
         with self.clocks.moved:
-            for contributions in self.clocks.step(worker, (self._pushed[worker], work)):
+            for contributions in self.clocks.step(worker, (self._pushed[worker], step)):
                 self._apply(contributions)
 
     def leave(self, worker: int) -> None:
@@ -230,18 +254,19 @@ class _TableShard:
             self._wait(worker, check)
             return dict(self._copies[optimizer].state.get(self.weight, {}))
 
-    def take_values(self, rows: Tensor) -> None:
+    def take_values(self, write: Write) -> None:
         """Have these values."""
-        self.weight.detach().copy_(rows)
+        self.weight.detach().copy_(write.holds(Tensor))
 
-    def take_gradient(self, rows: Tensor) -> None:
-        """Have this gradient in place of what workers have brought."""
+    def take_gradient(self, write: Write) -> None:
+        """Have this gradient in place of the workers' own."""
+        rows = write.holds(Tensor)
         first, *other_workers = sorted(self.clocks.workers)
         self._pushed[first] = [(torch.arange(len(rows), device="cpu"), rows)]
         self._pushed |= {worker: [] for worker in other_workers}
 
     def gradient(self) -> Tensor | None:
-        """The sum of what workers have brought, if any has."""
+        """The sum of the workers' gradients, if any has one."""
         gradients = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
         if all(pushed is None for pushed in gradients):
             return None
@@ -259,11 +284,12 @@ class _TableShard:
             for _, rows in pushed or ():
                 rows.mul_(factor.to(rows.dtype))
 
-    def take_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
+    def take_state(self, write: Write) -> None:
         """Have this state."""
-        self._copies[optimizer].state.pop(self.weight, None)
-        if state:
-            self._copies[optimizer].state[self.weight] = dict(state)
+        states = self._copies[write.optimizer].state
+        states.pop(self.weight, None)
+        if state := write.holds(dict[str, Any]):
+            states[self.weight] = state
 
     def together(
         self,
@@ -275,7 +301,7 @@ class _TableShard:
     ) -> Any:
         """Do something once, when every worker has asked for it: its result.
 
-        It is given what the first worker brings.
+        It is given the first worker's content.
         """
         with self.clocks.moved:
             self._wait(worker, check)
@@ -312,9 +338,9 @@ class _TableShard:
         def check_meeting() -> None:
             check()
             for other in self.clocks.slowest() & self._meeting.asked.keys():
+                purpose, _ = self._meeting.asked[other]
                 raise RanksDiffer(
-                    f"rank {other} asks for {self._meeting.asked[other][0]!r} of table "
-                    f"{self._name}, and rank {worker} "
+                    f"rank {other} asks for {purpose!r} of table {self._name}, and rank {worker} "
                     f"went on without",
                     do=_ALIKE,
                     rank=other,
@@ -335,11 +361,11 @@ class _TableShard:
                 )
 
     def _apply(self, contributions: Sequence[_Brought]) -> None:
-        """One update by the sum of what workers have brought to a step."""
+        """Make one update by the sum of the workers' gradients of a step."""
         if all(pushed is None for pushed, _ in contributions):
             return
-        work = next((work for _, work in contributions if work is not None), None)
-        if work is None:
+        step = next((step for _, step in contributions if step.groups.value is not None), None)
+        if step is None:
             raise RanksDiffer(
                 f"rank 0 has ended without a step of table {self._name} that others have made",
                 do="let every rank make the same steps",
@@ -347,8 +373,9 @@ class _TableShard:
             )
         with self._summed([pushed for pushed, _ in contributions]) as gradient:
             self.weight.grad = gradient
-            group = {**work.settings.value, "params": [self.weight]}
-            make_step(self._copies[work.optimizer], [group], work.attributes.value)
+            (settings,) = step.groups.value
+            group = {**settings, "params": [self.weight]}
+            make_step(self._copies[step.optimizer], [group], step.attributes.value)
             self.weight.grad = None
 
     @contextmanager
@@ -365,12 +392,12 @@ class _TableShard:
         if not changed:
             for ids, _ in rows:
                 self._dense.index_fill_(0, ids, 0.0)
-        if changed or is_written(self._dense):  # by the optimizer
+        if changed or is_written(self._dense):  # written by the optimizer
             self._dense.zero_()
 
 
 def _folded(pushed: _Pushed) -> tuple[Tensor, Tensor]:
-    """The same as ids that are different, and the sums of their rows' gradients."""
+    """Fold rows of equal ids: ids that are different, and the sums of their rows' gradients."""
     ids, place = torch.unique(torch.cat([row_ids for row_ids, _ in pushed]), return_inverse=True)
     rows = torch.cat([rows for _, rows in pushed])
     return ids, torch.zeros(len(ids), rows.shape[1], dtype=rows.dtype, device="cpu").index_add_(

@@ -43,7 +43,7 @@ from shoal.optim.part import Part
 from shoal.optim.table import TablePart
 from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
-from shoal.remote.orders import SumGradients
+from shoal.remote.verbs import Sum
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed, splits
 from shoal.servers.ahead import RunningAhead
@@ -257,7 +257,7 @@ def _started(
 def _owners(opening: Opening, engine: Engine, at_servers: ServersPart) -> Owners | None:
     """Make the owners, which update parameters; None if no parameter has an owner."""
     tell = at_servers.tell(opening, engine)
-    engine.listen(Event.ROUND_OPENED, partial(tell, SumGradients()))
+    engine.listen(Event.ROUND_OPENED, partial(tell, Sum()))
     owned = [transfer for transfer in engine.transfers if isinstance(transfer, OwnedTransfer)]
     if not owned:
         return None

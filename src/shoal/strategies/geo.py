@@ -8,9 +8,9 @@
     4  publish     parameters become the global weights; with a lag they also keep their changes
                    since 2
 
-No worker waits for another, unless the staleness bound says so. Bytes a worker: all weights up and
-down, every H steps, and 16 bytes a server. Memory: one copy of the parameters, a second one while
-they travel, with a lag a third.
+No worker waits for another, but as the staleness says. Bytes a worker: all weights up and down,
+every H steps, and 64 bytes a server. Memory: one copy of the parameters, a second one while they
+are under way, with a lag a third.
 
 With one worker this is the plain step. Paddle's workers differ in 4: they keep the part of their
 own steps that dividing by N has not pushed, and push it later.
@@ -21,9 +21,8 @@ Guarded by tests/equivalence/test_geo.py. Source: Paddle's GeoCommunicator
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import final
 
 import torch
@@ -34,20 +33,9 @@ from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.outer import Outer
 from shoal.core.pieces import Piece, cut
-
-
-class GeoRequest(IntEnum):
-    """A worker's request to a server. The server answers with its slice, except to the last."""
-
-    PUSH = 0  # a slice follows, and is added
-    PUT = 1  # a slice follows, and replaces the server's
-    LOOK = 2
-    END = 3  # nothing more comes from this worker over this lane
-
-
-def head(number: int, request: GeoRequest) -> Tensor:
-    """Return the first message: the number of the transfer, and the request."""
-    return torch.tensor([number, request], dtype=torch.int64, device="cpu")
+from shoal.remote.channel import send
+from shoal.remote.verbs import Aspect, End, PartOrder, Push, Read, Verb, Write
+from shoal.remote.wire import Data, Written, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +94,17 @@ class GeoTransfer(Transfer):
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
-        self._ask(GeoRequest.PUSH, self._packed.flat, comm)
+        self._ask(lambda part: Push(None, part), self._packed.flat, comm)
 
-    def _ask(self, request: GeoRequest, flat: Tensor, comm: Comm) -> None:
-        """Send all servers a request with their slices of `flat`, and receive answers there."""
+    def _ask(self, verb_of: Callable[[Tensor], Verb], flat: Tensor, comm: Comm) -> None:
+        """Say a verb of its slice to each server, and have the answers in `flat`."""
         slices = dict(zip(self._servers, cut(flat, len(self._servers)), strict=True))
         asked = {server: part for server, part in slices.items() if part.numel()}
-        says = head(self.number, request)
-        pending = [comm.send(says, server) for server in asked]
-        if request is not GeoRequest.LOOK:
-            pending += [comm.send(part, server) for server, part in asked.items()]
-        comm.finish(pending)
+        orders = {
+            server: written(PartOrder(self.number, None, verb_of(part)))
+            for server, part in asked.items()
+        }
+        _send(orders, comm)
         comm.finish([comm.receive(part, server) for server, part in asked.items()])
 
     @torch.no_grad()
@@ -143,7 +131,7 @@ class GeoTransfer(Transfer):
     def look(self, comm: Comm) -> None:
         """Read the global weights from the servers. This worker does not take them over."""
         self._seen = torch.empty_like(self._flat)
-        self._ask(GeoRequest.LOOK, self._seen, comm)
+        self._ask(lambda part: Read(Aspect.VALUES), self._seen, comm)
 
     def forget(self) -> None:
         """Forget the weights that `look` has read."""
@@ -158,12 +146,11 @@ class GeoTransfer(Transfer):
     def put(self, comm: Comm) -> None:
         """Make servers take the round's first weights. Worker 0 sends them for all workers."""
         if comm.rank == 0:
-            self._ask(GeoRequest.PUT, self._flat.clone(), comm)
+            self._ask(lambda part: Write(Aspect.VALUES, Data(part)), self._flat.clone(), comm)
 
     def farewell(self, comm: Comm) -> None:
         """Tell servers that nothing more comes over this lane."""
-        says = head(0, GeoRequest.END)
-        comm.finish([comm.send(says, server) for server in self._servers])
+        _send(dict.fromkeys(self._servers, written(End())), comm)
 
     def kept(self) -> Sequence[Tensor]:
         packed = self._packed
@@ -171,3 +158,9 @@ class GeoTransfer(Transfer):
 
     def release(self) -> None:
         return
+
+
+def _send(orders: Mapping[int, Written], comm: Comm) -> None:
+    """Send each server its message, to all at once."""
+    under_way = [sent for server, order in orders.items() for sent in send(order, server, comm)]
+    comm.finish([pending for pending, _ in under_way])

@@ -68,7 +68,7 @@ class Move:
     def back(self, grad: Tensor) -> _Coming:
         """Start moving a gradient back, multiplied by its weight if it belongs to own rows."""
         weight = self.weighs() if self.leaves else None
-        self.comm.begins(f"backward, {self.purpose}")
+        self.comm.journal.begins(f"backward, {self.purpose}")
         return self.way_back(grad if weight is None else grad * weight)
 
     def come_back(self, back: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Move:
         weight, purpose = self.weighs(), f"backward, {self.purpose}"
         if weight is None or (weight == 0 and not self.leaves):
             weight = 1.0
-        self.comm.begins(purpose)
+        self.comm.journal.begins(purpose)
         return replace(
             self,
             there=self.way_back,

@@ -98,7 +98,7 @@ class RowTerms(torch.autograd.Function):
         part_of_mean = (ctx.weighs() or 1.0) / comm.size  # a rank of weight 0 has no rows
         own_grads = torch.stack([*(grad * part_of_mean for grad in grads), log_sum], 1)
         everyone = own_grads.new_empty(len(row), 4)
-        comm.begins(f"backward, {ctx.picked.purpose}")
+        comm.journal.begins(f"backward, {ctx.picked.purpose}")
         comm.all_gather(everyone.split(ctx.picked.counts), own_grads)
         by_sum, by_pick, by_weight, log_sums = everyone.unbind(1)
         logits = part if ctx.every_row else part[row]
@@ -117,7 +117,7 @@ def _slope_again(ctx: Any, grads: Sequence[Tensor]) -> Tensor:
     picked = replace(ctx.picked, weighs=ctx.weighs, layer=ctx.layer)
     part_of_mean = (ctx.weighs() or 1.0) / picked.comm.size
     own_grads = torch.stack([*(grad * part_of_mean for grad in grads), log_sum], 1)
-    picked.comm.begins(f"backward, {picked.purpose}")
+    picked.comm.journal.begins(f"backward, {picked.purpose}")
     by_sum, by_pick, by_weight, log_sums = picked.gathered(picked.comm.size)(own_grads).unbind(1)
     logits = part if ctx.every_row else part[row]
     slope = torch.exp(logits - log_sums.unsqueeze(1)) * by_sum.unsqueeze(1)
@@ -160,7 +160,7 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
         everyone = own.new_empty(comm.size, len(own))
-        comm.begins("backward, softmax of an output that is cut")
+        comm.journal.begins("backward, softmax of an output that is cut")
         comm.all_gather(everyone.unbind(), own.contiguous())
         return everyone.sum(0)
 

@@ -123,14 +123,14 @@ class OutputCall:
             return comm.numbers(numbers, purpose)
         reading: Reading = comm.attendance.read(self._part, purpose, numbers, trains=trains)
         if reading.told is not None:
-            comm.begins(purpose)
+            comm.journal.begins(purpose)
             return reading.told
         if reading.values is not None:
             (rows,) = reading.values
             if trains:
                 rows = read_alone(rows, f"rank {comm.rank} alone", purpose)
             raise ReadsLocally(rows, is_alone=True)
-        comm.begins(f"gathering of the {self._part.key}")
+        comm.journal.begins(f"gathering of the {self._part.key}")
         with torch.enable_grad():
             self.whole_rows = self._rows.to_rows(self._product, self._widths, 1 / comm.size)
         raise ReadsLocally(self.whole_rows, is_alone=False)

@@ -51,8 +51,8 @@ class NormOfRanks:
     weighs: Weighing = UNWEIGHED
 
     def gathered(self, numbers: Tensor, purpose: str) -> Tensor:
-        """Gather every rank's numbers, one row for each rank."""
-        self.comm.begins(purpose)
+        """Every rank's numbers, a row a rank."""
+        self.comm.journal.begins(purpose)
         everyone = numbers.new_empty(self.comm.size, len(numbers))
         self.comm.all_gather(everyone.unbind(), numbers)
         return everyone

@@ -156,7 +156,7 @@ class JointBatches:
         sizes = comm.numbers([len(each) for each in out], "Spark: bytes of rows that move")
         coming = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         coming[comm.rank] = out[comm.rank]
-        comm.begins("Spark: rows that move")
+        comm.journal.begins("Spark: rows that move")
         comm.all_to_all(coming, out)
         parts = [own.slice(0, keep)] if keep else []
         return pa.concat_tables(parts + [unpacked(each) for each in coming if len(each)])

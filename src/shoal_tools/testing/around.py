@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm
 from shoal.core.errors import ShoalError
 
@@ -21,7 +20,7 @@ class Around(Comm):
 
     def __init__(self, inner: Comm) -> None:
         self.inner = inner
-        self.rank = inner.rank
+        self.rank, self.journal = inner.rank, inner.journal
         self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
@@ -33,30 +32,9 @@ class Around(Comm):
     def close(self) -> None:
         self.inner.close()
 
-    def begins(self, purpose: str) -> None:
-        self.inner.begins(purpose)
-
-    def queued(self, purpose: str, number: int | None = None) -> int:
-        return self.inner.queued(purpose, number)
-
-    def runs(self, number: int, purpose: str) -> None:
-        self.inner.runs(number, purpose)
-
-    def expects(self, seconds: float) -> None:
-        self.inner.expects(seconds)
-
-    def may_answer(self, answer: Callable[[], None] | None, up_to: int = 0) -> None:
-        self.inner.may_answer(answer, up_to)
-
-    def may_attend(self, attend: Callable[[int, MainWait], None] | None) -> None:
-        self.inner.may_attend(attend)
-
     @property
     def is_open(self) -> bool:
         return self.inner.is_open
-
-    def is_waiting(self) -> bool:
-        return self.inner.is_waiting()
 
     def reached(self, where: str) -> None:
         self.inner.reached(where)

@@ -35,3 +35,12 @@ def test_collectives_are_counted_and_set_up_is_not() -> None:
         return traced.counts
 
     assert run(2, work) == [Counts(32, 16, 3, 2, 32), Counts(16, 32, 2, 3, 16)]
+
+
+def test_a_wrapper_has_the_journal_of_the_comm_inside() -> None:
+    """So the main thread is found to wait in vain, whatever is around its comm."""
+    inner = ThreadComm()
+    assert TracedComm(inner).journal is inner.journal
+    TracedComm(inner).journal.begins("exchange")
+    assert inner.journal.record.purpose == "exchange"
+    assert not TracedComm(inner).journal.is_waiting()
