@@ -11,6 +11,7 @@ from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
+from shoal.planner.explain import explain
 from shoal.planner.local import with_local_steps
 from shoal.planner.search_options import SearchOptions
 from shoal.planner.sharing import plan_for
@@ -52,6 +53,24 @@ def test_auto_leaves_processors_that_compute_little_else_to_do() -> None:
     assert free.local_steps == 1
     assert busy.local_steps == 6
     assert busy.predicted_s == pytest.approx(3.5 + 1 / 6, rel=1e-3)
+
+
+def test_without_a_lag_the_work_of_exchanges_is_counted_once() -> None:
+    """Of 8 MB at 1 MB/s the main thread waits 8 s; a core works 1 s for the bytes meanwhile."""
+    where = cluster(2, 1e6, cores=1.0, cpu=0.125e-6)
+    exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
+    for lag, predicted_s in ((0, 3.5 + 8 / 16), (16, 3.5 + 1 / 16)):
+        plan = with_local_steps(exact, NET, where, 16, Outer(lag=lag))
+        assert plan.predicted_s == pytest.approx(predicted_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("warmup", "times"), [(0, "1.37"), (100, "")])
+def test_explain_shows_how_much_later_local_steps_learn(warmup: int, times: str) -> None:
+    where = cluster(2, 1e6)
+    exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
+    plan = with_local_steps(exact, NET, where, 16, Outer(warmup_steps=warmup))
+    (line,) = [f for f in explain(plan, NET, where).features if f.startswith("learning")]
+    assert (f"{times} times the samples" if times else "as many samples") in line
 
 
 def test_a_bucket_alone_has_the_whole_round_and_two_have_half_and_a_step() -> None:

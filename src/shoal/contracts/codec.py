@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.contracts.learning import UNMEASURED, LearningPrice
 from shoal.core.registry import Contract
 from shoal.core.written import written
 
@@ -40,6 +41,8 @@ class Codec(Contract, ABC):
     least_dims: ClassVar[int] = 1
     # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/ledger.py)
     most_error: ClassVar[float] = 1.0
+    # samples that a run needs with these codes, as a multiple of those of exact steps
+    learning: ClassVar[LearningPrice] = UNMEASURED
     # keys of its state that may be of any shape: a checkpoint does without them
     hints: ClassVar[tuple[str, ...]] = ()
 
@@ -100,6 +103,9 @@ class LinearCodec(Codec):
     So an exchange that adds on its way carries them (codecs/summed.py). All ranks have the same
     state, as it comes from sums alone. Turns are counted from 0, and all ranks have the same.
     """
+
+    # price in samples if an exchange adds terms on its way, as `learning` has it for codes
+    learning_added: ClassVar[LearningPrice] = UNMEASURED
 
     @abstractmethod
     def num_terms(self, rows: int, columns: int, turn: int) -> int:

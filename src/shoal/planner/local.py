@@ -61,7 +61,8 @@ def with_local_steps(
             outer = replace(outer, lag=min(steps, math.ceil(steps / num_buckets) + 1))
     assert isinstance(steps, int)
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
-    step_s = predictor.beside_s(step_s, lanes_s / steps)
+    if outer.lag:  # without a lag main threads wait while lanes work, which waits_s has
+        step_s = predictor.beside_s(step_s, lanes_s / steps)
     # with a lag each bucket has so many steps for itself, as buckets take turns
     hidden_s = (outer.lag or 0) * step_s * num_buckets
     waits_s = max(0.0, exchange_s - hidden_s) / steps
