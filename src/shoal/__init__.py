@@ -10,6 +10,7 @@ Examples:
 
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.first import First
 from shoal.core.outcome import Outcome, Term
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
@@ -18,6 +19,7 @@ from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.features import (
     CheckReplicas,
+    FirstSteps,
     LocalSteps,
     Lossy,
     MaxError,
@@ -56,6 +58,8 @@ __all__ = [
     "Cluster",
     "CodecReport",
     "CodecRow",
+    "First",
+    "FirstSteps",
     "Link",
     "LocalSteps",
     "Lossy",

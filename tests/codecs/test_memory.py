@@ -1,4 +1,4 @@
-"""The peak of a process whose steps go by codes: more than exact by what codes lose, and no more."""
+"""The peak of a process whose steps go by codes: above exact by what codes lose, and no more."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def peak(way):
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             random = torch.Generator().manual_seed(comm.rank)
             x, y = torch.randn(2, 4, WIDTH, generator=random)
-            pins = {"*": way}
-            _, loss_fn, _ = shoal.parallelize(model, F.mse_loss, optimizer, sample=(x, y), pins=pins)
+            given = model, F.mse_loss, optimizer
+            _, loss_fn, _ = shoal.parallelize(*given, sample=(x, y), pins={"*": way})
             for step in range(6):
                 if step == 3:
                     comm.gather_objects(None, "all have made three steps")

@@ -25,7 +25,7 @@ from torch import Size, Tensor
 from shoal.codecs.ranges import narrowed_into
 from shoal.codecs.remembering import Remembering
 from shoal.codecs.runs import LOST
-from shoal.contracts.codec import LinearCodec, State
+from shoal.contracts.codec import Codec, LinearCodec, State
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
 from shoal.core.cost import Pace, Traffic
@@ -157,9 +157,15 @@ class SummedCarrier(Remembering):
         shapes = [shape for _, _, shape in self._places.values()]
         self._begin, self._num_terms = turns_of(codec, shapes)
 
+    @property
+    def _first_codec(self) -> Codec | None:
+        return None  # codes cannot be added on their way
+
     def reduce(self, comm: Comm) -> None:
-        self._judge(comm)
-        if self.given_up:
+        self._begin_round()
+        if not self.exact:
+            self._judge(comm)
+        if self.goes_exactly:
             self._settle(_SUM, 0, LOST)
             self._add(self.bucket.flat, comm)
             return

@@ -1,8 +1,8 @@
 """Learning price: how many times the samples a lossy way needs for the loss of exact steps.
 
-A way with a price of 1.5 pays only if its step is more than 1.5 times as short. Each codec keeps its
-price as data, with the page that has the measurement (`Codec.learning`). planner/learning.py finds
-the price of a plan.
+A way with a price of 1.5 pays only if its step is more than 1.5 times as short. Each codec keeps
+its price as data, with the page that has the measurement (`Codec.learning`). planner/learning.py
+finds the price of a plan.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ class Outer:
             hosts, of which any has several ranks.
         warmup_steps: exact steps before the first round, in which all ranks exchange gradients as
             without local steps.
+        grows: whether the first rounds are short: of 1 step, then 2, 4 and so on, up to
+            `local_steps`. Each of them waits for its exchange.
 
     Raises:
         UsageError: there is no such rule, or a number is out of its bounds.
@@ -99,6 +101,13 @@ class Outer:
         ),
     )
 
+    grows: bool = option(
+        False,
+        flag=Flag(
+            "Begin with rounds of 1, 2, 4 steps and so on, with --local-steps.", "--grow", no=True
+        ),
+    )
+
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or self.rule not in RULES:
             raise UsageError(
@@ -127,6 +136,7 @@ class Outer:
             0,
             do="give 100, or leave it out to begin with local steps",
         )
+        check_truth("grows is True or False", self.grows, do="give grows=True for short rounds")
 
     def _check_momentum(self) -> None:
         momentum: Any = self.momentum
@@ -155,7 +165,8 @@ class Outer:
         lag = f", lag={self.lag}" if self.lag else ""
         islands = ", islands=True" if self.islands else ""
         warmup = f", warmup_steps={self.warmup_steps}" if self.warmup_steps else ""
-        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup})"
+        grows = ", grows=True" if self.grows else ""
+        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup}{grows})"
 
     def step(self, old: Tensor, difference: Tensor, momentum: Tensor) -> Tensor:
         """New values, of old ones and of how far the mean of the ranks is below them.

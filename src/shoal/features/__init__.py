@@ -1,6 +1,7 @@
 """Features of training, one in each file. Their contract is contracts/feature.py."""
 
 from shoal.features.check_every import CheckReplicas
+from shoal.features.first_steps import FirstSteps
 from shoal.features.local_steps import LocalSteps, check_in_step, global_weights
 from shoal.features.lossy import Lossy
 from shoal.features.max_error import MaxError
@@ -12,6 +13,7 @@ from shoal.features.update_every import UpdateEvery
 
 __all__ = [
     "CheckReplicas",
+    "FirstSteps",
     "LocalSteps",
     "Lossy",
     "MaxError",

@@ -205,12 +205,13 @@ class LocalRounds:
         self._engine, self._weigher = running.engine, running.weigher
         self._exchanged, self._companies, self._in_common = exchanged, companies, in_common
         kinds = LocalTransfer | GeoTransfer | OfState
-        engine = running.engine
+        engine, self._local_steps = running.engine, plan.local_steps
+        self._grows, self._length = plan.outer.grows, plan.local_steps  # of the present round
+        self._round_ends = NEVER  # the step of single optimizers that ends it, while rounds grow
         self._transfers = [transfer for transfer in engine.transfers if isinstance(transfer, kinds)]
         self._each = len(optimizers)
-        self._set_off = partial(
-            set_off, self._transfers, optimizers, plan.local_steps, plan.outer.lag or 0
-        )
+        self._set_off = partial(set_off, self._transfers, optimizers)
+        self._lag = plan.outer.lag or 0
         self._warmup = plan.outer.warmup_steps * self._each  # steps of single optimizers
         self._left, self._steps = 0, 0  # steps left in the warm-up; all steps so far
         self._is_exact = False
@@ -227,14 +228,20 @@ class LocalRounds:
         return (self._warmup - self._left) // self._each
 
     def begin(
-        self, state: Mapping[str, Mapping[str, Tensor]], warmup_steps: int | None = 0
+        self,
+        state: Mapping[str, Mapping[str, Tensor]],
+        warmup_steps: int | None = 0,
+        length: int | None = 1,
     ) -> None:
         """Begin with the present weights, on every rank alike.
 
         Args:
             state: the outer rule's state by parameter. It is forgotten if exact steps come first.
             warmup_steps: number of warm-up steps made before; None if all were made.
+            length: steps of the first round, if rounds grow; None if they have grown.
         """
+        grown = self._local_steps
+        self._length = min(length or grown, grown) if self._grows else grown
         made = self._warmup if warmup_steps is None else warmup_steps * self._each
         self._left = max(0, self._warmup - made)
         if self._left:
@@ -250,17 +257,36 @@ class LocalRounds:
         if counts is not None and not self._weigher.has(counts):
             counts.close()
 
+    @property
+    def length(self) -> int:
+        """Number of steps of the present round; of the next one if the present one has ended."""
+        has_ended = self._steps >= self._round_ends
+        return min(2 * self._length, self._local_steps) if has_ended else self._length
+
     def _stepped(self) -> None:
         self._steps += 1
+        if self._steps > self._round_ends:  # the first step of the next round has been made
+            self._length = self.length
+            self._set_length(self._round_ends)
         if self._left:
             self._left -= 1
             if not self._left:
                 self._by_islands({})
 
+    def _set_length(self, begun: int) -> None:
+        """Let the present round have its length.
+
+        Args:
+            begun: steps of single optimizers before it.
+        """
+        has_grown = self._length == self._local_steps
+        self._round_ends = NEVER if has_grown else begun + self._length * self._each
+        self._set_off(self._length, self._lag if has_grown else 0, after=begun)
+
     def _exactly(self) -> None:
         """Make every step a step of all ranks, from here on."""
         self._is_exact = True
-        self._set_off(after=NEVER)
+        self._set_off(self._local_steps, self._lag, after=NEVER)
         self._engine.take(self._exchanged.among(self._companies.all_ranks))
         self._weigher.among(self._companies.all_ranks.counts)
         common = self._in_common()
@@ -273,7 +299,7 @@ class LocalRounds:
         landing = [] if island is None else self._exchanged.among(island)
         self._engine.take(landing, inside=True)
         self._weigher.among(None if island is None else island.counts)
-        self._set_off(after=self._steps)
+        self._set_length(self._steps)
         for transfer in self._transfers:
             if isinstance(transfer, LocalTransfer):
                 transfer.counted = self._weigher

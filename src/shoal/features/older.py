@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
+from shoal.core.first import First
 from shoal.core.outer import Outer
 from shoal.planner.search_options import SearchOptions
 
@@ -18,6 +19,7 @@ class Older(TypedDict, total=False):
     buffers: str | Mapping[str, str]
     check_every: int
     codecs: str | Iterable[str]
+    first: First | int | None
     local_steps: int | str | None
     max_error: float | None
     micro_batches: int

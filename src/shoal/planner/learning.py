@@ -2,8 +2,8 @@
 
     time to a loss   =   predicted step   ×   samples, as a multiple of those of exact steps
 
-A plan has the highest price of its codecs: only whole models were measured. Local steps have a price
-of their own. Prices are data with a source: `Codec.learning`, and `_LOCAL` here.
+A plan has the highest price of its codecs: only whole models were measured. Local steps have a
+price of their own. Prices are data with a source: `Codec.learning`, and `_LOCAL` here.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def price_of(plan: Plan) -> LearningPrice:
         return dearest
     assert plan.outer is not None
     first = bool(plan.outer.warmup_steps)
-    local = LearningPrice(
-        _LOCAL[plan.outer.rule][first], _WARM_SOURCE if first else _LOCAL_SOURCE
-    )
+    local = LearningPrice(_LOCAL[plan.outer.rule][first], _WARM_SOURCE if first else _LOCAL_SOURCE)
     return max(local, dearest, key=lambda price: price.times)
 
 

@@ -1,4 +1,4 @@
-"""Lets allowed codecs into a plan that was found without them, where the time to a loss gets shorter.
+"""Lets allowed codecs into a plan that was found without them, if a loss is reached sooner by it.
 
     exact plan ─▶ with codec 1 ─▶ with codec 2 …     from the one that is off least to that most
 
