@@ -80,9 +80,27 @@ def test_a_bucket_alone_has_the_whole_round_and_two_have_half_and_a_step() -> No
 
 
 def test_what_is_given_is_kept_and_waits() -> None:
-    plan = planned(1e6, 16)
+    plan = planned(1e6, 16, Outer(lag=0))
     assert plan.local_steps == 16 and plan.outer == Outer(0.7, 0.9, "nesterov", lag=0)
     assert plan.predicted_s == pytest.approx(3.5 + 8 / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "options", "lag"),
+    [
+        (1e7, ONE_BUCKET, 0),  # 0.8 s are less than a step of 3.5 s
+        (1e6, ONE_BUCKET, 16),  # one bucket has the whole round
+        (1e6, TWO_BUCKETS, 16 // 2 + 1),
+        (1e5, TWO_BUCKETS, 12 + 1),  # 80 s are 23 steps, so the round waits at its end
+    ],
+)
+def test_a_given_number_has_a_lag_if_the_exchange_is_longer_than_a_step(
+    bytes_per_s: float, options: SearchOptions, lag: int
+) -> None:
+    plan = planned(bytes_per_s, 16, options=options)
+    assert plan.outer is not None and plan.outer.lag == lag
+    waits_s = max(0.0, 8e6 / bytes_per_s - 3.5 * lag * (1 if options is ONE_BUCKET else 2)) / 16
+    assert plan.predicted_s == pytest.approx(3.5 + waits_s, rel=1e-3)
 
 
 def test_a_lag_that_is_given_is_kept() -> None:
@@ -121,7 +139,7 @@ ON_HOSTS = Cluster(
 def on_hosts(steps: int | str, islands: bool | None) -> Plan:
     choices = tuple(Choice(layer.name, "replicate", "hierarchical") for layer in NET.layers)
     exact = Plan(4, "made up", choices, bucket_bytes=1 << 30, lanes=1)
-    return with_local_steps(exact, NET, ON_HOSTS, steps, Outer(islands=islands))
+    return with_local_steps(exact, NET, ON_HOSTS, steps, Outer(islands=islands, lag=None if steps == "auto" else 0))
 
 
 def test_steps_of_islands_have_their_exchange_in_them() -> None:

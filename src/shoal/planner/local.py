@@ -1,5 +1,8 @@
 """Plans in which ranks step by themselves: how many steps, and when weights are taken over.
 
+A given number of steps gets a lag where the link is slower than compute: if the exchange of all
+weights lasts longer than a step. Training then goes on while weights are under way.
+
 "auto" is the fewest steps that hide the exchange of all weights: they last as long, and its work
 for processors that compute as well is a small part of theirs. Then buckets take turns, and each has
 the time of its turn and a step more to come back. Where the ranks of a host step together, their
@@ -22,6 +25,7 @@ from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor
 
 _WORK = 0.05  # of a step that "auto" lets exchanges add
+_LEAST_S = 0.1  # of an exchange that a lag must hide: less may be noise
 
 
 def with_local_steps(
@@ -53,13 +57,16 @@ def with_local_steps(
         step_s = max(step_s, _island_s(plan, profile, cluster))
     exchange_s, num_buckets = _exchange_s(plan, predictor, cluster)
     lanes_s = predictor.lanes_s(plan)
-    if steps == "auto":
+    is_auto = steps == "auto"
+    if is_auto:
         steps = max(1, math.ceil(exchange_s / step_s)) if step_s else 1
         while step_s and predictor.beside_s(step_s, lanes_s / steps) > step_s * (1 + _WORK):
             steps += 1
-        if outer.lag is None and exchange_s:
-            outer = replace(outer, lag=min(steps, math.ceil(steps / num_buckets) + 1))
     assert isinstance(steps, int)
+    waits = exchange_s > 0 if is_auto else exchange_s > max(step_s, _LEAST_S)
+    if outer.lag is None and waits and (is_auto or not cluster.servers):
+        turn = max(steps, exchange_s / step_s if step_s else 0.0) / num_buckets  # in steps
+        outer = replace(outer, lag=min(steps, math.ceil(turn) + 1))
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
     if outer.lag:  # without a lag main threads wait while lanes work, which waits_s has
         step_s = predictor.beside_s(step_s, lanes_s / steps)
