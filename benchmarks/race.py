@@ -1,8 +1,8 @@
 """Seconds to a loss: learning by samples, off the network, times the pace of a step, in the lab.
 
-    .venv/bin/python benchmarks/race.py learn text                      from random weights
-    .venv/bin/python benchmarks/race.py learn text --trained 400        going on from 400 exact steps
-    .venv/bin/python benchmarks/race.py learn textures --ways exact "local 16"
+    .venv/bin/python benchmarks/race.py learn text                   from random weights
+    .venv/bin/python benchmarks/race.py learn text --trained 400     going on from 400 exact steps
+    .venv/bin/python benchmarks/race.py learn textures --ways exact "local first"
     sudo .venv/bin/shoal lab --hosts 4 --rate 100mbit -- \
         .venv/bin/python benchmarks/race.py pace examples/gpt.py --name gpt-100mbit
     .venv/bin/python benchmarks/race.py table text gpt-100mbit
@@ -70,8 +70,9 @@ def options_of(way: str, steps: int) -> dict[str, Any]:
     rule = "average" if "average" in words else "nesterov"
     first = steps // 4 if "first" in words else 0
     outer = shoal.Outer(rule=rule, lag=0)
-    lossy = shoal.Lossy(local_steps=ROUND, outer=outer, first=shoal.First(first))
-    pins = {"*": "replicate:direct+sparse_bits"} if "sparse_bits" in words else {}
+    lossy = shoal.Lossy(local_steps=ROUND, outer=outer, first=shoal.Beginning(first))
+    codecs = [word for word in words if word.startswith("sparse_bits")]
+    pins = {"*": f"replicate:direct+{codecs[0]}"} if codecs else {}
     return {"lossy": lossy, "pins": pins}
 
 

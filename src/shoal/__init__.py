@@ -8,9 +8,9 @@ Examples:
     >>> world = shoal.init()
 """
 
+from shoal.core.beginning import Beginning
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.first import First
 from shoal.core.outcome import Outcome, Term
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
@@ -18,6 +18,7 @@ from shoal.core.record import CodecRow
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.features import (
+    Accuracy,
     CheckReplicas,
     FirstSteps,
     LocalSteps,
@@ -52,13 +53,14 @@ from shoal.session.session import World, world
 _install()
 
 __all__ = [
+    "Accuracy",
+    "Beginning",
     "CheckReplicas",
     "Checkpoints",
     "Choice",
     "Cluster",
     "CodecReport",
     "CodecRow",
-    "First",
     "FirstSteps",
     "Link",
     "LocalSteps",

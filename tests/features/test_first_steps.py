@@ -45,7 +45,7 @@ WAYS = [
 
 
 def trained(comm: ThreadComm, pin: str, batches: list[Batch], **how: Any) -> State:
-    """Train from the start or from `loads`, by another pin `then` after FIRST steps; the weights."""
+    """Train from the start or from `loads`, by a pin `then` after FIRST steps; the weights."""
     loads, saves, then = (how.pop(name, None) for name in ("loads", "saves", "then"))
     network, ranks = built(make), comm.size
     own = [rows_of(batch, comm.rank, ranks) for batch in batches]
@@ -87,7 +87,7 @@ def test_exact_steps_come_first(pin: str) -> None:
 def test_a_nearer_codec_comes_first_and_what_it_lost_stays() -> None:
     """Gradients that stay as they are: all that codes have not sent is what is owed."""
     nearer, pin = "replicate:direct+int8(block=8)", "replicate:direct+top_k(share=0.2)"
-    first = shoal.Lossy(first=shoal.First(FIRST, codec="int8(block=8)"))
+    first = shoal.Lossy(first=shoal.Beginning(FIRST, codec="int8(block=8)"))
     some = BATCHES[:FIRST]
     assert difference(on(2, pin, some, lossy=first), on(2, nearer, some)) == 0
 
@@ -137,13 +137,13 @@ def test_goes_on_with_other_ranks(pin: str, made: int, tmp_path: Path) -> None:
 
 
 def test_with_local_steps_first_is_the_warmup() -> None:
-    lossy = shoal.Lossy(local_steps=4, first=shoal.First(3, grows=True))
+    lossy = shoal.Lossy(local_steps=4, first=shoal.Beginning(3, grows=True))
     outer = shoal.Outer(warmup_steps=3, grows=True)
     assert Options.of({}, lossy).features == (LocalSteps(4, outer),)
     with pytest.raises(UsageError, match="there are first steps, and warm-up steps"):
         shoal.Lossy(local_steps=4, outer=outer, first=3).asked()
     with pytest.raises(UsageError, match="before local steps the first steps are exact"):
-        shoal.Lossy(local_steps=4, first=shoal.First(3, codec="int8")).asked()
+        shoal.Lossy(local_steps=4, first=shoal.Beginning(3, codec="int8")).asked()
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_first_is_a_number_of_steps(first: Any, says: str) -> None:
 
 def test_a_first_has_a_codec_that_there_is() -> None:
     with pytest.raises(PlanError, match="int9"):
-        Options.of({"first": shoal.First(3, codec="int9")})
+        Options.of({"first": shoal.Beginning(3, codec="int9")})
     with pytest.raises(UsageError, match="grows is True or False"):
-        shoal.First(3, grows=1)  # type: ignore[arg-type]
+        shoal.Beginning(3, grows=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the codec of first steps is a name"):
-        shoal.First(3, codec=8)  # type: ignore[arg-type]
+        shoal.Beginning(3, codec=8)  # type: ignore[arg-type]
 
 
 def test_local_steps_refuse_first_as_a_keyword() -> None:

@@ -19,6 +19,7 @@ from shoal.core.facts import Topology
 from shoal.core.option import options_of
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
+from shoal.features.accuracy import Accuracy
 from shoal.features.check_every import CheckReplicas
 from shoal.features.first_steps import FirstSteps
 from shoal.features.local_steps import LocalSteps
@@ -40,6 +41,7 @@ def small_plan(**fields: Any) -> Plan:
 
 
 ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
+    "accuracy": ({"accuracy": "near"}, Accuracy("near")),
     "check_every": ({"check_every": 7}, CheckReplicas(7)),
     "first": ({"first": 5}, FirstSteps(5)),
     "local_steps": ({"local_steps": 4, "outer": OUTER}, LocalSteps(4, OUTER)),
@@ -50,6 +52,7 @@ ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
     "update_every": ({"update_every": {"0": 2}}, UpdateEvery({"0": 2})),
 }
 OFF: dict[str, Any] = {
+    "accuracy": "exact",
     "check_every": 100,
     "first": None,
     "local_steps": None,
@@ -83,7 +86,10 @@ def test_what_is_off_asks_for_nothing() -> None:
     [
         ({"local_stpes": 4}, r"takes no 'local_stpes'(.|\n)*did you mean 'local_steps'\?"),
         ({"codec": ["int8"]}, r"takes no 'codec'(.|\n)*did you mean 'codecs'\?"),
-        ({"zzz": 1}, r"takes no 'zzz'(.|\n)*one of accuracy, buffers, check_every(.|\n)*leave it out"),
+        (
+            {"zzz": 1},
+            r"takes no 'zzz'(.|\n)*one of accuracy, buffers, ch(.|\n)*leave it out",
+        ),
     ],
 )
 def test_an_unknown_keyword_is_refused_with_the_nearest(asked: Any, says: str) -> None:
@@ -192,7 +198,7 @@ def test_an_accuracy_is_a_word_for_codecs() -> None:
 
 def test_an_accuracy_is_compared_and_stands_alone() -> None:
     options = Options.of({"accuracy": "near"})
-    assert compared(options, ())["accuracy"] == "near"
+    assert compared(options, options.features)["accuracy"] == "near"
     with pytest.raises(UsageError, match="there are both an accuracy and codecs"):
         Options.of({"accuracy": "near", "codecs": ["int8"]})
     with pytest.raises(UsageError, match="there are both a plan and an accuracy"):
@@ -285,6 +291,7 @@ def test_a_plan_may_say_more_exactly_what_is_asked_for() -> None:
 
 def test_a_given_plan_leaves_other_features_to_the_caller() -> None:
     others = [feature for name, (_, feature) in ASKED.items() if name not in SAID]
+    others.remove(Accuracy("near"))  # for the plan says which codecs there are
     plan = small_plan()
     assert Options.of({"plan": plan}, features=others).given_plan() == plan
 

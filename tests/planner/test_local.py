@@ -139,7 +139,8 @@ ON_HOSTS = Cluster(
 def on_hosts(steps: int | str, islands: bool | None) -> Plan:
     choices = tuple(Choice(layer.name, "replicate", "hierarchical") for layer in NET.layers)
     exact = Plan(4, "made up", choices, bucket_bytes=1 << 30, lanes=1)
-    return with_local_steps(exact, NET, ON_HOSTS, steps, Outer(islands=islands, lag=None if steps == "auto" else 0))
+    outer = Outer(islands=islands, lag=None if steps == "auto" else 0)
+    return with_local_steps(exact, NET, ON_HOSTS, steps, outer)
 
 
 def test_steps_of_islands_have_their_exchange_in_them() -> None:

@@ -163,15 +163,14 @@ class SummedCarrier(Remembering):
 
     def reduce(self, comm: Comm) -> None:
         self._begin_round()
-        if not self.exact:
+        if not self.passing:
             self._judge(comm)
         if self.goes_exactly:
             self._settle(_SUM, 0, LOST)
             self._add(self.bucket.flat, comm)
             return
         memory = self._memory.setdefault((_SUM, 0), {})
-        lost = memory.pop(LOST, None)
-        lost = self._zeros(0) if lost is None else lost
+        lost = memory.pop(LOST) if LOST in memory else self._zeros(0)
         matrices = [
             _CodedMatrix(
                 self.bucket.flat[begin:stop].view(shape),
@@ -183,8 +182,7 @@ class SummedCarrier(Remembering):
                 self._begin, self._places.items(), strict=True
             )
         ]
-        values = self.bucket.values(0)
-        sample, before = self.ledger.sample(0, values), self.ledger.sample(0, lost)
+        sample, before = (self.ledger.sample(0, of) for of in (self.bucket.values(0), lost))
         terms = [made(self._codec, *matrix) for matrix in matrices]
         sizes = [len(part) for part in terms]
         room = self.bucket.flat.new_zeros(self._num_terms - sum(sizes), dtype=self._wide)

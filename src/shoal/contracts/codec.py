@@ -41,7 +41,7 @@ class Codec(Contract, ABC):
     least_dims: ClassVar[int] = 1
     # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/ledger.py)
     most_error: ClassVar[float] = 1.0
-    # samples that a run needs with these codes, as a multiple of those of exact steps
+    # samples that a run needs with these codes, as a multiple of the samples of exact steps
     learning: ClassVar[LearningPrice] = UNMEASURED
     # keys of its state that may be of any shape: a checkpoint does without them
     hints: ClassVar[tuple[str, ...]] = ()

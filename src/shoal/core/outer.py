@@ -51,7 +51,7 @@ class Outer:
             "slowmo", 1 − 1/N of "bmuf" on N ranks. "average" has none.
         rule: "nesterov" (DiLoCo), "average", "slowmo" or "bmuf" (block momentum).
         lag: steps from when weights are sent until the result is taken over, while training goes
-            on; buckets then take turns. 0 waits. By default as many as hide it where `local_steps`
+            on. Buckets then take turns. 0 waits. By default as many as hide it where `local_steps`
             is "auto", or where the exchange of all weights lasts longer than a step; else 0.
         islands: whether the ranks of one host step together, as one rank: they exchange gradients
             in each step, and hosts come together every H steps. By default where there are several

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, final
 from shoal.codecs.coded import codec_named
 from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.core.beginning import Beginning
 from shoal.core.errors import PlanError
-from shoal.core.first import First
 from shoal.core.numbers import is_count
 from shoal.core.option import Flag, option, read_whole
 from shoal.core.plan import Plan
@@ -29,7 +29,7 @@ class FirstSteps(Feature[Opening]):
     """The first steps of a run with codecs: exact, or by a nearer codec.
 
     Args:
-        first: the number of exact steps, or a `shoal.First`.
+        first: the number of exact steps, or a `shoal.Beginning`.
 
     Examples:
         >>> from shoal.features.first_steps import FirstSteps
@@ -38,7 +38,7 @@ class FirstSteps(Feature[Opening]):
     """
 
     name: ClassVar[str] = "first"
-    first: First | int = option(
+    first: Beginning | int = option(
         0,
         keyword="first",
         off=None,
@@ -56,8 +56,8 @@ class FirstSteps(Feature[Opening]):
             codec_named(self._first.codec)  # PlanError if there is none
 
     @property
-    def _first(self) -> First:
-        return First.of(self.first)
+    def _first(self) -> Beginning:
+        return Beginning.of(self.first)
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if plan.is_local:
@@ -85,7 +85,7 @@ class _FirstRounds(Attachment[Running]):
         first: the number of rounds, and their codec.
     """
 
-    def __init__(self, first: First) -> None:
+    def __init__(self, first: Beginning) -> None:
         self._first = first
         self._running: Running | None = None
 
@@ -110,7 +110,8 @@ class _FirstRounds(Attachment[Running]):
 
     def problem(self, state: Any) -> str:
         rounds = state.get("rounds") if isinstance(state, dict) else None
-        return "" if is_count(rounds) and rounds >= 0 else "no number of rounds"
+        known = is_count(rounds) and isinstance(rounds, int) and rounds >= 0
+        return "" if known else "no number of rounds"
 
     def load(self, state: Any) -> None:
         self._begin(0 if state is None else state["rounds"])

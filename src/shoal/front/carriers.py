@@ -16,20 +16,6 @@ from shoal.core.registry import named, of
 from shoal.core.way import strategy_and_exchange
 from shoal.strategies.carried import row_codec
 
-# one word for users: how near to exact training is to be
-ACCURACIES = ("exact", "near", "fast")
-
-
-def codecs_within(accuracy: str) -> tuple[str, ...]:
-    """Return the codecs that a word of `ACCURACIES` allows, as plans write them.
-
-    "near" allows the codecs that lost nothing measurable, by their own price in samples.
-    """
-    if accuracy == "exact":
-        return ()
-    kinds = of(Codec).items()
-    return tuple(name for name, kind in kinds if accuracy == "fast" or kind.learning.is_near)
-
 
 def codecs_of(asked: Any) -> tuple[str, ...]:
     """The codecs that are asked for, as plans write them (PlanError for an unknown one)."""

@@ -24,8 +24,8 @@ from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import of
 from shoal.core.terms import WEIGH
 from shoal.core.way import strategy_and_exchange
-from shoal.features import Lossy
-from shoal.front.carriers import ACCURACIES, codecs_of, codecs_within
+from shoal.features import Accuracy, Lossy
+from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.moving import Ways
@@ -168,17 +168,6 @@ class Options:
             plans=True,
         ),
     )
-    accuracy: str = option(
-        ACCURACIES[0],
-        flag=Flag(
-            "How near to exact training is to be: near allows codecs that lost nothing measurable, "
-            f'fast every codec that reaches a loss sooner. "{ACCURACIES[0]}" by default.',
-            "--accuracy",
-            read=str,
-            choices=ACCURACIES,
-            plans=True,
-        ),
-    )
     search_options: SearchOptions = option(DEFAULT, compared=repr)
     count: Callable[..., float | Tensor] | None = option(None, compared=_is_given)
     weigh: str = option(
@@ -224,7 +213,12 @@ class Options:
         check_pins({} if self.pins is None else self.pins)
         known(self.strategies)
         codecs_of(self.codecs)
-        _check_accuracy(self.accuracy, self.codecs)
+        if self._codecs_by_word and codecs_of(self.codecs):
+            raise UsageError(
+                "there are both an accuracy and codecs",
+                got=", ".join(codecs_of(self.codecs)),
+                do="leave out one of them: accuracy is a word for a list of codecs",
+            )
         if self.plan != AUTO:
             self._require_nothing_beside_plan()
 
@@ -290,10 +284,9 @@ class Options:
                 "there are both a plan and codecs",
                 do='write a codec behind an exchange of the plan, as "direct+int8"',
             )
-        if self.accuracy != ACCURACIES[0]:
+        if self._codecs_by_word:
             raise PlanError(
                 "there are both a plan and an accuracy",
-                got=f'accuracy="{self.accuracy}"',
                 do="leave accuracy out: the plan says which codecs there are",
             )
         if self.search_options != DEFAULT:
@@ -304,7 +297,12 @@ class Options:
     @property
     def allowed_codecs(self) -> tuple[str, ...]:
         """Codecs that the planner may use, as plans write them: by name, or by the accuracy."""
-        return codecs_of(self.codecs) or codecs_within(self.accuracy)
+        return codecs_of(self.codecs) or self._codecs_by_word
+
+    @property
+    def _codecs_by_word(self) -> tuple[str, ...]:
+        """Codecs that the feature `accuracy` allows."""
+        return next((f.codecs for f in self.features if isinstance(f, Accuracy)), ())
 
     def given_plan(self) -> Plan | None:
         """Return the given plan, read from its file if need be; None if one must be made.
@@ -335,7 +333,8 @@ class Options:
         if plan != AUTO:
             plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
             plan = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
-        return replace(self, plan=plan, pins=pins or None, codecs=(), accuracy=ACCURACIES[0])
+        features = tuple(f for f in self.features if not isinstance(f, Accuracy))
+        return replace(self, plan=plan, pins=pins or None, codecs=(), features=features)
 
 
 def compared(options: Options, features: Features) -> dict[str, Any]:
@@ -355,18 +354,6 @@ def _check_memory(memory: Any, limit: Any) -> None:
     if limit is not None:
         do = "give for instance 2e9, or None"
         check_number("memory_limit is a number of bytes", limit, 1, MOST_COUNTED, do=do)
-
-
-def _check_accuracy(accuracy: Any, codecs: Any) -> None:
-    if not isinstance(accuracy, str) or accuracy not in ACCURACIES:
-        expected = " or ".join(map(repr, ACCURACIES))
-        raise UsageError("there is no such accuracy", got=repr(accuracy)[:80], expected=expected)
-    if accuracy != ACCURACIES[0] and codecs_of(codecs):
-        raise UsageError(
-            "there are both an accuracy and codecs",
-            got=f'accuracy="{accuracy}"',
-            do="leave out one of them: accuracy is a word for a list of codecs",
-        )
 
 
 def _check_weigh(weigh: Any, count: Any) -> None:

@@ -33,7 +33,7 @@ from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.core.terms import WEIGH
 from shoal.features import Lossy, Older
-from shoal.front.carriers import ACCURACIES, all_codecs, exchanges_of
+from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.forward_only import for_use, mean_of_output, thawed
@@ -81,7 +81,6 @@ def parallelize(
     placement: str | dict[str, int] = BALANCED,
     memory: str = MEMORY[0],
     memory_limit: float | None = None,
-    accuracy: str = ACCURACIES[0],
     lossy: Lossy | None = None,
     features: Iterable[Feature[Any]] = (),
     **older: Unpack[Older],
@@ -135,15 +134,16 @@ def parallelize(
         memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets
             and optimizer state. Layers are given to owners, or cut over the ranks, until the limit
             is kept. `shoal.memory` tells how much is held.
-        accuracy: "exact", as one process; "near", which allows codecs that lost nothing measurable
-            (16 bits, int8, int4, each with error feedback); or "fast", which allows every codec. A
-            codec is taken if a loss is then reached sooner by the clock.
         lossy: options that may change the mathematics: codecs, local steps, layers that are updated
             less often. `shoal.Lossy` lists them. None by default.
         features: features of training, such as `shoal.SyncBatchNorm()`, or one of your own.
         older: the features' options by their keywords, and some options of the core:
 
-            * `codecs`, `max_error`, `local_steps`, `outer`, `update_every`: as in `shoal.Lossy`.
+            * `accuracy`: "exact", as one process; "near", which allows codecs that lost nothing
+              measurable (16 bits, int8, int4, each with error feedback); or "fast", which allows
+              every codec. A codec is taken if a loss is then reached sooner by the clock.
+            * `codecs`, `max_error`, `local_steps`, `outer`, `first`, `update_every`: as in
+              `shoal.Lossy`.
             * `sync_batchnorm`: if True, BatchNorm layers normalise by the rows of all ranks, as one
               process does. Their statistics cross the network in forward and backward, and main
               threads wait for them. nn.SyncBatchNorm layers always do so.
@@ -215,7 +215,6 @@ def parallelize(
         placement=placement,
         memory=memory,
         memory_limit=memory_limit,
-        accuracy=accuracy,
         **older,
     )
     before = current().models

@@ -1,6 +1,6 @@
 """Prices plans in samples: a lossy way that learns later must gain more than it learns later.
 
-    time to a loss   =   predicted step   ×   samples, as a multiple of those of exact steps
+    time to a loss   =   predicted step   ×   samples, as a multiple of exact steps'
 
 A plan has the highest price of its codecs: only whole models were measured. Local steps have a
 price of their own. Prices are data with a source: `Codec.learning`, and `_LOCAL` here.
@@ -28,7 +28,7 @@ _LOCAL: dict[str, tuple[float, float]] = {
 
 
 def price_of(plan: Plan) -> LearningPrice:
-    """Return the samples that a run under a plan needs, as a multiple of those of exact steps.
+    """Return the samples that a run under a plan needs, as a multiple of an exact run's.
 
     Args:
         plan: a plan, with codecs and local steps or without.

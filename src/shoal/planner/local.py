@@ -25,7 +25,7 @@ from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor
 
 _WORK = 0.05  # of a step that "auto" lets exchanges add
-_LEAST_S = 0.1  # of an exchange that a lag must hide: less may be noise
+_LEAST_S = 0.1  # shortest exchange that a lag hides: less may be noise
 
 
 def with_local_steps(
@@ -65,8 +65,8 @@ def with_local_steps(
     assert isinstance(steps, int)
     waits = exchange_s > 0 if is_auto else exchange_s > max(step_s, _LEAST_S)
     if outer.lag is None and waits and (is_auto or not cluster.servers):
-        turn = max(steps, exchange_s / step_s if step_s else 0.0) / num_buckets  # in steps
-        outer = replace(outer, lag=min(steps, math.ceil(turn) + 1))
+        turn_steps = max(steps, exchange_s / step_s if step_s else 0.0) / num_buckets
+        outer = replace(outer, lag=min(steps, math.ceil(turn_steps) + 1))
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
     if outer.lag:  # without a lag main threads wait while lanes work, which waits_s has
         step_s = predictor.beside_s(step_s, lanes_s / steps)

@@ -35,7 +35,7 @@ FLAGS: dict[str, tuple[list[str], Callable[[Options], Any], Any]] = {
     "--memory-limit": (["--memory-limit", "2e9"], lambda o: o.memory_limit, 2e9),
     "--micro-batches": (["--micro-batches", "2"], lambda o: o.micro_batches, 2),
     "--codec": (["--codec", "int8"], lambda o: o.codecs, ("int8",)),
-    "--accuracy": (["--accuracy", "near"], lambda o: o.accuracy, "near"),
+    "--accuracy": (["--accuracy", "near"], lambda o: asked(o).word, "near"),
     "--first": (["--first", "9"], lambda o: asked(o).first, 9),
     "--grow/--no-grow": ([*LOCALLY, "--grow"], lambda o: asked(o).outer.grows, True),
     "--check-every": (["--check-every", "7"], lambda o: asked(o).every, 7),

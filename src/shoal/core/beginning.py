@@ -1,4 +1,4 @@
-"""First: how a lossy run begins, before fewer bytes and fewer meetings."""
+"""Beginning: how a lossy run begins, before fewer bytes and fewer meetings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST = 1 << 30
 
 
 @dataclass(frozen=True)
-class First:
+class Beginning:
     """The first steps of a lossy run: exact, or by a nearer codec. The lossy way follows.
 
-    The first steps change weights most, so what is lost there costs most. The switch keeps the
-    optimizer's state and what codecs have lost.
+    The first steps change weights most, so a loss there costs most. The switch keeps the
+    optimizer's state and the residuals of codecs.
 
     Args:
         steps: number of first steps.
@@ -30,7 +30,7 @@ class First:
 
     Examples:
         >>> import shoal
-        >>> shoal.Lossy(codecs=["top_k"], first=shoal.First(100, codec="int8")).first.steps
+        >>> shoal.Lossy(codecs=["top_k"], first=shoal.Beginning(100, codec="int8")).first.steps
         100
     """
 
@@ -40,7 +40,7 @@ class First:
 
     def __post_init__(self) -> None:
         rule = "first is a number of steps, at least 0"
-        check_whole(rule, self.steps, 0, _MOST, do="give 100, or shoal.First(100, codec='int8')")
+        check_whole(rule, self.steps, 0, _MOST, do="give for instance 100")
         check_truth("grows is True or False", self.grows, do="give grows=True for short rounds")
         codec: Any = self.codec
         if not isinstance(codec, str):
@@ -51,6 +51,6 @@ class First:
             )
 
     @classmethod
-    def of(cls, asked: First | int) -> First:
+    def of(cls, asked: Beginning | int) -> Beginning:
         """Return the record that a number of exact steps stands for; a record as it is."""
-        return asked if isinstance(asked, First) else cls(asked)
+        return asked if isinstance(asked, Beginning) else cls(asked)
