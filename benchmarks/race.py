@@ -13,7 +13,8 @@ made again. Files are results/race-TASK.json and results/race-pace-NAME.json.
 learn   tasks and ranks are those of accuracy.py, and `textures`, a small ResNet on generated
         pictures. A run's loss is the mean of its last three judgements. Its price is how many times
         the samples it takes for that loss, beside the exact run of its seed
-pace    mean seconds of a step, whole rounds of local steps, in turn; "plain" sends nothing
+pace    mean seconds of a step, whole rounds of local steps, one way after the other: on a quiet
+        machine. "plain" sends nothing
 table   seconds to a loss = pace × price, over the pace with nothing sent. DDP learns as exact does
 """
 
@@ -248,9 +249,8 @@ def table(asked: argparse.Namespace) -> None:
     paces = json.loads((HERE / f"results/race-pace-{asked.name}.json").read_text())
     of_ways = {way: price for way, (_, price, _) in prices(task, learnt).items()}
     of_ways |= dict.fromkeys(("plain", "ddp", "ddp:fp16"), 1.0)
-    print(
-        "| way | s/step | times the samples | time to a loss ÷ nothing sent |", "|---|---|---|---|"
-    )
+    print("| way | s/step | times the samples | time to a loss ÷ nothing sent |")
+    print("|---|---|---|---|")
     for way, step_s in paces.items():
         if way in of_ways:
             times = step_s * of_ways[way] / paces["plain"]
