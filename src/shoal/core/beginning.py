@@ -23,7 +23,7 @@ class Beginning:
         codec: the codec of these steps, such as "int8". '' for exact steps. If the exchange adds
             on its way, these steps are exact in any case. So they are before local steps.
         grows: with local steps, whether the first rounds are short: 1 step, then 2, 4 and so on, up
-            to `local_steps`.
+            to the usual length.
 
     Raises:
         UsageError: a number is not right.

@@ -40,7 +40,7 @@ class Accuracy(Feature[Opening]):
         ('bfloat16', 'float16', 'int4', 'int8')
     """
 
-    name: ClassVar[str] = "accuracy"
+    name: ClassVar[str] = "accuracy_word"
     word: str = option(
         _WORDS[0],
         keyword="accuracy",

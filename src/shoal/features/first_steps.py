@@ -37,7 +37,7 @@ class FirstSteps(Feature[Opening]):
         100
     """
 
-    name: ClassVar[str] = "first"
+    name: ClassVar[str] = "first_steps"
     first: Beginning | int = option(
         0,
         keyword="first",
