@@ -43,7 +43,7 @@ def small_plan(**fields: Any) -> Plan:
 ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
     "accuracy_word": ({"accuracy": "near"}, Accuracy("near")),
     "check_every": ({"check_every": 7}, CheckReplicas(7)),
-    "first_steps": ({"first": 5}, FirstSteps(5)),
+    "nearer_first": ({"first": 5}, FirstSteps(5)),
     "local_steps": ({"local_steps": 4, "outer": OUTER}, LocalSteps(4, OUTER)),
     "max_error": ({"max_error": 0.1}, MaxError(0.1)),
     "replan": ({"replan": True}, Replan()),

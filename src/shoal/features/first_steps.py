@@ -37,7 +37,7 @@ class FirstSteps(Feature[Opening]):
         100
     """
 
-    name: ClassVar[str] = "first_steps"
+    name: ClassVar[str] = "nearer_first"
     first: Beginning | int = option(
         0,
         keyword="first",
