@@ -8,6 +8,7 @@ Examples:
     >>> world = shoal.init()
 """
 
+from shoal.core.beginning import Beginning
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outcome import Outcome, Term
@@ -17,7 +18,9 @@ from shoal.core.record import CodecRow
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.features import (
+    Accuracy,
     CheckReplicas,
+    FirstSteps,
     LocalSteps,
     Lossy,
     MaxError,
@@ -50,12 +53,15 @@ from shoal.session.session import World, world
 _install()
 
 __all__ = [
+    "Accuracy",
+    "Beginning",
     "CheckReplicas",
     "Checkpoints",
     "Choice",
     "Cluster",
     "CodecReport",
     "CodecRow",
+    "FirstSteps",
     "Link",
     "LocalSteps",
     "Lossy",

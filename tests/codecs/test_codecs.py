@@ -30,6 +30,7 @@ ERRORS = {
     "int8": (4e-3, 9e-3),
     "low_rank": (0.97, 1.0),
     "one_bit": (0.59, 0.615),
+    "sparse_bits": (0.9, 0.97),
     "top_k": (0.94, 0.97),
 }
 EXCHANGES = ["direct", "ring", "hierarchical"]
@@ -278,3 +279,22 @@ def test_what_there_is_not_is_refused(text: str, said: str) -> None:
 def test_options_out_of_range_are_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         codec_named(text)
+
+
+def test_sparse_bits_by_hand() -> None:
+    """Of two chunks and a rest: 2 bits are thirds of each chunk's largest."""
+    values = torch.zeros(2 * 4096 + 100, dtype=torch.float64)
+    values[[5, 4096, 4097, 8191, 8200]] = torch.tensor([-3.0, 6.0, 2.5, -5.0, 0.5]).double()
+    codec = codec_named("sparse_bits")
+    code, back = coded(codec, values)
+    assert len(code) == 2 * (4 + 64 * 12 // 8 + 64 * 2 // 8) + (4 + 16 * 12 // 8 + 16 * 2 // 8)
+    assert back[[5, 4096, 4097, 8191, 8200]].tolist() == [-3.0, 6.0, 2.0, -6.0, 0.5]
+    with pytest.raises(UsageError, match="2 or 4 bits a value"):
+        codec_named("sparse_bits(bits=3)")
+
+
+def test_sparse_bits_has_the_bytes_that_its_page_says() -> None:
+    codec = codec_named("sparse_bits")
+    assert round(4 * RUN / codec.nbytes(RUN, 4)) == 141
+    four = codec_named("sparse_bits(bits=4)")
+    assert 4 * RUN / four.nbytes(RUN, 4) == pytest.approx(124, abs=0.5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.contracts.codec import Codec
+from shoal.contracts.codec import Codec, LinearCodec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.registry import of
@@ -64,9 +64,23 @@ def test_codecs_have_the_bounds_of_their_table() -> None:
     assert bounds == {name: of(Codec)[name].most_error for name in own(Codec)}
 
 
+def test_codecs_have_the_prices_of_their_table() -> None:
+    prices: dict[str, float] = {}
+    page_of_prices = page("docs/guide/codecs.md").partition("## What it costs in accuracy")[2]
+    for row in rows_of(page_of_prices.partition("##")[0]):
+        names, *_, price = [part.strip() for part in row.strip("|").split("|")]
+        for name in re.findall(r"`(\w+)`", names):
+            prices[name + " added" * ("all-reduce" in names)] = float(price)
+    kinds = {name: of(Codec)[name] for name in own(Codec)}
+    expected = {name: kind.learning.times for name, kind in kinds.items()}
+    added = {n: k.learning_added for n, k in kinds.items() if issubclass(k, LinearCodec)}
+    assert prices == expected | {f"{name} added": price.times for name, price in added.items()}
+    assert all(kind.learning.source for kind in kinds.values())
+
+
 def test_no_page_says_that_there_are_no_codecs() -> None:
-    assert len(own(Codec)) == 7
-    assert "Seven are built in" in page("docs/lab/decisions.md")
+    assert len(own(Codec)) == 8
+    assert "Eight are built in" in page("docs/lab/decisions.md")
 
 
 def test_pages_agree_on_the_optimizer_under_a_staleness() -> None:

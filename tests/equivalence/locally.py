@@ -65,6 +65,7 @@ class Plain:
     outer: shoal.Outer
     every: int
     warmup: int = 0  # exact steps first: everybody has all rows
+    length: int = 0  # of this round, if rounds grow: 1 first, then twice as many up to `every`
     old: list[Tensor] = field(init=False)
     velocity: list[Tensor] = field(init=False)
     rows: list[int] = field(init=False)
@@ -94,8 +95,9 @@ class Plain:
             self.rows = [0] * len(self.rows)
             return
         self.steps += 1
-        if self.steps % self.every == 0:
+        if self.steps == (self.length or self.every):
             self.come_together()
+            self.steps, self.length = 0, min(2 * self.length, self.every)
 
     @torch.no_grad()
     def come_together(self) -> None:
@@ -194,7 +196,7 @@ def plain(
     islands = [(rank,) for rank in range(ranks)] if hosts is None else islands_of(hosts)
     models = [copy.deepcopy(make_model()) for _ in islands]
     optimizers = [make(m.parameters()) for m in models]
-    workers = Plain(models, optimizers, outer, ROUND, outer.warmup_steps)
+    workers = Plain(models, optimizers, outer, ROUND, outer.warmup_steps, int(outer.grows))
     for number, batch in enumerate(batches):
         mine = [rows_of(batch, rank, ranks, uneven) for rank in range(ranks)]
         workers.step([joined(mine[rank] for rank in island) for island in islands])
@@ -341,9 +343,8 @@ def going_on(workers: Plain, count: int, make: Make) -> Plain:
     """So many workers that go on from a checkpoint of these."""
     exact = bool(workers.warmup)
     models = [copy.deepcopy(workers.models[0]) for _ in range(count)]
-    others = Plain(
-        models, [make(m.parameters()) for m in models], workers.outer, ROUND, workers.warmup
-    )
+    optimizers = [make(m.parameters()) for m in models]
+    others = Plain(models, optimizers, workers.outer, ROUND, workers.warmup, workers.length)
     for model, optimizer in zip(models, others.optimizers, strict=True):
         for p, old in zip(model.parameters(), workers.old, strict=True):
             p.data.copy_(old)

@@ -295,3 +295,42 @@ def test_a_step_is_one_of_each_optimizer() -> None:
 def test_warmup_is_a_number_of_steps(steps: Any) -> None:
     with pytest.raises(UsageError, match="warmup_steps is a number of steps, at least 0"):
         shoal.Outer(warmup_steps=steps)
+
+
+GROWING = shoal.Outer(warmup_steps=2, grows=True)  # two exact steps, then rounds of 1, 2, 3, 3
+
+
+@pytest.mark.parametrize("hosts", ["ab", pytest.param("abc", marks=pytest.mark.slow)])
+def test_rounds_grow(hosts: str) -> None:
+    batches = features(6, 4, steps=2 + 1 + 2 + 3 + 3)
+    workers = plain(net, adamw, GROWING, len(hosts), [])
+    seen = train(hosts, [net() for _ in hosts], batches, make=adamw, outer=GROWING, each=all_of)
+    met = []
+    for step, batch in enumerate(batches):
+        workers.step(shares(batch, hosts, islands=False))
+        now = [of_rank[step] for of_rank in seen]
+        if difference(*({k: v for k, v in own.items() if "." in k} for own in now[:2])) == 0:
+            met.append(step)
+        for number, (model, optimizer) in enumerate(
+            zip(workers.models, workers.optimizers, strict=True)
+        ):
+            assert difference(all_of(model, optimizer), now[number]) <= 1e-10, step
+    assert met == [0, 1, 2, 4, 7, 10], "steps after which all ranks have the same weights"
+
+
+@pytest.mark.parametrize("made", [5, pytest.param(2, marks=pytest.mark.slow)])
+def test_growing_rounds_go_on_with_other_ranks(made: int, tmp_path: Path) -> None:
+    """Saved as a round of two steps ends; the next one has three."""
+    batches = features(6, 4, steps=2 + 1 + 2 + 3 + 3)
+    workers = plain(net, adamw, GROWING, 2, [])
+    for batch in batches[:made]:
+        workers.step(shares(batch, "ab", islands=False))
+    expected = going_on(workers, 3, adamw)
+    for batch in batches[made:]:
+        expected.step(shares(batch, "abc", islands=False))
+    how: dict[str, Any] = {"make": adamw, "outer": GROWING}
+    train("ab", [net(), net()], batches[:made], saves=tmp_path / "saved", **how)
+    got = [net() for _ in "abc"]
+    train("abc", got, batches[made:], loads=tmp_path / "saved", **how)
+    for model, own in zip(expected.models, got, strict=True):
+        assert difference(state(model), state(own)) <= 1e-10

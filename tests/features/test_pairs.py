@@ -54,13 +54,23 @@ TOGETHER = "they go together"
 # ranks that do not keep step have other bits on purpose, so there is nothing to compare
 IDLE = "they go together, and check_every compares nothing"
 TABLE: dict[Pair, str] = {
+    ("accuracy_word", "check_every"): TOGETHER,
+    ("accuracy_word", "local_steps"): TOGETHER,
+    ("accuracy_word", "max_error"): TOGETHER,
+    ("accuracy_word", "nearer_first"): TOGETHER,
+    ("accuracy_word", "staleness"): TOGETHER,
+    ("accuracy_word", "sync_batchnorm"): TOGETHER,
+    ("accuracy_word", "update_every"): TOGETHER,
+    ("accuracy_word", "replan"): TOGETHER,
     ("check_every", "local_steps"): IDLE,
     ("check_every", "max_error"): TOGETHER,
+    ("check_every", "nearer_first"): TOGETHER,
     ("check_every", "staleness"): IDLE,
     ("check_every", "sync_batchnorm"): TOGETHER,
     ("check_every", "update_every"): TOGETHER,
     ("check_every", "replan"): TOGETHER,
     ("local_steps", "max_error"): TOGETHER,
+    ("local_steps", "nearer_first"): "first is about codecs here, and ranks make local steps",
     ("local_steps", "staleness"): TOGETHER,
     (
         "local_steps",
@@ -71,10 +81,15 @@ TABLE: dict[Pair, str] = {
         "local_steps",
         "replan",
     ): "a plan is made anew only where ranks update all in each step, together",
+    ("max_error", "nearer_first"): TOGETHER,
     ("max_error", "staleness"): "codecs need workers that keep step",
     ("max_error", "sync_batchnorm"): TOGETHER,
     ("max_error", "update_every"): TOGETHER,
     ("max_error", "replan"): TOGETHER,
+    ("nearer_first", "staleness"): TOGETHER,
+    ("nearer_first", "sync_batchnorm"): TOGETHER,
+    ("nearer_first", "update_every"): TOGETHER,
+    ("nearer_first", "replan"): TOGETHER,
     (
         "staleness",
         "sync_batchnorm",
@@ -92,9 +107,11 @@ GOING = {pair: said for pair, said in TABLE.items() if said in (TOGETHER, IDLE)}
 REFUSED = {pair: said for pair, said in TABLE.items() if pair not in GOING}
 
 ASKED: dict[str, dict[str, Any]] = {
+    "accuracy_word": {"accuracy": "near"},
     "check_every": {"check_every": 1},
     "local_steps": {"local_steps": 2},
     "max_error": {"max_error": 0.5},
+    "nearer_first": {"first": 2},
     "replan": {"replan": True},
     "staleness": {"staleness": 1},
     "sync_batchnorm": {"sync_batchnorm": True},
@@ -232,6 +249,8 @@ def check_both_there(pair: Pair, model: nn.Module) -> None:
     attachments, plan = attached.running.attachments, attached.plan
     assert "residuals" in attachments and ("stragglers" in attachments) == plan.in_step
     there = {
+        "accuracy_word": True,  # its codecs may be of no use here
+        "nearer_first": "nearer_first" in attachments,
         "check_every": "check_every" in attachments,
         "local_steps": plan.local_steps == 2 and "local_steps" in attachments,
         "max_error": all(

@@ -12,13 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.contracts.codec import Codec
 from shoal.contracts.feature import Feature, PlanFacts
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Topology
 from shoal.core.option import options_of
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
+from shoal.features.accuracy import Accuracy
 from shoal.features.check_every import CheckReplicas
+from shoal.features.first_steps import FirstSteps
 from shoal.features.local_steps import LocalSteps
 from shoal.features.max_error import MaxError
 from shoal.features.replan import Replan
@@ -38,7 +41,9 @@ def small_plan(**fields: Any) -> Plan:
 
 
 ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
+    "accuracy_word": ({"accuracy": "near"}, Accuracy("near")),
     "check_every": ({"check_every": 7}, CheckReplicas(7)),
+    "nearer_first": ({"first": 5}, FirstSteps(5)),
     "local_steps": ({"local_steps": 4, "outer": OUTER}, LocalSteps(4, OUTER)),
     "max_error": ({"max_error": 0.1}, MaxError(0.1)),
     "replan": ({"replan": True}, Replan()),
@@ -47,7 +52,9 @@ ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
     "update_every": ({"update_every": {"0": 2}}, UpdateEvery({"0": 2})),
 }
 OFF: dict[str, Any] = {
+    "accuracy": "exact",
     "check_every": 100,
+    "first": None,
     "local_steps": None,
     "outer": None,
     "max_error": None,
@@ -79,7 +86,10 @@ def test_what_is_off_asks_for_nothing() -> None:
     [
         ({"local_stpes": 4}, r"takes no 'local_stpes'(.|\n)*did you mean 'local_steps'\?"),
         ({"codec": ["int8"]}, r"takes no 'codec'(.|\n)*did you mean 'codecs'\?"),
-        ({"zzz": 1}, r"takes no 'zzz'(.|\n)*one of buffers, check_every(.|\n)*leave it out"),
+        (
+            {"zzz": 1},
+            r"takes no 'zzz'(.|\n)*one of accuracy, buffers, ch(.|\n)*leave it out",
+        ),
     ],
 )
 def test_an_unknown_keyword_is_refused_with_the_nearest(asked: Any, says: str) -> None:
@@ -92,6 +102,7 @@ LOSSY: dict[str, Any] = {
     "max_error": 0.1,
     "local_steps": 4,
     "outer": OUTER,
+    "first": 5,
     "update_every": {"0": 2},
 }
 
@@ -164,6 +175,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("strategies", "replicate", "strategies is a list of names"),
     ("strategies", ["replicat"], "did you mean 'replicate'"),
     ("codecs", 3, "codecs is a list of names"),
+    ("accuracy", "nearly", "there is no such accuracy"),
+    ("accuracy", None, "there is no such accuracy"),
 ]
 
 
@@ -171,6 +184,25 @@ WRONG: list[tuple[str, Any, str]] = [
 def test_a_value_of_another_kind_is_refused(keyword: str, value: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Options.of({keyword: value})
+
+
+def test_an_accuracy_is_a_word_for_codecs() -> None:
+    near = set(Options.of({"accuracy": "near"}).allowed_codecs)
+    assert near == {"bfloat16", "float16", "int8", "int4"}
+    assert set(Options.of({"accuracy": "fast"}).allowed_codecs) == set(of(Codec)) > near
+    assert Options.of({"accuracy": "exact"}) == Options.of({}) == Options()
+    assert Options.of({}).allowed_codecs == ()
+    assert Options.of({"accuracy": "exact", "codecs": ["int8"]}).allowed_codecs == ("int8",)
+    assert Options.of({"accuracy": "near"}).without_codecs() == Options()
+
+
+def test_an_accuracy_is_compared_and_stands_alone() -> None:
+    options = Options.of({"accuracy": "near"})
+    assert compared(options, options.features)["accuracy"] == "near"
+    with pytest.raises(UsageError, match="there are both an accuracy and codecs"):
+        Options.of({"accuracy": "near", "codecs": ["int8"]})
+    with pytest.raises(UsageError, match="there are both a plan and an accuracy"):
+        Options.of({"accuracy": "fast", "plan": small_plan()})
 
 
 def test_an_outer_rule_is_an_outer() -> None:
@@ -259,6 +291,7 @@ def test_a_plan_may_say_more_exactly_what_is_asked_for() -> None:
 
 def test_a_given_plan_leaves_other_features_to_the_caller() -> None:
     others = [feature for name, (_, feature) in ASKED.items() if name not in SAID]
+    others.remove(Accuracy("near"))  # for the plan says which codecs there are
     plan = small_plan()
     assert Options.of({"plan": plan}, features=others).given_plan() == plan
 

@@ -11,6 +11,7 @@ from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
+from shoal.planner.explain import explain
 from shoal.planner.local import with_local_steps
 from shoal.planner.search_options import SearchOptions
 from shoal.planner.sharing import plan_for
@@ -54,6 +55,24 @@ def test_auto_leaves_processors_that_compute_little_else_to_do() -> None:
     assert busy.predicted_s == pytest.approx(3.5 + 1 / 6, rel=1e-3)
 
 
+def test_without_a_lag_the_work_of_exchanges_is_counted_once() -> None:
+    """Of 8 MB at 1 MB/s the main thread waits 8 s; a core works 1 s for the bytes meanwhile."""
+    where = cluster(2, 1e6, cores=1.0, cpu=0.125e-6)
+    exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
+    for lag, predicted_s in ((0, 3.5 + 8 / 16), (16, 3.5 + 1 / 16)):
+        plan = with_local_steps(exact, NET, where, 16, Outer(lag=lag))
+        assert plan.predicted_s == pytest.approx(predicted_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("warmup", "times"), [(0, "1.37"), (100, "")])
+def test_explain_shows_how_much_later_local_steps_learn(warmup: int, times: str) -> None:
+    where = cluster(2, 1e6)
+    exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
+    plan = with_local_steps(exact, NET, where, 16, Outer(warmup_steps=warmup))
+    (line,) = [f for f in explain(plan, NET, where).features if f.startswith("learning")]
+    assert (f"{times} times the samples" if times else "as many samples") in line
+
+
 def test_a_bucket_alone_has_the_whole_round_and_two_have_half_and_a_step() -> None:
     alone, two = planned(1e5), planned(1e5, options=TWO_BUCKETS)
     assert (alone.outer or Outer()).lag == 23
@@ -61,9 +80,27 @@ def test_a_bucket_alone_has_the_whole_round_and_two_have_half_and_a_step() -> No
 
 
 def test_what_is_given_is_kept_and_waits() -> None:
-    plan = planned(1e6, 16)
+    plan = planned(1e6, 16, Outer(lag=0))
     assert plan.local_steps == 16 and plan.outer == Outer(0.7, 0.9, "nesterov", lag=0)
     assert plan.predicted_s == pytest.approx(3.5 + 8 / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "options", "lag"),
+    [
+        (1e7, ONE_BUCKET, 0),  # 0.8 s are less than a step of 3.5 s
+        (1e6, ONE_BUCKET, 16),  # one bucket has the whole round
+        (1e6, TWO_BUCKETS, 16 // 2 + 1),
+        (1e5, TWO_BUCKETS, 12 + 1),  # 80 s are 23 steps, so the round waits at its end
+    ],
+)
+def test_a_given_number_has_a_lag_if_the_exchange_is_longer_than_a_step(
+    bytes_per_s: float, options: SearchOptions, lag: int
+) -> None:
+    plan = planned(bytes_per_s, 16, options=options)
+    assert plan.outer is not None and plan.outer.lag == lag
+    waits_s = max(0.0, 8e6 / bytes_per_s - 3.5 * lag * (1 if options is ONE_BUCKET else 2)) / 16
+    assert plan.predicted_s == pytest.approx(3.5 + waits_s, rel=1e-3)
 
 
 def test_a_lag_that_is_given_is_kept() -> None:
@@ -102,7 +139,8 @@ ON_HOSTS = Cluster(
 def on_hosts(steps: int | str, islands: bool | None) -> Plan:
     choices = tuple(Choice(layer.name, "replicate", "hierarchical") for layer in NET.layers)
     exact = Plan(4, "made up", choices, bucket_bytes=1 << 30, lanes=1)
-    return with_local_steps(exact, NET, ON_HOSTS, steps, Outer(islands=islands))
+    outer = Outer(islands=islands, lag=None if steps == "auto" else 0)
+    return with_local_steps(exact, NET, ON_HOSTS, steps, outer)
 
 
 def test_steps_of_islands_have_their_exchange_in_them() -> None:

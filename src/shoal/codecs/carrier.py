@@ -35,19 +35,23 @@ class CodedCarrier(Remembering, Coding):
         super().__init__(exchange, codec, bucket)
         self.slices = bucket.slices
         self._exchange = exchange
+        self._codec = codec
         self._runs, self._runs_there = Runs(codec), Runs(codec.there)
 
     def reduce(self, comm: Comm) -> None:
+        codec = self._first_codec if self._begin_round() else None
+        codec = codec or self._codec
+        self._runs, self._runs_there = Runs(codec), Runs(codec.there)
         if not self.exact and self._feedback:
             self._judge(comm)
-        if self.given_up:
+        if self.goes_exactly:
             self._reduce_exactly(comm)
         else:
             self._exchange.reduce_codes(self, comm)
         self._settle(OWNER, comm.rank, OWED)
 
     def gather(self, comm: Comm) -> None:
-        if self.given_up:
+        if self.goes_exactly:
             self._exchange.all_gather(self.bucket.slices, comm)
             return
         for rank, code in self._gathered(self.bucket.values(comm.rank), _GATHER, comm):

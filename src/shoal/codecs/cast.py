@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.codecs.ranges import within
 from shoal.contracts.codec import Codec, State
+from shoal.contracts.learning import NOTHING_LOST, LearningPrice
 
 
 class Cast(Codec):
@@ -19,6 +20,7 @@ class Cast(Codec):
     by_value: ClassVar[bool] = True
     least_dims: ClassVar[int] = 2
     most_error: ClassVar[float] = 0.01
+    learning: ClassVar[LearningPrice] = NOTHING_LOST
 
     @property
     @abstractmethod

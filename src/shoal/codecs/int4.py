@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.codecs.blocks import check_block, in_blocks, in_steps, scales
 from shoal.codecs.int8 import Int8
 from shoal.contracts.codec import Codec, State
+from shoal.contracts.learning import NOTHING_LOST, LearningPrice
 
 _STEPS = 7
 
@@ -29,6 +30,7 @@ class Int4(Codec):
     in_runs: ClassVar[bool] = True
     least_dims: ClassVar[int] = 2
     most_error: ClassVar[float] = 0.2
+    learning: ClassVar[LearningPrice] = NOTHING_LOST
     block: int = 64
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shoal.codecs.ranges import MOST
 from shoal.contracts.codec import LinearCodec, State
+from shoal.contracts.learning import LATER, LearningPrice
 from shoal.core.numbers import check_whole
 
 _BASIS = "basis"
@@ -43,6 +44,8 @@ class LowRank(LinearCodec):
     name: ClassVar[str] = "low_rank"
     least_dims: ClassVar[int] = 2
     most_error: ClassVar[float] = 0.95
+    learning: ClassVar[LearningPrice] = LearningPrice(1.79, LATER)
+    learning_added: ClassVar[LearningPrice] = LearningPrice(1.59, LATER)
     hints: ClassVar[tuple[str, ...]] = (_BASIS,)
     rank: int = 4
     columns: int = 0

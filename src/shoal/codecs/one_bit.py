@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from shoal.codecs.blocks import check_block, in_blocks
 from shoal.codecs.ranges import MOST, within
 from shoal.contracts.codec import Codec, State
+from shoal.contracts.learning import LATER, LearningPrice
 
 
 @final
@@ -32,6 +33,7 @@ class OneBit(Codec):
     in_runs: ClassVar[bool] = True
     least_dims: ClassVar[int] = 2
     most_error: ClassVar[float] = 0.7
+    learning: ClassVar[LearningPrice] = LearningPrice(1.27, LATER)
     block: int = 256
 
     def __post_init__(self) -> None:

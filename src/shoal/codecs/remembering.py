@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ def coded_carriers(transfers: Iterable[Transfer]) -> Iterator[Remembering]:
             yield transfer.carrier
 
 
+class _FirstPhase(NamedTuple):
+    """The first rounds of a carrier, and their codec; None for exact rounds."""
+
+    rounds: int = 0
+    codec: Codec | None = None
+
+
 class Remembering(Carrier):
     """A carrier of one bucket's codes, with a memory of each leg and slice."""
 
@@ -46,7 +54,7 @@ class Remembering(Carrier):
                 where=", ".join(list(bucket.numels)[:2]),
                 do=f'let "{exchange}" carry these layers, without a codec',
             )
-        self.exact = codec.exact
+        self.exact = self._codec_exact = codec.exact
         self.bucket = bucket
         self._hints = {*codec.hints, *codec.there.hints}
         self._wide = dtype if dtype in _WIDE else torch.float32
@@ -55,8 +63,38 @@ class Remembering(Carrier):
         self.ledger = Ledger(bucket, self._wide)
         # memories of each leg and slice, by kind
         self._memory: dict[tuple[str, int], dict[str, Tensor]] = {}
-        self._rounds = 0
-        self.given_up: list[str] = []  # parameters that have turned their whole bucket exact
+        self._judged = 0  # rounds, for the ledger's windows
+        self.given_up: list[str] = []  # parameters for which all of the bucket is exact
+        self.rounds = 0  # made so far, of this run and of the checkpoint that it goes on from
+        self._first = _FirstPhase()
+
+    def begin_with(self, rounds: int, codec: Codec | None, made: int = 0) -> None:
+        """Go exactly, or by another codec, for the first rounds (on every rank alike).
+
+        Args:
+            rounds: number of first rounds.
+            codec: their codec, if codes are not added on their way. None for exact rounds.
+            made: rounds that were made before.
+        """
+        self._first, self.rounds = _FirstPhase(rounds, codec), made
+
+    @property
+    def goes_exactly(self) -> bool:
+        """Whether the present round goes without codes."""
+        return bool(self.given_up) or self.passing
+
+    def _begin_round(self) -> bool:
+        """Count a round, and return whether it is one of the first."""
+        is_first = self.rounds < self._first.rounds
+        self.rounds += 1
+        self.passing = is_first and self._first_codec is None
+        self.exact = self._codec_exact or self.goes_exactly
+        return is_first
+
+    @property
+    def _first_codec(self) -> Codec | None:
+        """The codec of the first rounds; None if they go exactly."""
+        return self._first.codec
 
     def kept(self, label: str, rank: int) -> Tensor:
         memory = self._memory.setdefault((OWNER, rank), {})
@@ -156,8 +194,8 @@ class Remembering(Carrier):
 
         If a parameter exceeds its limit on any rank, all of the bucket turns exact.
         """
-        self._rounds += 1
-        if self._rounds % WINDOW != 1 or self._rounds == 1:
+        self._judged += 1
+        if self._judged % WINDOW != 1 or self._judged == 1:
             return
         names = list(self.bucket.numels)
         errors = self.ledger.mean_errors()

@@ -25,7 +25,7 @@ from torch import Size, Tensor
 from shoal.codecs.ranges import narrowed_into
 from shoal.codecs.remembering import Remembering
 from shoal.codecs.runs import LOST
-from shoal.contracts.codec import LinearCodec, State
+from shoal.contracts.codec import Codec, LinearCodec, State
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
 from shoal.core.cost import Pace, Traffic
@@ -157,15 +157,20 @@ class SummedCarrier(Remembering):
         shapes = [shape for _, _, shape in self._places.values()]
         self._begin, self._num_terms = turns_of(codec, shapes)
 
+    @property
+    def _first_codec(self) -> Codec | None:
+        return None  # codes cannot be added on their way
+
     def reduce(self, comm: Comm) -> None:
-        self._judge(comm)
-        if self.given_up:
+        self._begin_round()
+        if not self.passing:
+            self._judge(comm)
+        if self.goes_exactly:
             self._settle(_SUM, 0, LOST)
             self._add(self.bucket.flat, comm)
             return
         memory = self._memory.setdefault((_SUM, 0), {})
-        lost = memory.pop(LOST, None)
-        lost = self._zeros(0) if lost is None else lost
+        lost = memory.pop(LOST) if LOST in memory else self._zeros(0)
         matrices = [
             _CodedMatrix(
                 self.bucket.flat[begin:stop].view(shape),
@@ -177,8 +182,7 @@ class SummedCarrier(Remembering):
                 self._begin, self._places.items(), strict=True
             )
         ]
-        values = self.bucket.values(0)
-        sample, before = self.ledger.sample(0, values), self.ledger.sample(0, lost)
+        sample, before = (self.ledger.sample(0, of) for of in (self.bucket.values(0), lost))
         terms = [made(self._codec, *matrix) for matrix in matrices]
         sizes = [len(part) for part in terms]
         room = self.bucket.flat.new_zeros(self._num_terms - sum(sizes), dtype=self._wide)

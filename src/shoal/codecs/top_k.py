@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.codecs.ranges import within
 from shoal.contracts.codec import Codec, State
+from shoal.contracts.learning import LATER, LearningPrice
 from shoal.core.numbers import check_number
 
 _SAMPLE = 4096
@@ -35,6 +36,7 @@ class TopK(Codec):
     in_runs: ClassVar[bool] = True
     least_dims: ClassVar[int] = 2
     most_error: ClassVar[float] = 0.95
+    learning: ClassVar[LearningPrice] = LearningPrice(1.4, LATER)
     share: float = 0.01
 
     def __post_init__(self) -> None:

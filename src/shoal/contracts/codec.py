@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.contracts.learning import UNMEASURED, LearningPrice
 from shoal.core.registry import Contract
 from shoal.core.written import written
 
@@ -41,7 +42,9 @@ class Codec(Contract, ABC):
     # largest relative error of the mean over 100 steps with which a layer may still be coded
     # (codecs/ledger.py)
     most_error: ClassVar[float] = 1.0
-    # keys of its state that may be of any shape: a checkpoint leaves them out
+    # samples that a run needs with these codes, as a multiple of the samples of exact steps
+    learning: ClassVar[LearningPrice] = UNMEASURED
+    # keys of its state that may be of any shape: a checkpoint does without them
     hints: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -108,6 +111,9 @@ class LinearCodec(Codec):
     So an exchange that adds on its way can carry terms (codecs/summed.py). All ranks have the same
     state, because it comes from sums alone. Turns count from 0, and all ranks have the same turn.
     """
+
+    # price in samples if an exchange adds terms on its way, as `learning` has it for codes
+    learning_added: ClassVar[LearningPrice] = UNMEASURED
 
     @abstractmethod
     def num_terms(self, rows: int, columns: int, turn: int) -> int:

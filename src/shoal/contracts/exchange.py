@@ -128,6 +128,8 @@ class Carrier(ABC):
 
     # False: what `gather` brings may differ from what owners gave
     exact: bool = True
+    # True: it is exact in its first rounds only, and may differ later
+    passing: bool = False
 
     @abstractmethod
     def reduce(self, comm: Comm) -> None:

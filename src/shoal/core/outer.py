@@ -51,12 +51,15 @@ class Outer:
             0.7 for "slowmo", 1 − 1/N for "bmuf" on N ranks. "average" has none.
         rule: "nesterov" (DiLoCo), "average", "slowmo" or "bmuf" (block momentum).
         lag: steps from when weights are sent until the result is taken over, while training goes
-            on; buckets then take turns. 0 waits. The default is 0, or if `local_steps` is "auto",
-            the number of steps that hides the exchange.
+            on. Buckets then take turns. 0 waits. By default as many as hide it where `local_steps`
+            is "auto", or where the exchange of all weights lasts longer than a step; else 0.
         islands: whether the ranks of one host step together, as one rank: they exchange gradients
-            in each step, and hosts come together every H steps. The default is True if there are
-            several hosts, and one has several ranks.
-        warmup_steps: exact steps before the first round. In these, all ranks exchange gradients.
+            in each step, and hosts come together every H steps. By default where there are several
+            hosts, of which any has several ranks.
+        warmup_steps: exact steps before the first round, in which all ranks exchange gradients as
+            without local steps.
+        grows: whether the first rounds are short: of 1 step, then 2, 4 and so on, up to
+            `local_steps`. Each of them waits for its exchange.
 
     Raises:
         UsageError: there is no such rule, or a number is out of its bounds.
@@ -98,6 +101,13 @@ class Outer:
         ),
     )
 
+    grows: bool = option(
+        False,
+        flag=Flag(
+            "Begin with rounds of 1, 2, 4 steps and so on, with --local-steps.", "--grow", no=True
+        ),
+    )
+
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or self.rule not in RULES:
             raise UsageError(
@@ -126,6 +136,7 @@ class Outer:
             0,
             do="give 100, or leave it out to begin with local steps",
         )
+        check_truth("grows is True or False", self.grows, do="give grows=True for short rounds")
 
     def _check_momentum(self) -> None:
         momentum: Any = self.momentum
@@ -154,7 +165,8 @@ class Outer:
         lag = f", lag={self.lag}" if self.lag else ""
         islands = ", islands=True" if self.islands else ""
         warmup = f", warmup_steps={self.warmup_steps}" if self.warmup_steps else ""
-        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup})"
+        grows = ", grows=True" if self.grows else ""
+        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup}{grows})"
 
     def step(self, old: Tensor, difference: Tensor, momentum: Tensor) -> Tensor:
         """Return new values, from the old ones and their difference to the mean over ranks.

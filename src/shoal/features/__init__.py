@@ -1,6 +1,8 @@
 """Features of training, one in each file. Their contract is contracts/feature.py."""
 
+from shoal.features.accuracy import Accuracy
 from shoal.features.check_every import CheckReplicas
+from shoal.features.first_steps import FirstSteps
 from shoal.features.local_steps import LocalSteps, check_in_step, global_weights
 from shoal.features.lossy import Lossy
 from shoal.features.max_error import MaxError
@@ -11,7 +13,9 @@ from shoal.features.sync_batchnorm import SyncBatchNorm
 from shoal.features.update_every import UpdateEvery
 
 __all__ = [
+    "Accuracy",
     "CheckReplicas",
+    "FirstSteps",
     "LocalSteps",
     "Lossy",
     "MaxError",

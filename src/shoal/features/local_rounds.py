@@ -76,6 +76,57 @@ def _rates(optimizers: Sequence[Optimizer]) -> dict[int, float]:
     }
 
 
+@final
+class RoundLength:
+    """Number of steps of the present round: that of the plan, or a growing one.
+
+    Args:
+        transfers: the transfers of weights and of state.
+        optimizers: the optimizers that make the steps.
+        plan: a plan with local steps.
+    """
+
+    def __init__(
+        self, transfers: Sequence[Transfer], optimizers: Sequence[Optimizer], plan: Plan
+    ) -> None:
+        assert plan.outer is not None
+        self._set_off = partial(set_off, transfers, optimizers)
+        self._each, self._most = len(optimizers), plan.local_steps
+        self._lag, self._grows = plan.outer.lag or 0, plan.outer.grows
+        self._present = self._most
+        self._ends = NEVER  # the step of single optimizers that ends the round, while rounds grow
+
+    def after(self, steps: int) -> int:
+        """Return the length of the round that a next step belongs to.
+
+        Args:
+            steps: steps of single optimizers that were made.
+        """
+        has_ended = steps >= self._ends
+        return min(2 * self._present, self._most) if has_ended else self._present
+
+    def put(self, length: int | None) -> None:
+        """Have the next round have this length if rounds grow; None if they have grown."""
+        self._present = min(length or self._most, self._most) if self._grows else self._most
+
+    def suspend(self) -> None:
+        """Have no round for now."""
+        self._ends = NEVER
+        self._set_off(self._most, self._lag, after=NEVER)
+
+    def begin(self, steps: int) -> None:
+        """Begin a round after so many steps of single optimizers."""
+        has_grown = self._present == self._most
+        self._ends = NEVER if has_grown else steps + self._present * self._each
+        self._set_off(self._present, self._lag if has_grown else 0, after=steps)
+
+    def stepped(self, steps: int) -> None:
+        """Begin the next round if its first step has been made: then the last one has ended."""
+        if steps > self._ends:
+            self._present = self.after(steps)
+            self.begin(self._ends)
+
+
 @dataclass(frozen=True)
 class Company:
     """Ranks that exchange gradients in each step.
@@ -208,9 +259,7 @@ class LocalRounds:
         engine = running.engine
         self._transfers = [transfer for transfer in engine.transfers if isinstance(transfer, kinds)]
         self._each = len(optimizers)
-        self._set_off = partial(
-            set_off, self._transfers, optimizers, plan.local_steps, plan.outer.lag or 0
-        )
+        self._rounds = RoundLength(self._transfers, optimizers, plan)
         self._warmup = plan.outer.warmup_steps * self._each  # steps of single optimizers
         self._round = plan.local_steps * self._each  # the same, in one round
         self._lags = bool(plan.outer.lag)  # weights are always under way
@@ -238,14 +287,19 @@ class LocalRounds:
         return (self._warmup - self._left) // self._each
 
     def begin(
-        self, state: Mapping[str, Mapping[str, Tensor]], warmup_steps: int | None = 0
+        self,
+        state: Mapping[str, Mapping[str, Tensor]],
+        warmup_steps: int | None = 0,
+        length: int | None = 1,
     ) -> None:
         """Begin with the present weights, on every rank alike.
 
         Args:
             state: the outer rule's state by parameter. It is forgotten if exact steps come first.
             warmup_steps: number of warm-up steps made before; None if all were made.
+            length: steps of the first round, if rounds grow; None if they have grown.
         """
+        self._rounds.put(length)
         made = self._warmup if warmup_steps is None else warmup_steps * self._each
         self._left = max(0, self._warmup - made)
         if self._left:
@@ -261,8 +315,14 @@ class LocalRounds:
         if counts is not None and not self._weigher.has(counts):
             counts.close()
 
+    @property
+    def length(self) -> int:
+        """Number of steps of the present round; of the next one if the present one has ended."""
+        return self._rounds.after(self._steps)
+
     def _stepped(self) -> None:
         self._steps += 1
+        self._rounds.stepped(self._steps)
         if self._left:
             self._left -= 1
             if not self._left:
@@ -271,7 +331,7 @@ class LocalRounds:
     def _exactly(self) -> None:
         """Make every step a step of all ranks, from here on."""
         self._is_exact = True
-        self._set_off(after=NEVER)
+        self._rounds.suspend()
         self._engine.take(self._exchanged.among(self._companies.all_ranks))
         self._weigher.among(self._companies.all_ranks.counts)
         common = self._in_common()
@@ -284,8 +344,7 @@ class LocalRounds:
         landing = [] if island is None else self._exchanged.among(island)
         self._engine.take(landing, inside=True)
         self._weigher.among(None if island is None else island.counts)
-        self._began = self._steps
-        self._set_off(after=self._began)
+        self._rounds.begin(self._steps)
         for transfer in self._transfers:
             if isinstance(transfer, LocalTransfer):
                 transfer.counted = self._weigher

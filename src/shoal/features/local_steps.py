@@ -306,7 +306,8 @@ class _LocalTraining(Attachment[Running]):
     def state(self) -> Any:
         weights = self.weights
         outer = {} if weights is None else weights.outer_state()
-        return {"outer": outer, "warmup_steps": self.rounds.warmup_steps}
+        made = {"warmup_steps": self.rounds.warmup_steps, "length": self.rounds.length}
+        return {"outer": outer, **made}
 
     def problem(self, state: Any) -> str:
         if not isinstance(state, dict):
@@ -314,6 +315,9 @@ class _LocalTraining(Attachment[Running]):
         warmup = state.get("warmup_steps", -1)
         if warmup is not None and not (is_count(warmup) and warmup >= 0):
             return f"warmup_steps is {str(warmup)[:40]}"
+        length = state.get("length", 1)
+        if not (is_count(length) and length > 0):
+            return f"a round of {str(length)[:40]} steps"
         if unlike := unlike_tensors(state.get("outer"), flat=("momentum",)):
             return unlike
         rates = [known["rate"] for known in state["outer"].values() if "rate" in known]
@@ -328,7 +332,8 @@ class _LocalTraining(Attachment[Running]):
         outer = {} if state is None else state["outer"]
         assert self._weights is not None
         self._weights.check(outer)
-        self.rounds.begin(outer, 0 if state is None else state["warmup_steps"])
+        made = {"warmup_steps": 0} if state is None else state
+        self.rounds.begin(outer, made["warmup_steps"], made.get("length", 1))
         if self.weights is not None:
             self.weights.give_servers()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
+from shoal.core.beginning import Beginning
 from shoal.core.outer import Outer
 from shoal.planner.search_options import SearchOptions
 
@@ -15,9 +16,11 @@ from shoal.planner.search_options import SearchOptions
 class Older(TypedDict, total=False):
     """Keywords that work as before. `shoal.Lossy` and `features=` say the same."""
 
+    accuracy: str
     buffers: str | Mapping[str, str]
     check_every: int
     codecs: str | Iterable[str]
+    first: Beginning | int | None
     local_steps: int | str | None
     max_error: float | None
     micro_batches: int

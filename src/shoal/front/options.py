@@ -24,7 +24,7 @@ from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import of
 from shoal.core.terms import WEIGH
 from shoal.core.way import strategy_and_exchange
-from shoal.features import Lossy
+from shoal.features import Accuracy, Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
 from shoal.planner.search_options import DEFAULT, SearchOptions
@@ -213,6 +213,12 @@ class Options:
         check_pins({} if self.pins is None else self.pins)
         known(self.strategies)
         codecs_of(self.codecs)
+        if self._codecs_by_word and codecs_of(self.codecs):
+            raise UsageError(
+                "there are both an accuracy and codecs",
+                got=", ".join(codecs_of(self.codecs)),
+                do="leave out one of them: accuracy is a word for a list of codecs",
+            )
         if self.plan != AUTO:
             self._require_nothing_beside_plan()
 
@@ -278,10 +284,25 @@ class Options:
                 "there are both a plan and codecs",
                 do='write a codec behind an exchange of the plan, as "direct+int8"',
             )
+        if self._codecs_by_word:
+            raise PlanError(
+                "there are both a plan and an accuracy",
+                do="leave accuracy out: the plan says which codecs there are",
+            )
         if self.search_options != DEFAULT:
             raise PlanError(
                 "there are both a plan and search_options", do='let plan="auto" search for one'
             )
+
+    @property
+    def allowed_codecs(self) -> tuple[str, ...]:
+        """Codecs that the planner may use, as plans write them: by name, or by the accuracy."""
+        return codecs_of(self.codecs) or self._codecs_by_word
+
+    @property
+    def _codecs_by_word(self) -> tuple[str, ...]:
+        """Codecs that the feature `accuracy` allows."""
+        return next((f.codecs for f in self.features if isinstance(f, Accuracy)), ())
 
     def given_plan(self) -> Plan | None:
         """Return the given plan, read from its file if need be; None if one must be made.
@@ -312,7 +333,8 @@ class Options:
         if plan != AUTO:
             plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
             plan = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
-        return replace(self, plan=plan, pins=pins or None, codecs=())
+        features = tuple(f for f in self.features if not isinstance(f, Accuracy))
+        return replace(self, plan=plan, pins=pins or None, codecs=(), features=features)
 
 
 def compared(options: Options, features: Features) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.core.terms import WEIGH
 from shoal.features import Lossy, Older
-from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
+from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.forward_only import for_use, mean_of_output, thawed
@@ -139,7 +139,11 @@ def parallelize(
         features: features of training, such as `shoal.SyncBatchNorm()`, or one of your own.
         older: the features' options by their keywords, and some options of the core:
 
-            * `codecs`, `max_error`, `local_steps`, `outer`, `update_every`: as in `shoal.Lossy`.
+            * `accuracy`: "exact", as one process; "near", which allows codecs that lost nothing
+              measurable (16 bits, int8, int4, each with error feedback); or "fast", which allows
+              every codec. A codec is taken if a loss is then reached sooner by the clock.
+            * `codecs`, `max_error`, `local_steps`, `outer`, `first`, `update_every`: as in
+              `shoal.Lossy`.
             * `sync_batchnorm`: if True, BatchNorm layers normalise by the rows of all ranks, as one
               process does. Their statistics cross the network in forward and backward, and main
               threads wait for them. nn.SyncBatchNorm layers always do so.
@@ -363,7 +367,7 @@ def plan_by_options(
     how = how_profiled(request, request.draft.micro_batches if has_tail else None)
     with all_uncompiled:
         profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
-    wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
+    wanted = all_codecs(None, options.pins, options.allowed_codecs)
     device = device_of(model)
     measured = (
         with_codings(cluster, comm, wanted, device)

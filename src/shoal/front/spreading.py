@@ -31,7 +31,7 @@ from shoal.core.terms import Terms
 from shoal.core.way import rows_and_rest
 from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
-from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
+from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.known_before import KnownModel, key_of_model, known_plan, learned
 from shoal.front.no_effect import unused_micro_batches
@@ -147,7 +147,7 @@ def _spread(
         session,
         exchanges_of(request.given_plan, options.pins),
         device_of(model),
-        all_codecs(request.given_plan, options.pins, codecs_of(options.codecs)),
+        all_codecs(request.given_plan, options.pins, options.allowed_codecs),
     )
     give_back_freed()
     stages.done("measuring the links")
@@ -329,7 +329,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             "memory_limit": options.memory_limit,
             "micro_batches": options.micro_batches,
             "options": options.search_options,
-            "codecs": codecs_of(options.codecs),
+            "codecs": options.allowed_codecs,
         }
         plan = known_plan(profile, cluster, among)
         session = found()

@@ -22,6 +22,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import stations_at
 from shoal.planner.holders import is_dealt, unasked_holders
+from shoal.planner.learning import learning_line
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
 from shoal.planner.options import PLAIN, known
@@ -95,7 +96,7 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
-        features=_parts(plan) + lines_of(plan) + _sure(profile, cluster),
+        features=_parts(plan) + lines_of(plan) + learning_line(plan) + _sure(profile, cluster),
     )
     return explained_locally(explanation, plan, profile) if plan.is_local else explanation
 

@@ -1,10 +1,13 @@
 """Plans with local steps: how many steps a round has, and when the mean of weights is taken over.
 
-"auto" is the fewest steps that hide the exchange of all weights: they last as long, and on
-processors that also compute the exchange adds only a small part. Then buckets take turns, and each
-may return within its turn and one step more. If the ranks of a host step together, their exchange
-is a part of the step. It is priced by the processor time of its bytes, because nothing else limits
-it inside a host. Guarded by tests/planner/test_local.py.
+A given number of steps gets a lag where the link is slower than compute: if the exchange of all
+weights lasts longer than a step. Training then goes on while weights are under way.
+
+"auto" is the fewest steps that hide the exchange of all weights: they last as long, and its work
+for processors that compute as well is a small part of theirs. Then buckets take turns, and each has
+the time of its turn and a step more to come back. Where the ranks of a host step together, their
+exchange is a part of the step: it is priced by the processor time of its bytes, as inside a host
+nothing else holds them up. Guarded by tests/planner/test_local.py.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from shoal.core.plan import Choice, Plan
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor
 
-_WORK = 0.05  # share of a step that exchanges may add under "auto"
+_WORK = 0.05  # of a step that "auto" lets exchanges add
+_LEAST_S = 0.1  # shortest exchange that a lag hides: less may be noise
 
 
 def with_local_steps(
@@ -53,16 +57,20 @@ def with_local_steps(
         step_s = max(step_s, _island_s(plan, profile, cluster))
     exchange_s, num_buckets = _exchange_s(plan, predictor, cluster)
     lanes_s = predictor.lanes_s(plan)
-    if steps == "auto":
+    is_auto = steps == "auto"
+    if is_auto:
         steps = max(1, math.ceil(exchange_s / step_s)) if step_s else 1
         while step_s and predictor.beside_s(step_s, lanes_s / steps) > step_s * (1 + _WORK):
             steps += 1
-        if outer.lag is None and exchange_s:
-            outer = replace(outer, lag=min(steps, math.ceil(steps / num_buckets) + 1))
     assert isinstance(steps, int)
+    waits = exchange_s > 0 if is_auto else exchange_s > max(step_s, _LEAST_S)
+    if outer.lag is None and waits and (is_auto or not cluster.servers):
+        turn_steps = max(steps, exchange_s / step_s if step_s else 0.0) / num_buckets
+        outer = replace(outer, lag=min(steps, math.ceil(turn_steps) + 1))
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
-    step_s = predictor.beside_s(step_s, lanes_s / steps)
-    # buckets take turns, so with a lag each has its steps for itself
+    if outer.lag:  # without a lag main threads wait while lanes work, which waits_s has
+        step_s = predictor.beside_s(step_s, lanes_s / steps)
+    # with a lag each bucket has so many steps for itself, as buckets take turns
     hidden_s = (outer.lag or 0) * step_s * num_buckets
     waits_s = max(0.0, exchange_s - hidden_s) / steps
     return replace(plan, local_steps=steps, outer=outer, predicted_s=step_s + waits_s)

@@ -1,13 +1,14 @@
-"""Adds allowed codecs to a plan that was found without them, if they make the step shorter.
+"""Lets allowed codecs into a plan that was found without them, if a loss is reached sooner by it.
 
     exact plan ─▶ with codec 1 ─▶ with codec 2 …     from the codec with the least error to the most
 
-A codec with a larger error must make the step 10 % shorter than the plan before it. If it does not,
-the plan before it stays. Of codecs with equal errors, the shortest step wins. Then layer after
-layer returns to its old choice, small ones first, if the step gets hardly longer, so that hidden
-exchanges stay exact. Embeddings stay exact, and layers without a parameter of two dimensions. The
-cost for each codec is a prediction for each bucket size and layer (of many layers the 96 largest),
-and two for each way to carry codes. A prediction takes some milliseconds.
+The time to a loss is the step, times the samples that the codec needs (learning.py). One that is
+off by more must make it 10 % shorter than the plan before; else nothing of it is taken. Of those
+that may be off by as much, the one with the shortest time to a loss is taken. Then
+layer after layer goes back to what it was, the small ones first, where the step gets hardly longer:
+what hides anyway stays exact. Embeddings stay exact, and layers without a parameter of two
+dimensions. Costs a prediction for each bucket size and layer (of many layers the 96 largest), and
+two for each way to carry codes, for each codec; each takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
+from shoal.planner.learning import seconds_to_a_loss
 from shoal.planner.options import known, resolve
 from shoal.planner.search_options import Constraints, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
-WORTH = 0.1  # share of the step that a codec must save
-_LESS = 0.005  # share of the step that all layers which turn exact again may cost together
-_MOST = 96  # number of layers, the largest, that may turn exact again
-_VALUES = 1 << 20  # number of values by which codecs' bytes are compared
+WORTH = 0.1  # of the time to a loss: what a codec must gain
+_LESS = 0.005  # of the step: what layers that go back may cost, all of them together
+_MOST = 96  # layers that may go back, the largest
+_VALUES = 1 << 20  # by which codecs are compared
 _TABLES = ("Embedding", "EmbeddingBag")
 _seconds = attrgetter("predicted_s")
 
@@ -42,7 +44,7 @@ def with_codecs(
     constraints: Constraints,
     options: SearchOptions,
 ) -> Plan:
-    """Return the plan, or one that codecs make a tenth shorter.
+    """Return the plan, or one with codecs that reaches a loss in a tenth less time.
 
     Args:
         plan: the plan without codecs.
@@ -63,7 +65,7 @@ def with_codecs(
         )
         coded = trial.best()
         worth = WORTH if codec.most_error > off_by else 0.0
-        if coded.predicted_s < best.predicted_s * (1 - worth):
+        if seconds_to_a_loss(coded) < seconds_to_a_loss(best) * (1 - worth):
             best, off_by = coded, codec.most_error
     return best
 
@@ -139,7 +141,7 @@ class _CodecTrial:
         tried = [self._predicted(start) for start in starts]
         if not tried:
             return self._exact
-        best = min(tried, key=_seconds)
+        best = min(tried, key=seconds_to_a_loss)  # one codec may have two prices
         sized = [self._predicted(replace(best, bucket_bytes=nbytes)) for nbytes in self._sizes]
         return self._with_less(min([best, *sized], key=_seconds))
 

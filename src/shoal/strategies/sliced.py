@@ -289,7 +289,8 @@ class SlicedTransfer(OwnedTransfer):
             self.carrier.gather(comm)
         if self._unsent is not None and self.exact and turn is Turn.VALUES:
             self._unsent.forget()
-            self._unsent = None
+            if not self.carrier.passing:
+                self._unsent = None
         if self._bucket.at_server:
             return self._bucket.known if in_changes else []
         self._control.check_turn(turn)

@@ -105,7 +105,7 @@ def as_asked(question: Question, options: Options) -> Question:
     if isinstance(options.placement, str):  # ranks by name fit one number of ranks only
         how["placement"] = options.placement
     given = {name: value for name, value in how.items() if value is not None}
-    codecs = question.codecs or tuple(codecs_of(options.codecs))
+    codecs = question.codecs or options.allowed_codecs
     return replace(question, how=given, codecs=codecs)
 
 

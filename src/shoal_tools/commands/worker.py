@@ -27,7 +27,7 @@ from shoal.core.outcome import Outcome
 from shoal.core.plan import Plan
 from shoal.features import SyncBatchNorm, global_weights
 from shoal.front import text
-from shoal.front.carriers import all_codecs, codecs_of
+from shoal.front.carriers import all_codecs
 from shoal.front.cluster import measured_cluster, with_codings
 from shoal.front.codec_report import codec_report
 from shoal.front.joining import init, is_tail_host, serve_and_end
@@ -434,7 +434,7 @@ def measured(
     how = how_profiled(request, at_tail)
     profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
-    wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
+    wanted = all_codecs(None, options.pins, options.allowed_codecs)
     where = (
         with_codings(cluster, session.comm, wanted)
         if cluster

@@ -35,6 +35,7 @@ TAKEN: dict[str, set[str]] = {
     "--cores": {"3", "1.5"},
     "--cores-per-rank": {"3", "1.5"},
     "--epochs": {"3"},
+    "--first": {"0", "3"},
     "--grace": {"0", "3", "1.5"},
     "--hosts": {"3"},
     "--json": PATH,
