@@ -16,7 +16,7 @@ class Beginning:
     """The first steps of a lossy run: exact, or by a nearer codec. The lossy way follows.
 
     The first steps change weights most, so a loss there costs most. The switch keeps the
-    optimizer's state and the residuals of codecs.
+    optimizer's state and the values that codecs will send later.
 
     Args:
         steps: number of first steps.

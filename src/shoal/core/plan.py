@@ -1,7 +1,7 @@
 """Plan: data that gives each layer a strategy and an exchange, in the order of the gradients.
 
-You can print, compare and save it as JSON, edit it by hand and give it back. Everything else (which
-parameters travel together) follows from it by `Plan.sites`, the same on every rank.
+You can print, compare and save it as JSON, edit it by hand and give it back. `Plan.sites` says
+which parameters travel together, the same on every rank.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class Choice:
     """Service of one layer: a strategy, and the exchange that carries its gradients.
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
-    codec: "+bfloat16".
-
-    If the layer is on tail hosts ("stage"), `exchange` names the strategy by which they share it
+    codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by which they share it
     among themselves. Rows between workers and tail hosts may cross as codes: "+bfloat16", or
     "+bfloat16:sliced:direct". If it is in a pipeline, `exchange` names its rank: "2", or
     "+bfloat16:2".
@@ -378,10 +376,10 @@ class Plan(Layout):
     def to_json(self) -> str:
         """Return the plan as JSON text, one layer a line."""
         head = {k: v for k, v in asdict(self).items() if k != "choices"}
-        if not self.features:
-            del head["features"]  # earlier releases can read a plan without it
+        if not self.features:  # earlier releases can read a plan without these fields
+            del head["features"]
         if self.outer is not None and not self.outer.grows:
-            del head["outer"]["grows"]  # likewise
+            del head["outer"]["grows"]
         lines = ["{", f'  "format": {FORMAT},', f'  "written_by": "{_WRITTEN_BY}",']
         lines += [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = ",\n".join("    " + json.dumps(asdict(choice)) for choice in self.choices)
