@@ -28,6 +28,7 @@ from shoal.pipeline.prices import (
     stations_of,
     step_of,
 )
+from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_holder
@@ -78,7 +79,8 @@ def with_holders(
     if not held:
         return dict(pins)
     way = pins[held[0]][0]
-    if rest := [name for name in profile.names if name not in held]:
+    rest = [name for name in profile.names if name not in held]
+    if rest and not _are_apart([pins[name][1] for name in held], cluster):
         raise PlanError(
             f"{way} serves all layers of a model, or none",
             where=f"layer {rest[0]}",
@@ -92,11 +94,11 @@ def with_holders(
             do=f'write the same of each layer: pins={{"*": "{way}+{max(codecs)}"}}',
         )
     (codec,) = codecs
-    named_ranks = {name: rows_and_rest(exchange)[1] for name, (_, exchange) in pins.items()}
+    named_ranks = {name: rows_and_rest(pins[name][1])[1] for name in held}
     unnamed = [name for name in held if not named_ranks[name]]
     if not unnamed:
-        for name, (_, exchange) in pins.items():
-            check_holder(name, way, exchange, cluster.size)
+        for name in held:
+            check_holder(name, way, pins[name][1], cluster.size + len(cluster.tail))
         check_cuts(profile, {name: int(rank) for name, rank in named_ranks.items()})
         return dict(pins)
     if len(unnamed) < len(held):
@@ -113,9 +115,15 @@ def with_holders(
     return {name: (way, f"{before}{rank}") for name, rank in holders.items()}
 
 
+def _are_apart(exchanges: Iterable[str], cluster: Cluster) -> bool:
+    """Return whether layers name ranks of hosts that bring no rows, all of them."""
+    ranks = [rows_and_rest(exchange)[1] for exchange in exchanges]
+    return all(rank.isdecimal() and int(rank) >= cluster.size for rank in ranks)
+
+
 def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
     """Raise PlanError if layers have ranks such that a cut lies where none can."""
-    for station in stations_at(profile.layers, holders):
+    for station in stations_at(profile.layers, dict.fromkeys(profile.names, EACH) | dict(holders)):
         if station.before_bytes >= NO_CUT:
             raise PlanError(
                 "forward changes a value in place of which another rank has a view",
@@ -232,3 +240,12 @@ def is_dealt(plan: Plan) -> bool:
     """Return whether a plan gives each layer to a rank."""
     ways = {choice.strategy for choice in plan.choices}
     return any(named(Strategy, way).role.names_ranks for way in ways)
+
+
+def holders_in(plan: Plan) -> dict[str, int]:
+    """Return the rank of each layer of a pipeline in a plan, by name."""
+    return {
+        choice.layer: choice.holder
+        for choice in plan.choices
+        if named(Strategy, choice.strategy).role.names_ranks
+    }
