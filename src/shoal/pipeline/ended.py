@@ -509,6 +509,8 @@ class EndedForward:
     def slopes(self, result: EndResult, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
         """Tell the end the gradient of this rank's result, weighed; the end returns all."""
         comm, end, pipeline = self.run.comm, self.run.route.end, self.run.pipeline
+        if pipeline.guide is not None:
+            self.run.check_first_backward()
         comm.begins(BACKWARD)
         if pipeline.guide is not None:
             self.run.gone.append(place(result))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.core.draws import drawing_from, drawn_seed, mixed
+from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, BackwardGate, SentOn
@@ -75,6 +76,7 @@ class ForwardRun:
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.gone: list[tuple[int, int]] = []  # results with a gradient in the running backward
+        self._went_back = False
         self.comm.begins(FORWARD)
         self._compute()
         self.gate = self._gate()
@@ -105,10 +107,18 @@ class ForwardRun:
             )
         return [gate]
 
+    def check_first_backward(self) -> None:
+        """Raise UsageError for a second backward, because hosts without rows keep no graph."""
+        if self._went_back:
+            raise UsageError(
+                "a second backward through a forward whose layers are on hosts without rows",
+                do="call the model again, or add the losses before backward",
+            )
+
     def go_back(self) -> None:
         """Tell hosts without rows that a backward goes through this call."""
         assert self.pipeline.guide is not None
-        results, self.gone = self.gone, []
+        results, self.gone, self._went_back = self.gone, [], True
         self.pipeline.guide.goes_back(self, results)
 
     @property

@@ -31,7 +31,7 @@ from shoal.pipeline.prices import (
 from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.planner.timeline import Predictor
-from shoal.strategies.carried import check_holder
+from shoal.strategies.carried import check_beside_holders, check_holder
 from shoal.strategies.pipeline import passage_of
 from shoal.strategies.row_parts import RowFacts
 
@@ -80,6 +80,8 @@ def with_holders(
         return dict(pins)
     way = pins[held[0]][0]
     rest = [name for name in profile.names if name not in held]
+    if rest and cluster.tail:
+        pins = {**pins, **_dealt_apart({name: pins[name] for name in held}, profile, cluster)}
     if rest and not _are_apart([pins[name][1] for name in held], cluster):
         raise PlanError(
             f"{way} serves all layers of a model, or none",
@@ -87,6 +89,7 @@ def with_holders(
             got=f"{len(held)} of {len(profile.names)} layers",
             do=f'pin all of them: pins={{"*": "{way}"}}',
         )
+    check_beside_holders({name: way for name, (way, _) in pins.items() if name not in held})
     if len(codecs := {rows_and_rest(pins[name][1])[0] for name in held}) > 1:
         raise PlanError(
             f"what crosses in a {way} has one codec, or none",
@@ -113,6 +116,31 @@ def with_holders(
     check_cuts(profile, holders)
     before = f"+{codec}:" if codec else ""
     return {name: (way, f"{before}{rank}") for name, rank in holders.items()}
+
+
+def _dealt_apart(
+    pins: Mapping[str, Option], profile: ModelProfile, cluster: Cluster
+) -> dict[str, Option]:
+    """Return pins of some layers, dealt in the order of forward to the hosts that bring no rows.
+
+    Pins that name ranks stay as they are.
+    """
+    if any(rows_and_rest(exchange)[1] for _, exchange in pins.values()):
+        return dict(pins)
+    uses = [use for use in uses_of(profile.layers) if use.layer in pins]
+    seconds = dict.fromkeys((use.layer for use in uses), 0.0)
+    firsts = {use.layer: use for use in reversed(uses)}
+    for use in uses:
+        seconds[use.layer] += use.forward_s + use.backward_s
+    chain = [(seconds[name], firsts[name].before_bytes) for name in seconds]
+    count = min(len(cluster.tail), len(chain))
+    (runs,) = in_runs(chain, [1.0] * count, [1.0])
+    found = dict(zip(seconds, runs, strict=True))
+    ties = {name: profile.layer(name).measured(UseFacts).with_layer or name for name in pins}
+    return {
+        name: (way, f"{exchange}{':' if exchange else ''}{cluster.size + found[ties[name]]}")
+        for name, (way, exchange) in pins.items()
+    }
 
 
 def _are_apart(exchanges: Iterable[str], cluster: Cluster) -> bool:

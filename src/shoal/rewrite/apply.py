@@ -38,7 +38,7 @@ from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import ROOT, model_digest, trainable_layers
 from shoal.profiling.usage import unable_before
-from shoal.strategies.carried import check_carried, check_holder, row_codec
+from shoal.strategies.carried import check_beside_holders, check_carried, check_holder, row_codec
 
 
 @dataclass(frozen=True)
@@ -289,6 +289,9 @@ def _check_holders(plan: Plan, tail_hosts: int) -> None:
         )
     for choice in ranked:
         check_holder(choice.layer, choice.strategy, choice.exchange, plan.ranks + tail_hosts)
+    if ranked:
+        beside = {choice.layer: choice.strategy for choice in plan.choices if choice not in ranked}
+        check_beside_holders(beside)
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
