@@ -63,7 +63,7 @@ class HeldWay(Protocol):
         """The rank of every buffer that training changes."""
 
     def guide(self, model: nn.Module, trainers: Comm) -> Any:
-        """Return the guide that tells these hosts what the ranks that train do."""
+        """Return the guide that tells these hosts of all calls."""
 
 
 @dataclass(frozen=True)

@@ -29,97 +29,22 @@ from shoal.pipeline.expressions import (
     with_constants,
     without_constants,
 )
-from shoal.pipeline.guide import Telling, ToldCall, place
-from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
+from shoal.pipeline.guide import Telling, place
+from shoal.pipeline.kept import WithKept
 from shoal.pipeline.model import (
     BACKWARD,
-    EVALUATION,
     GATHERING,
     LOSS,
     READING,
-    PipelinedModel,
 )
 from shoal.pipeline.moving import Counters, aside
 from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
 from shoal.pipeline.replay import Replay
 from shoal.pipeline.route import Coming
-from shoal.pipeline.run import ForwardRun, model_call
+from shoal.pipeline.run import ForwardRun
 from shoal.pipeline.told_functions import check_told
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.walk import walking
-from shoal.pipeline.whole import WholeCalls
-from shoal.tensors.wholes import holding_wholes
-
-
-@final
-class PipelineCalls:
-    """Runs the calls of a model in a pipeline.
-
-    Args:
-        pipeline: the model.
-    """
-
-    def __init__(self, pipeline: PipelinedModel) -> None:
-        self.pipeline, self._kept = pipeline, KeptNumbers(pipeline.model)
-        self._whole = WholeCalls(pipeline)
-        self.runs = False
-
-    def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, together with all ranks."""
-        if self.runs:
-            return forward(*args, **kwargs)
-        # an output of before, which this rank looks at
-        args, kwargs = mapped(
-            lambda leaf: leaf.looked() if _is_output(leaf) else leaf, (args, kwargs)
-        )
-        check_objects((args, kwargs))
-        self.pipeline.comm.reached("a call of the model, which is in a pipeline")
-        if self._is_alone():
-            return self._alone(forward, args, kwargs)
-        self.pipeline.outbox.finish()
-        call = model_call(self.pipeline, args, kwargs)
-        if reason := self._whole.reason(call):
-            return self._whole.called(forward, call, reason)
-        return self.run(forward, call, self._output)
-
-    def run(
-        self,
-        forward: Callable[..., Any],
-        call: ModelCall,
-        end: Callable[[EndedForward], Any],
-        told: ToldCall | None = None,
-    ) -> Any:
-        """Run a call in the pipeline, and return what `end` makes of it."""
-        self.runs = True
-        try:
-            self._kept.begin()
-            return end(
-                EndedForward(ForwardRun(self.pipeline, self._kept.around(forward), call, told))
-            )
-        finally:
-            self.runs = False
-
-    def _output(self, ended: EndedForward) -> Any:
-        output, kept = ended.output()
-        self._kept.ended(kept)
-        return output
-
-    def _is_alone(self) -> bool:
-        """Return whether this rank alone calls the model, without gradients."""
-        comm = self.pipeline.comm
-        if comm.attendance is None or torch.is_grad_enabled():
-            return False
-        return comm.attendance.numbers((), EVALUATION) is None
-
-    def _alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's own forward here, on all of the parameters."""
-        modules = self.pipeline.model.modules()
-        self.runs = True
-        try:
-            with holding_wholes(modules, self.pipeline.comm):
-                return forward(*args, **kwargs)
-        finally:
-            self.runs = False
 
 
 @final
@@ -161,7 +86,7 @@ class EndedForward:
 
     def _ended_forms(self) -> tuple[WithKept, Expression, list[bool]]:
         """Return the output's form, its expression, and whether its tensors take a gradient."""
-        number, outputs = self.run.numbers[self.run.own], self.run.route.output
+        number, outputs = self.run.told.numbers[self.run.own], self.run.route.output
         if number not in outputs:
             outputs[number] = self._form_of_output()
         # a form for other shapes knows neither gradients nor the numbers that this call keeps
@@ -471,7 +396,7 @@ class EndedForward:
         return self._with_gradient(result, value) if grad else value.clone()
 
     def _with_gradient(self, result: EndResult, value: Tensor) -> Tensor:
-        """Return a result for this rank's rows, whose backward is that of all ranks."""
+        """Return a result for this rank's rows. Its backward is that of all ranks."""
         numbers = [
             of_rank[result.number] for _, of_rank in sorted(result.expression.of_ranks.items())
         ]
@@ -487,7 +412,7 @@ class EndedForward:
                 len(parts),
                 *numbers,
                 *parts,
-                *(token for run in runs for token in run.gate),
+                *(token for run in runs for token in run.gate.tensors),
                 self.run.pipeline.anchor,
             )
         return number
@@ -509,11 +434,8 @@ class EndedForward:
     def slopes(self, result: EndResult, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
         """Tell the end the gradient of this rank's result, weighed; the end returns all."""
         comm, end, pipeline = self.run.comm, self.run.route.end, self.run.pipeline
-        if pipeline.guide is not None:
-            self.run.check_first_backward()
+        self.run.gate.note(place(result))
         comm.begins(BACKWARD)
-        if pipeline.guide is not None:
-            self.run.gone.append(place(result))
         kind = grad.dtype if grad.dim() else torch.float64
         slopes: dict[int, Tensor] = {}
         if comm.rank in pipeline.bringing:

@@ -1,6 +1,6 @@
-"""Guide: tells hosts that hold layers and bring no rows what the ranks with rows do.
+"""Guide: tells hosts that hold layers and bring no rows of all that ranks with rows do.
 
-    a call of the model     the forms of all ranks' inputs, and what has changed in the model
+    a call of the model     the forms of all ranks' inputs, and changes in the model
     functions of its output their names and arguments, for the host with the end
     backward                the results that it comes from, and parameters that get gradients
 
@@ -35,7 +35,7 @@ from shoal.remote.station_messages import (
     StationBackward,
     StationCall,
     StationExpressions,
-    Told,
+    ToldResult,
 )
 from shoal.remote.tail_hosts import plain_settings
 from shoal.remote.tail_messages import TailMessage
@@ -116,7 +116,7 @@ class ChangedSettings:
 @final
 @dataclass
 class Guide:
-    """Tells hosts that bring no rows what the ranks do with a model.
+    """Tells hosts that bring no rows of the ranks' calls of a model.
 
     Args:
         trainers: the ranks that bring rows.
@@ -196,7 +196,9 @@ class Guide:
                 tuple(settings_of(each.modes) for each in order),
                 Data(as_data((arguments, constants), reference)),
                 Data(shapes_as_data(shapes)),
-                tuple(Told(*place(r, order), is_number, grad) for r, is_number, grad in telling),
+                tuple(
+                    ToldResult(*place(r, order), is_number, grad) for r, is_number, grad in telling
+                ),
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -51,7 +52,6 @@ class PipelinedModel:
         guide: Guide | None = None,
     ) -> None:
         self.comm, self.weighs, self.forms, self.guide = comm, weighs, Forms(), guide
-        self.bringing = range(comm.workers)  # ranks that bring rows
         self.modules = Modules.of(model)
         self.model, self.holders, self.layers = model, dict(holders), dict(layers)
         telling = comm if guide is None else guide.trainers
@@ -60,14 +60,26 @@ class PipelinedModel:
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self.elsewhere: list[nn.Parameter] = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if name in layers and holders[layers[name]] not in (comm.rank, EACH)
-        ]
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
+
+    @property
+    def bringing(self) -> range:
+        """The ranks that bring rows."""
+        return range(self.comm.workers)
+
+    @cached_property
+    def elsewhere(self) -> list[nn.Parameter]:
+        """The trainable parameters that other ranks hold; none on a host without rows."""
+        here = (
+            {self.comm.rank, EACH} if self.comm.rank in self.bringing else {*self.holders.values()}
+        )
+        return [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name in self.layers and self.holders[self.layers[name]] not in here
+        ]
 
     def tell(
         self, call: ModelCall, purpose: str, meet: Meet | None = None

@@ -15,7 +15,7 @@ from shoal.pipeline.record import ForwardRecord
 from shoal.pipeline.replay import StationSpan
 from shoal.tensors.crossing import EXACT, RowCrossing
 
-EACH = -1  # in the place of a rank: each rank computes the station for its own rows
+EACH = -1  # stands in the place of a rank: each rank computes the station for its own rows
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.core.draws import drawing_from, drawn_seed, mixed
-from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
-from shoal.pipeline.crossings import Arrived, BackwardGate, SentOn
+from shoal.pipeline.crossings import Arrived, SentOn
+from shoal.pipeline.gate import CallGate
 from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import Counters, MovingBuffers, aside
@@ -49,7 +49,7 @@ class ForwardRun:
         pipeline: the model's.
         forward: the model's own forward.
         call: the call.
-        told: what the ranks with rows have told one another, if this rank is none of them.
+        told: the forms of all ranks, if this rank brings no rows and is told them.
     """
 
     def __init__(
@@ -61,12 +61,11 @@ class ForwardRun:
     ) -> None:
         self.pipeline, self.forward, self.call = pipeline, forward, call
         self.grad = torch.is_grad_enabled()
-        told = told or self._tell()
-        self._shapes, self.numbers, self._drawn = told.shapes, told.numbers, told.seed
+        self.told = told or self._tell()
         self.weight_of = pipeline.weighs.call()
         pipeline.forget_output()
-        self.parts = pipeline.parts.of_ranks(self.call, self._shapes)
-        self.route = pipeline.route(self.call, forward, self.numbers[self.own])
+        self.parts = pipeline.parts.of_ranks(self.call, self.told.shapes)
+        self.route = pipeline.route(self.call, forward, self.told.numbers[self.own])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))
         self.tickets: list[Tensor] = []  # tickets of values that were sent to other stations
         self.tokens: dict[
@@ -75,15 +74,14 @@ class ForwardRun:
         self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
-        self.gone: list[tuple[int, int]] = []  # results with a gradient in the running backward
-        self._went_back = False
         self.comm.begins(FORWARD)
         self._compute()
-        self.gate = self._gate()
+        values = [*self.tickets, *self.tokens.values()]
+        self.gate = CallGate(self, pipeline, values, grad=self.grad)
 
     @property
     def own(self) -> int:
-        """The rank of the rows whose forms this rank knows."""
+        """This rank, or the first one if this rank brings no rows."""
         return self.comm.rank if self.comm.rank in self.pipeline.bringing else 0
 
     def _tell(self) -> ToldCall:
@@ -95,36 +93,14 @@ class ForwardRun:
             self.pipeline.guide.called(self, self.call, told)
         return told
 
-    def _gate(self) -> list[Tensor]:
-        """Return the tensors that every loss of this call depends on, behind the losses."""
-        tokens = [*self.tickets, *self.tokens.values()]
-        if self.pipeline.guide is None or not self.grad:
-            return tokens
-        parts = [p for p in self.pipeline.elsewhere if p.requires_grad]
-        with torch._C.DisableTorchFunctionSubclass():
-            gate: Tensor = BackwardGate.apply(  # type: ignore[no-untyped-call]
-                self, len(parts), self.pipeline.anchor, *parts, *tokens
-            )
-        return [gate]
-
-    def check_first_backward(self) -> None:
-        """Raise UsageError for a second backward, because hosts without rows keep no graph."""
-        if self._went_back:
-            raise UsageError(
-                "a second backward through a forward whose layers are on hosts without rows",
-                do="call the model again, or add the losses before backward",
-            )
-
     def go_back(self) -> None:
         """Tell hosts without rows that a backward goes through this call."""
-        assert self.pipeline.guide is not None
-        results, self.gone, self._went_back = self.gone, [], True
-        self.pipeline.guide.goes_back(self, results)
+        self.gate.go_back(self)
 
     @property
     def rows(self) -> list[int]:
         """The rows of each rank."""
-        return [rows_of(shapes) for shapes in self._shapes]
+        return [rows_of(shapes) for shapes in self.told.shapes]
 
     @property
     def comm(self) -> Comm:
@@ -170,7 +146,7 @@ class ForwardRun:
             rank: Coming(
                 comm,
                 rank,
-                [self._shapes[rank][number] for number in sorted(of_others)],
+                [self.told.shapes[rank][number] for number in sorted(of_others)],
                 self.device,
             )
             for rank in comm.others
@@ -193,7 +169,7 @@ class ForwardRun:
         coming: Mapping[int, Coming],
         own: Mapping[int, Mapping[int, Tensor]] = {},
     ) -> list[list[Any]]:
-        """Return the inputs of each micro-batch, once those of other ranks have come."""
+        """Return the inputs of each micro-batch, once all have come from other ranks."""
         here = {
             rank: dict(zip(sorted(needed), each.wait(), strict=True))
             for rank, each in sorted(coming.items())
@@ -208,13 +184,13 @@ class ForwardRun:
             part.of(number, here[number])
             if number in here
             else absent(part.shape(number, shape), dtype, self.device, grad=False)
-            for number, (shape, dtype) in enumerate(self._shapes[part.rank])
+            for number, (shape, dtype) in enumerate(self.told.shapes[part.rank])
         ]
 
     def _form(self, station: int, micro: int) -> tuple[int, int, int]:
         """Return a key for the forms of arriving values."""
         part = self.parts[micro]
-        return station, self.numbers[part.rank], part.size
+        return station, self.told.numbers[part.rank], part.size
 
     def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
         """Begin to receive values of these stations, up to one of unknown form.
@@ -270,9 +246,9 @@ class ForwardRun:
         generators, a checkpoint has all that the next numbers depend on, and
         torch.utils.checkpoint makes the same numbers again.
         """
-        if self._drawn is None:
+        if self.told.seed is None:
             return nullcontext()
-        return drawing_from(mixed(self._drawn, station, micro), self.device)
+        return drawing_from(mixed(self.told.seed, station, micro), self.device)
 
     def _arrived(
         self,

@@ -27,7 +27,9 @@ from shoal.remote.station_messages import ThreadSettings
 
 LOSS_NAME = ""
 _TENSOR, _RESULT, _SLICE, _INTEGER, _REAL, _TUPLE, _LIST, _DICT, _PLAIN = range(9)
-Reference = tuple[int, int, int]  # of a result: the call, the expression (-1: the output), a number
+Reference = tuple[
+    int, int, int
+]  # numbers of a call, of an expression (-1: the output), and of a result
 
 
 @cache

@@ -80,8 +80,7 @@ def with_holders(
         return dict(pins)
     way = pins[held[0]][0]
     rest = [name for name in profile.names if name not in held]
-    if rest and cluster.tail:
-        pins = {**pins, **_dealt_apart({name: pins[name] for name in held}, profile, cluster)}
+    pins = {**pins, **_dealt_apart(held, pins, profile, cluster)}
     if rest and not _are_apart([pins[name][1] for name in held], cluster):
         raise PlanError(
             f"{way} serves all layers of a model, or none",
@@ -90,13 +89,7 @@ def with_holders(
             do=f'pin all of them: pins={{"*": "{way}"}}',
         )
     check_beside_holders({name: way for name, (way, _) in pins.items() if name not in held})
-    if len(codecs := {rows_and_rest(pins[name][1])[0] for name in held}) > 1:
-        raise PlanError(
-            f"what crosses in a {way} has one codec, or none",
-            got=" and ".join(sorted(codec or "none" for codec in codecs)),
-            do=f'write the same of each layer: pins={{"*": "{way}+{max(codecs)}"}}',
-        )
-    (codec,) = codecs
+    codec = _codec_of(way, [pins[name][1] for name in held])
     named_ranks = {name: rows_and_rest(pins[name][1])[1] for name in held}
     unnamed = [name for name in held if not named_ranks[name]]
     if not unnamed:
@@ -118,15 +111,32 @@ def with_holders(
     return {name: (way, f"{before}{rank}") for name, rank in holders.items()}
 
 
+def _codec_of(way: str, exchanges: Iterable[str]) -> str:
+    """Return the one codec of all layers of a pipeline; '' for none.
+
+    Raises:
+        PlanError: they have several.
+    """
+    if len(codecs := {rows_and_rest(exchange)[0] for exchange in exchanges}) > 1:
+        raise PlanError(
+            f"what crosses in a {way} has one codec, or none",
+            got=" and ".join(sorted(codec or "none" for codec in codecs)),
+            do=f'write the same of each layer: pins={{"*": "{way}+{max(codecs)}"}}',
+        )
+    return codecs.pop()
+
+
 def _dealt_apart(
-    pins: Mapping[str, Option], profile: ModelProfile, cluster: Cluster
+    held: Sequence[str], all_pins: Mapping[str, Option], profile: ModelProfile, cluster: Cluster
 ) -> dict[str, Option]:
     """Return pins of some layers, dealt in the order of forward to the hosts that bring no rows.
 
-    Pins that name ranks stay as they are.
+    Pins that name ranks stay as they are. If all layers are held, the ranks that train hold them.
     """
-    if any(rows_and_rest(exchange)[1] for _, exchange in pins.values()):
-        return dict(pins)
+    pins = {name: all_pins[name] for name in held}
+    is_named = any(rows_and_rest(exchange)[1] for _, exchange in pins.values())
+    if is_named or not cluster.tail or len(held) == len(profile.names):
+        return pins
     uses = [use for use in uses_of(profile.layers) if use.layer in pins]
     seconds = dict.fromkeys((use.layer for use in uses), 0.0)
     firsts = {use.layer: use for use in reversed(uses)}

@@ -34,7 +34,7 @@ from shoal.remote.tail_messages import (
 from shoal.remote.wire import Data
 from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 
-_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
+_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # functions that need no values from before
 T = TypeVar("T")
 
 
@@ -76,7 +76,7 @@ class FarParameters:
             cut.begin()
 
     def wanted(self) -> list[bool]:
-        """Which parameters the running backward gives a gradient.
+        """Return which parameters the running backward gives a gradient.
 
         From here on they have one, with the tail.
         """
@@ -87,7 +87,7 @@ class FarParameters:
         return wanted
 
     def cleared(self) -> tuple[bool, ...]:
-        """Which parameters have no gradient. Those seen and changed are told of before."""
+        """Return which parameters have no gradient. Those seen and changed are told of before."""
         for cut in self._cuts():
             cut.tell()
         return tuple(local_gradient(parameter) is None for parameter in self.parameters.values())
@@ -149,7 +149,7 @@ class FarParameters:
 
 @final
 class AtTail(Cut):
-    """How a parameter is cut of which tail hosts have all, and this rank nothing.
+    """The cut of a parameter of which other hosts have all, and this rank nothing.
 
     Its local gradient has no elements either; that there is one says that there is one at the tail.
     """
@@ -168,7 +168,7 @@ class AtTail(Cut):
     def mean(self, wholes: Tensor) -> Tensor:
         self.begin()
         self.tail.add_gradient(self._key, wholes)
-        # what comes next in this backward must not take it for one without a gradient
+        # later parts of this backward must not take it for one without a gradient
         _mark(self._parameter)
         return self.part(wholes)
 
@@ -182,7 +182,7 @@ class AtTail(Cut):
         if function.__name__ not in _OVERWRITING:
             values = self.whole(subject)
         args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
-        # as torch does, or refuses it
+        # torch does it, or refuses it
         function(values.requires_grad_(subject.requires_grad), *args, **kwargs)
         self.tail.write_values(self._key, values.detach())
 
@@ -210,7 +210,7 @@ class AtTail(Cut):
             self._version = seen._version
 
     def begin(self) -> None:
-        """A backward begins: what somebody saw of the gradient is not all of it any more."""
+        """A backward begins: a gradient that was seen is not all of it any more."""
         self.tell()
         if self._seen is not None and local_gradient(self._parameter) is not None:
             _mark(self._parameter)

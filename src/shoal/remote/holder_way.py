@@ -1,7 +1,7 @@
 """The way of the ranks that train to one host that holds layers and brings no rows.
 
-The first rank speaks for all. Ranks compare what they ask before, so that no answer is taken for
-another one.
+The first rank speaks for all. Ranks compare their questions before, so that each takes the answer
+to its own.
 """
 
 from __future__ import annotations

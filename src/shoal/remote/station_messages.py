@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.remote.tail_messages import AnyTailMessage, OfRun, TailMessage
 from shoal.remote.wire import Data, MessagePart
 
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # by kind of device
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # stands by kind of device
 RowParts = tuple[int, dict[str, tuple[bool, ...]]]  # parts, and which tensors of a call are cut
 
 
@@ -37,24 +37,26 @@ class OpenStations(TailMessage, frozen=True):
     """Hold the layers of this host's rank."""
 
     holders: dict[str, int]  # the rank of each layer; -1 of a layer that every rank has
-    buffers: dict[str, tuple[bool, int]]  # that training changes: whether it is a mean, and a rank
+    buffers: dict[
+        str, tuple[bool, int]
+    ]  # whether a buffer that training changes is a mean, and its rank
     parts: RowParts
     codec: str
 
 
 class ThreadSettings(MessagePart, frozen=True):
-    """Settings of a thread that change what functions give."""
+    """Settings of a thread that change results of functions."""
 
     grad: bool
     autocast: Autocast
 
 
 class ModuleSettings(MessagePart, frozen=True):
-    """What has changed of the model and the loss since the last call."""
+    """Changes of the model and the loss since the last call."""
 
-    training: dict[str, bool]  # by name of a module
+    training: dict[str, bool]  # modes by name of a module
     attributes: dict[str, Data]  # plain ones of a module, by its name
-    trainable: dict[str, bool]  # by name of a parameter
+    trainable: dict[str, bool]  # flags by name of a parameter
     tensors: dict[str, Tensor]  # buffers and frozen parameters
 
 
@@ -64,7 +66,7 @@ class StationCall(OfRun, frozen=True, tag="Call"):
     number: int  # stands for the arguments' forms
     arguments: Data | None  # the first rank's, if their forms are new
     shapes: Data  # the shapes and types of each rank's tensors
-    numbers: tuple[int, ...]  # of each rank's forms
+    numbers: tuple[int, ...]  # numbers of each rank's forms
     seed: int | None
     thread: ThreadSettings
     settings: ModuleSettings
@@ -74,7 +76,7 @@ class StationCall(OfRun, frozen=True, tag="Call"):
         tail.call(self)
 
 
-class Told(MessagePart, frozen=True):
+class ToldResult(MessagePart, frozen=True):
     """A result that each rank is told."""
 
     expression: int  # its number; -1 is the output
@@ -89,9 +91,9 @@ class StationExpressions(OfRun, frozen=True, tag="Expressions"):
     first: int  # number of the first expression
     functions: tuple[str, ...]  # names in torch; "" is the loss
     threads: tuple[ThreadSettings, ...]
-    arguments: Data  # of each function, tensors and results left out
-    shapes: Data  # of each rank's tensors
-    told: tuple[Told, ...]
+    arguments: Data  # arguments of each function, tensors left out
+    shapes: Data  # shapes of each rank's tensors
+    told: tuple[ToldResult, ...]
 
     def do(self, tail: Any, asked: Mapping[int, Any]) -> None:
         tail.expressions(self)

@@ -1,4 +1,4 @@
-"""Hosts that hold layers of a pipeline and bring no rows: what they are told as a model is opened.
+"""Hosts that hold layers of a pipeline and bring no rows: their orders as a model is opened.
 
 Their ranks stand behind those that train. A plan names them as it names other ranks:
 "pipeline:3" where three ranks train.
@@ -52,7 +52,7 @@ class HeldApart:
     changed: ChangedSettings
 
     def guide(self, model: nn.Module, trainers: Comm) -> Guide:
-        """Return the guide that tells these hosts what the ranks that train do."""
+        """Return the guide that tells these hosts of all calls."""
         far = []
         for number in range(len(self.hosts.hosts)):
             own = {
@@ -81,11 +81,7 @@ def open_held(
         PlanError: the model is not the first, or training changes a buffer of the loss, or of a
             module with layers on several ranks.
     """
-    if hosts.calls > 1:
-        raise PlanError(
-            "hosts that bring no rows hold layers of the model that is parallelised first",
-            do="parallelise this one first, or name ranks that train",
-        )
+    _check_first(hosts)
     named_ranks = holders_in(plan)
     holders = {layer.name: named_ranks.get(layer.name, EACH) for layer in trainable_layers(model)}
     homes = {state.name: home_of(state.name, holders) for state in moving}
@@ -114,6 +110,15 @@ def open_held(
     }
     changed.see()
     return HeldApart(hosts, holders, homes, comm, changed)
+
+
+def _check_first(hosts: TailHosts) -> None:
+    """Raise PlanError if these hosts have taken part in an earlier `parallelize`."""
+    if hosts.calls > 1:
+        raise PlanError(
+            "hosts that bring no rows hold layers of the model that is parallelised first",
+            do="parallelise this one first, or name ranks that train",
+        )
 
 
 def home_of(name: str, holders: Mapping[str, int]) -> int:

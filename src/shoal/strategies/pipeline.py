@@ -33,8 +33,8 @@ from shoal.core.cost import Cost, Phase, Update, Wait
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
 from shoal.core.role import Role
-from shoal.pipeline.ended import PipelineCalls
 from shoal.pipeline.model import PipelinedModel
+from shoal.pipeline.model_calls import PipelineCalls
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput, as_bound
 from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.contracts.comm import Comm
+from shoal.core.errors import UsageError
 from shoal.remote.tail_messages import (
     AddGradient,
     Groups,
@@ -28,6 +29,7 @@ from shoal.remote.tail_messages import (
     WriteTailValues,
 )
 from shoal.remote.wire import Data
+from shoal.tensors.cut import Cut
 
 About = TypeVar("About", bound=OfOptimizer)
 
@@ -128,7 +130,7 @@ class HeldParameters(ABC):
                     gradient.mul_(first.factor.to(gradient.dtype))
 
     def read_state(self, asked: Mapping[int, ReadTailState]) -> None:
-        """What an optimizer has of every parameter, in one-process form."""
+        """Answer with the state of every parameter, in one-process form."""
         number = self._prepared(asked).optimizer
         state = self._optimizers[number].state_dict()["state"]
         names = enumerate(self._held(number))
@@ -145,7 +147,7 @@ class HeldParameters(ABC):
         optimizer.load_state_dict(whole)
 
     def _prepared(self, asked: Mapping[int, About]) -> About:
-        """What the first worker says of an optimizer, whose groups are as it says."""
+        """Return the first worker's message about an optimizer, and take its groups."""
         first = asked[self._workers[0]]
         self._clear(first.cleared)
         self._regroup(first.optimizer, first.groups)
@@ -166,3 +168,32 @@ def leave(optimizers: Sequence[Optimizer], kept: Set[nn.Parameter]) -> None:
             group["params"] = [p for p in group["params"] if p in kept]
         for parameter in [p for p in optimizer.state if p not in kept]:
             del optimizer.state[parameter]
+
+
+@final
+class Nowhere(Cut):
+    """A parameter of which this host has no element, and gets none."""
+
+    def part(self, whole: Tensor) -> Tensor:
+        return whole.reshape(-1)[:0]
+
+    def whole(self, part: Tensor) -> Tensor:
+        raise self._refused()
+
+    def mean(self, wholes: Tensor) -> Tensor:
+        raise self._refused()
+
+    def change(
+        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        raise self._refused()
+
+    def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
+        return local
+
+    def _refused(self) -> UsageError:
+        return UsageError(
+            "a host that brings no rows uses a parameter that it does not hold",
+            where=f"parameter {self.name}",
+            do="give the layers that use it to one rank",
+        )

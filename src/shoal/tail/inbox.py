@@ -23,7 +23,7 @@ _SOONER = 0.75  # of the time-out: before a worker that waits for the answer giv
 
 @final
 class Inbox:
-    """What workers have sent and nobody has taken yet."""
+    """Messages of workers that nobody has taken yet."""
 
     def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
         self._comm = comm

@@ -5,7 +5,7 @@
       StationCall         computes this host's stations for the rows of each rank
       StationExpressions  computes functions of the output, if the end is here
       StationBackward     goes back through a call; gradients go to the stations before
-      TailStep …          what one process does, with this host's own optimizer
+      TailStep …          makes the step, with this host's own optimizer
 
 It replays the model's own forward, as the ranks that train do. Guarded by
 tests/pipeline/test_holding.py.
@@ -27,10 +27,11 @@ from shoal.contracts.state import OF_LOSS, states
 from shoal.contracts.weighing import UNWEIGHED
 from shoal.optim.extend import extend
 from shoal.pipeline.calls import ModelCall
-from shoal.pipeline.ended import EndedForward, PipelineCalls
+from shoal.pipeline.ended import EndedForward
 from shoal.pipeline.expressions import EndResult, Expression
 from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import PipelinedModel
+from shoal.pipeline.model_calls import PipelineCalls
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.run import model_call
@@ -46,11 +47,10 @@ from shoal.remote.station_messages import (
 )
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import TailDone
-from shoal.tail.held import HeldParameters, leave
+from shoal.tail.held import HeldParameters, Nowhere, leave
 from shoal.tail.inbox import Inbox
 from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut import cut
-from shoal.tensors.nowhere import Nowhere
 
 
 @dataclass
@@ -121,7 +121,6 @@ class HeldStations(HeldParameters):
 
     def _pipeline(self, opening: OpenStations) -> PipelinedModel:
         pipeline = PipelinedModel(self._model, opening.holders, self._layers, self._comm, UNWEIGHED)
-        pipeline.elsewhere = []
         pipeline.parts = RowParts(*opening.parts)
         pipeline.outbox.crossing = RowCrossing(
             codec_named(opening.codec) if opening.codec else None
@@ -131,7 +130,7 @@ class HeldStations(HeldParameters):
         return pipeline
 
     def serve(self, inbox: Inbox) -> None:
-        """Do what the first rank orders, until it ends."""
+        """Follow the first rank's orders, until it ends."""
         role: Any = self
         while not isinstance(order := inbox.next()[0], TailDone):
             order.do(role, {0: order})
@@ -216,7 +215,7 @@ class HeldStations(HeldParameters):
         self._clear([order.cleared[name] for name in self._parameters])
         wanted = [order.wanted[name] for name in self._parameters]
         results = [held.results[place] for place in order.results if place in held.results]
-        ends = results if run.comm.rank == run.route.end else run.gate
+        ends = results if run.comm.rank == run.route.end else run.gate.tensors
         ends = [end for end in ends if end.requires_grad]
         unwanted = [
             p
