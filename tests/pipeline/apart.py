@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,12 +25,14 @@ class Apart:
         ranks: number of ranks that train.
         hosts: number of hosts that bring no rows.
         timeout_s: seconds of a receive.
+        wrapped: returns the ranks' messages with faults.
     """
 
     script: Script
     ranks: int
     hosts: int
     timeout_s: float = 20.0
+    wrapped: Callable[[Any], Any] = lambda comm: comm
 
     def trained(self, pins: Mapping[str, str]) -> list[tuple[Any, State]]:
         """What the loop returns on each rank that trains, and the state behind it."""
@@ -43,7 +45,7 @@ class Apart:
             place = min(comm.rank, ranks - 1)
             own = [rows_of(b, place, ranks, tried.uneven) for b in tried.batches]
             model = copies[comm.rank]
-            with using(comm, cluster), suppress(SystemExit):
+            with using(self.wrapped(comm), cluster), suppress(SystemExit):
                 model, loss_fn, optimizer = shoal.parallelize(
                     model,
                     copy.deepcopy(tried.loss_fn),

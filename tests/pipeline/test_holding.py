@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from apart import Apart, assert_same
-from one_process import Batch, adamw, built, difference, integers, numbers, sgd, state
+from one_process import Batch, adamw, built, difference, integers, sgd
 from piped import LOOPS, Script, plain, script
 from small_models import WORDS, Gpt, of_words
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.core.errors import PlanError, UsageError
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.session.session import current
+from shoal_tools.testing.faulty import FaultyComm, Kill, Killed
 
 END = {"blocks.2.*": "pipeline:2", "norm": "pipeline:2", "head": "pipeline:2"}
 ROW = {"blocks.1.*": "pipeline:3", "blocks.2.*": "pipeline:4", "norm": "pipeline:5"}
@@ -174,12 +177,8 @@ def test_a_model_with_masks_buffers_hooks_and_a_loss_of_its_own() -> None:
     pins = {"*": "replicate", "blocks.[12].*": "pipeline:2", "head": "pipeline:3"}
     found = assert_same(Apart(tried, 2, 2), pins)
     (expected, _) = tried.alone()
-    assert (
-        difference(
-            {"": torch.stack(expected)}, {"": torch.stack([sum(each) / 2 for each in zip(*found)])}
-        )
-        <= 1e-10
-    )
+    means = torch.stack([sum(each) / 2 for each in zip(*found, strict=True)])
+    assert difference({"": torch.stack(expected)}, {"": means}) <= 1e-10
 
 
 def test_buffers_that_training_changes_come_back_from_hosts() -> None:
@@ -321,3 +320,60 @@ def test_a_second_backward_is_refused() -> None:
 
     with pytest.raises(UsageError, match="a second backward"):
         Apart(script("gpt", loop=loop), 2, 1).trained(pins_of("gpt"))
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
+def test_a_lost_rank_is_named_by_all(lost: int) -> None:
+    """Also a host without rows; no rank waits for a time-out."""
+    comms: dict[int, FaultyComm] = {}
+    errors: dict[int, BaseException] = {}
+
+    def wrapped(comm: Any) -> Any:
+        comms[comm.rank] = FaultyComm(comm, [])
+        return comms[comm.rank]
+
+    def loop(model: Any, loss_fn: Any, optimizer: Any, batches: Any) -> None:
+        plain(model, loss_fn, optimizer, batches[:1])
+        if shoal.world().rank == 0:
+            comms[lost].suffer(Kill(lost, comms[lost].operations + 3))
+        try:
+            plain(model, loss_fn, optimizer, batches[1:])
+        except BaseException as error:
+            errors[shoal.world().rank] = error
+            raise
+
+    begin = time.monotonic()
+    with pytest.raises(Killed):
+        tried = Apart(script("gpt", loop=loop), 2, 2, 60.0, wrapped)
+        tried.trained(pins_of("gpt") | {"head": "pipeline:3"})
+    assert time.monotonic() - begin < 40
+    assert set(errors) == {0, 1}
+    for rank, error in errors.items():
+        assert rank == lost or f"rank {lost}" in str(error)
+
+
+def test_ranks_that_do_other_things_are_told() -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, batches: Any) -> None:
+        x, y = batches[0]
+        loss_fn(model(x), y).backward()
+        if shoal.world().rank:
+            optimizer.step()
+        model.head.weight.sum().item()
+
+    with pytest.raises(RanksDiffer, match="Step of optimizer 0"):
+        Apart(script("gpt", loop=loop), 2, 1, 60.0).trained(pins_of("gpt"))
+
+
+def test_a_saved_plan_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+
+    def loop(model: Any, loss_fn: Any, optimizer: Any, batches: Any) -> None:
+        if hasattr(optimizer, "accumulate") and not shoal.world().rank:
+            current().attached[model].plan.save(file)
+        plain(model, loss_fn, optimizer, batches)
+
+    _, expected = script("gpt").alone()
+    Apart(script("gpt", loop=loop), 2, 1).trained(pins_of("gpt"))
+    read = script("gpt", options={"plan": file})
+    (_, got), *_ = Apart(read, 2, 1).trained({})
+    assert difference(expected, got) <= 1e-10

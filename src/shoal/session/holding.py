@@ -1,6 +1,6 @@
 """Hosts that hold layers of a pipeline and bring no rows: their orders as a model is opened.
 
-Their ranks stand behind those that train. A plan names them as it names other ranks:
+Their ranks come after the ranks that train. A plan names them as it names other ranks:
 "pipeline:3" where three ranks train.
 """
 
