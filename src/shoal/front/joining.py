@@ -65,8 +65,8 @@ def init(
 
     Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
     On those this call serves until the workers have ended, and then raises `Served`. Where
-    SHOAL_TAIL=T is set, the last T run the end of the model (strategy "stage"). On those
-    `parallelize` does so.
+    SHOAL_TAIL=T is set, the last T run the end of the model (strategy "stage"), or hold layers of
+    a pipeline ("pipeline:2" where two ranks train). On those `parallelize` does so.
 
     Args:
         timeout_s: seconds after which an exchange that does not end is an error. By default a

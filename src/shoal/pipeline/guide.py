@@ -145,6 +145,7 @@ class Guide:
         settings = self.changed.take()
         if self.tell is None:
             return
+        # batch 11: the first rank speaks for all
         number, arguments = told.numbers[0], None
         if number not in self._known:
             self._known.add(number)
