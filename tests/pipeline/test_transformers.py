@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from apart import Apart
+from apart import assert_same as assert_same_apart
 from one_process import Batch, adamw, built, integers, sgd
 from piped import LOOPS, Script, assert_same
 from torch import nn
@@ -101,3 +103,37 @@ def test_ranks_get_what_one_process_gets(
         loop=LOOPS[loop],
     )
     assert_same(tried, ranks)
+
+
+APART = {
+    "bert": {
+        "*": "replicate",
+        "bert.encoder.layer.1.*": "pipeline:2",
+        "bert.encoder.layer.2.*": "pipeline:3",
+        "cls.*": "pipeline:3",
+    },
+    "gpt2": {
+        "*": "pipeline:0",
+        "transformer.h.0.*": "pipeline:1",
+        "transformer.h.1.*": "pipeline:2",
+        "transformer.h.2.*": "pipeline:3",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "loop", "padded"),
+    [("bert", adamw, "clipped", True), ("gpt2", sgd, "plain", False)],
+)
+def test_hosts_without_rows_hold_the_end_or_the_middle(
+    name: str, optimizer: Any, loop: str, padded: bool
+) -> None:
+    make = (lambda: bert(tie_word_embeddings=False)) if name == "bert" else gpt2
+    tried = Script(
+        model=built(make),
+        batches=texts(padded),
+        loss_fn=None,
+        optimizer=optimizer,
+        loop=LOOPS[loop],
+    )
+    assert_same_apart(Apart(tried, 2, 2), APART[name])

@@ -42,6 +42,7 @@ EXACT = {
         "--servers 1",
         {"*": "server", "table": "server_rows", "rows": "server_rows", "linears.0": "replicate"},
     ),
+    "stages apart": ("--tail 1", {"*": "replicate", "linears.3": "sliced", "out": "pipeline:2"}),
     "tails": ("--tail 1", {"*": "replicate", "linears.0": "sliced", "out": "stage"}),
 }
 LOSSY = {

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shoal.contracts.comm import Comm
+
 
 class TableRows(Protocol):
     """Table of which servers hold the rows."""
@@ -45,6 +47,25 @@ class TailWay(Protocol):
         """Parameters of these modules, by dotted name."""
 
 
+class HeldWay(Protocol):
+    """The ways to hosts that hold layers of a pipeline and bring no rows."""
+
+    @property
+    def comm(self) -> Comm:
+        """All ranks."""
+
+    @property
+    def holders(self) -> Mapping[str, int]:
+        """The rank of every layer of the model."""
+
+    @property
+    def homes(self) -> Mapping[str, int]:
+        """The rank of every buffer that training changes."""
+
+    def guide(self, model: nn.Module, trainers: Comm) -> Any:
+        """Return the guide that tells these hosts of all calls."""
+
+
 @dataclass(frozen=True)
 class Ways:
     """The ways to layers that other hosts or ranks run or hold.
@@ -54,6 +75,7 @@ class Ways:
         tail: the way to hosts that run the end of the model.
         model: the model, if a strategy runs its forward by itself.
         holders: the rank of each layer of a pipeline, by name.
+        apart: the ways to hosts that hold layers of a pipeline and bring no rows.
         sharing: other modules that also hold the site's parameters, by name.
         backward_hooks: the backward hooks that each module has now.
     """
@@ -63,4 +85,5 @@ class Ways:
     tail: TailWay | None = None
     model: nn.Module | None = None
     holders: Mapping[str, int] = field(default_factory=dict)
+    apart: HeldWay | None = None
     backward_hooks: Sequence[Mapping[int, Any]] = ()

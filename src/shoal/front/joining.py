@@ -65,8 +65,8 @@ def init(
 
     If SHOAL_SERVERS=S is set on every rank, the last S ranks are servers (strategy "server"). On a
     server this call serves until the workers have ended, and then raises `Served`. If SHOAL_TAIL=T
-    is set, the last T ranks run the end of the model (strategy "stage"), and `parallelize` serves
-    there.
+    is set, the last T ranks run the end of the model (strategy "stage"), or hold layers of a
+    pipeline ("pipeline:2" if two ranks train). They serve in `parallelize`.
 
     Args:
         timeout_s: seconds after which an unfinished exchange is an error. By default the others

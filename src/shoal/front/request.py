@@ -136,7 +136,7 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
         check_placement(options.placement, layers, facts.topology.size, facts.servers, stale=ahead)
     else:
         check_beside(given, options.features, facts)
-        check(given, model, facts.topology.size, facts.servers)
+        check(given, model, facts.topology.size, facts.servers, facts.tail_hosts)
         features = of_plan(given, options.features)
         draft = planned(given, features, facts)
     usable = _usable(options, features, draft, facts)

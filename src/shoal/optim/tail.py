@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shoal.optim.part import Part, States, hidden
 from shoal.profiling.updates import attributes, settings
-from shoal.remote.far_tail import FarTail
+from shoal.remote.far_parameters import FarParameters
 from shoal.remote.tail_messages import Groups, TailGroup
 from shoal.remote.wire import Data
 
@@ -28,7 +28,7 @@ class TailPart(Part):
         stage: the way to the hosts.
     """
 
-    def __init__(self, optimizer: Optimizer, number: int, stage: FarTail) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, stage: FarParameters) -> None:
         super().__init__(optimizer)
         self._number, self._stage = number, stage
         self._hidden = ExitStack()

@@ -32,11 +32,14 @@ class Gradients(Protocol):
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
         """Wait for the gradients of the values that were sent to the station behind."""
 
-    def slopes(self, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
+    def slopes(self, result: Any, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
         """Tell the holder of the end this rank's gradient of a result; the holder gets all.
 
         They are of these types, devices and shapes.
         """
+
+    def go_back(self) -> None:
+        """Tell hosts without rows that a backward goes through this forward."""
 
 
 class Arrived(torch.autograd.Function):
@@ -80,6 +83,26 @@ class SentOn(torch.autograd.Function):
         return (None, None, None, token, *grads)
 
 
+class BackwardGate(torch.autograd.Function):
+    """A gate between a call's losses and its values: backward comes here behind all losses.
+
+    The parts are those of parameters that hosts without rows hold. No gradient goes to them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Gradients, num_parts: int, *others: Tensor) -> Tensor:
+        ctx.run, ctx.result, ctx.num_parts = run, None, num_parts
+        ctx.others = [(other.dtype, other.device) for other in others[1 + num_parts :]]
+        ctx.save_for_backward(others[0])
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        run_of(ctx).go_back()
+        zeros = [torch.zeros((), dtype=dtype, device=device) for dtype, device in ctx.others]
+        return (None, None, None, *[None] * ctx.num_parts, *zeros)
+
+
 class EndLoss(torch.autograd.Function):
     """This rank's loss, and the losses of all ranks where the end of the model is.
 
@@ -113,7 +136,7 @@ class EndLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         run = run_of(ctx)
         num_losses, _ = ctx.counts
-        slopes = run.slopes(grad, ctx.others[:num_losses])
+        slopes = run.slopes(ctx.result, grad, ctx.others[:num_losses])
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device)
             for dtype, device, shape in ctx.others[num_losses:]

@@ -29,81 +29,22 @@ from shoal.pipeline.expressions import (
     with_constants,
     without_constants,
 )
-from shoal.pipeline.kept import KeptNumbers, WithKept, check_objects
+from shoal.pipeline.guide import Telling, place
+from shoal.pipeline.kept import WithKept
 from shoal.pipeline.model import (
     BACKWARD,
-    EVALUATION,
     GATHERING,
     LOSS,
     READING,
-    PipelinedModel,
 )
 from shoal.pipeline.moving import Counters, aside
 from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
 from shoal.pipeline.replay import Replay
 from shoal.pipeline.route import Coming
-from shoal.pipeline.run import ForwardRun, model_call
+from shoal.pipeline.run import ForwardRun
+from shoal.pipeline.told_functions import check_told
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.walk import walking
-from shoal.pipeline.whole import WholeCalls
-from shoal.tensors.wholes import holding_wholes
-
-
-@final
-class PipelineCalls:
-    """Runs the calls of a model in a pipeline.
-
-    Args:
-        pipeline: the model.
-    """
-
-    def __init__(self, pipeline: PipelinedModel) -> None:
-        self.pipeline, self._kept = pipeline, KeptNumbers(pipeline.model)
-        self._whole = WholeCalls(pipeline)
-        self.runs = False
-
-    def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, together with all ranks."""
-        if self.runs:
-            return forward(*args, **kwargs)
-        # an output of before, which this rank looks at
-        args, kwargs = mapped(
-            lambda leaf: leaf.looked() if _is_output(leaf) else leaf, (args, kwargs)
-        )
-        check_objects((args, kwargs))
-        self.pipeline.comm.reached("a call of the model, which is in a pipeline")
-        if self._is_alone():
-            return self._alone(forward, args, kwargs)
-        self.pipeline.outbox.finish()
-        call = model_call(self.pipeline, args, kwargs)
-        if reason := self._whole.reason(call):
-            return self._whole.called(forward, call, reason)
-        self.runs = True
-        try:
-            self._kept.begin()
-            run = ForwardRun(self.pipeline, self._kept.around(forward), call)
-            output, kept = EndedForward(run).output()
-            self._kept.ended(kept)
-            return output
-        finally:
-            self.runs = False
-
-    def _is_alone(self) -> bool:
-        """Return whether this rank alone calls the model, without gradients."""
-        comm = self.pipeline.comm
-        if comm.attendance is None or torch.is_grad_enabled():
-            return False
-        return comm.attendance.numbers((), EVALUATION) is None
-
-    def _alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's own forward here, on all of the parameters."""
-        modules = self.pipeline.model.modules()
-        self.runs = True
-        try:
-            with holding_wholes(modules, self.pipeline.comm):
-                return forward(*args, **kwargs)
-        finally:
-            self.runs = False
 
 
 @final
@@ -116,7 +57,6 @@ class EndedForward:
 
     def __init__(self, run: ForwardRun) -> None:
         self.run = run
-        self._call_of = run.pipeline.weighs.call()
         self._num_computed = 0  # expressions that the end has computed
         self.is_alone = False
         # its own output, by a reference that makes no circle, and whether tensors take a gradient
@@ -126,18 +66,7 @@ class EndedForward:
 
     def output(self) -> WithKept:
         """Return the output of this rank's rows: the end has its values, and numbers are told."""
-        number, outputs = self.run.numbers[self.run.comm.rank], self.run.route.output
-        if number not in outputs:
-            outputs[number] = self._form_of_output()
-        # a form for other shapes knows neither gradients nor the numbers that this call keeps
-        recorded = next(iter(outputs.values()))
-        form = WithKept(outputs[number].output, recorded.kept)
-        takes_grad = [self.run.grad and leaf.requires_grad for leaf in tensors_in(recorded)]
-        ended = Expression((self,), None, forms=[_form(leaf) for leaf in tensors_in(form)])
-        ended.of_ranks = {
-            rank: tensors_in((output, [kept[place] for place in recorded.kept]))
-            for rank, (output, kept) in sorted(self.run.outputs.items())
-        }
+        form, ended, takes_grad = self._ended_forms()
         self._share(ended, takes_grad)
         count = 0
 
@@ -149,11 +78,36 @@ class EndedForward:
             grad = takes_grad[index]
             end = EndOutput.of(ended, index, _form(leaf), takes_grad=grad)
             if is_number(leaf):
-                return self._told_number(end.result, grad)
+                return self.told_number(end.result, grad)
             return end
 
         placed_form: WithKept = mapped(placed, form)
         return placed_form
+
+    def _ended_forms(self) -> tuple[WithKept, Expression, list[bool]]:
+        """Return the output's form, its expression, and whether its tensors take a gradient."""
+        number, outputs = self.run.told.numbers[self.run.own], self.run.route.output
+        if number not in outputs:
+            outputs[number] = self._form_of_output()
+        # a form for other shapes knows neither gradients nor the numbers that this call keeps
+        recorded = next(iter(outputs.values()))
+        form = WithKept(outputs[number].output, recorded.kept)
+        takes_grad = [self.run.grad and leaf.requires_grad for leaf in tensors_in(recorded)]
+        ended = Expression((self,), None, forms=[_form(leaf) for leaf in tensors_in(form)])
+        ended.of_ranks = {
+            rank: tensors_in((output, [kept[place] for place in recorded.kept]))
+            for rank, (output, kept) in sorted(self.run.outputs.items())
+        }
+        return form, ended, takes_grad
+
+    def held(self) -> tuple[Expression, list[tuple[int, bool]]]:
+        """Return the output on a host without rows, and numbers of results that ranks are told.
+
+        Each stands with the fact whether a gradient may come back.
+        """
+        form, ended, takes_grad = self._ended_forms()
+        forms = [_form(leaf) for leaf in tensors_in(form)]
+        return ended, [(n, takes_grad[n]) for n, each in enumerate(forms) if is_number(each)]
 
     def _form_of_output(self) -> Any:
         pipeline = self.run.pipeline
@@ -184,7 +138,9 @@ class EndedForward:
         ends = {(id(each.run.pipeline), each.run.route.end) for each in forwards}
         if len(ends) > 1:
             raise Unclear
-        weights = {id(each._call_of) for each in forwards}  # one if they are called in one function
+        weights = {
+            id(each.run.weight_of) for each in forwards
+        }  # one if they are called in one function
         if len(weights) > 1 and len({tuple(each.run.rows) for each in forwards}) > 1:
             raise UsageError(
                 "a loss takes the outputs of two calls of the model that have unlike rows",
@@ -192,6 +148,15 @@ class EndedForward:
                 do="compute a loss of each call and add these; or give parallelize a compute_loss "
                 "that makes both calls",
             )
+
+    def check_told(self, expression: Expression) -> None:
+        """Raise Unclear if the end is on a host that cannot be told of a function."""
+        pipeline = self.run.pipeline
+        if pipeline.guide is None or self.run.route.end in pipeline.bringing:
+            return
+        if len(expression.forwards) > 1:
+            raise Unclear
+        check_told(expression)
 
     def result(self, tensor: Tensor) -> EndResult | None:
         """Return the result that a number is, if it was told of this forward."""
@@ -206,7 +171,7 @@ class EndedForward:
         given = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, EndOutput)]
         note_use(given)
         try:
-            expression = made_of(given, loss_fn, (tuple(args), kwargs))
+            expression = made_of(given, loss_fn, (tuple(args), kwargs), is_loss=True)
         except Unclear:  # something else takes a gradient here: each rank computes its own loss
             args, kwargs = mapped(looked, (tuple(args), kwargs))
             loss: Tensor = loss_fn(*args, **kwargs)
@@ -214,10 +179,11 @@ class EndedForward:
         result, grad = EndResult(expression, 0), torch.is_grad_enabled()
 
         def told() -> Tensor:
-            return _crossed(self._told_number(result, grad), given)
+            return _crossed(self.told_number(result, grad), given)
 
         try:
-            number: Tensor = self._together([result], LOSS, told, loss=expression)
+            telling = [(result, True, grad)]
+            number: Tensor = self._together(telling, LOSS, told, loss=expression)
             return number
         except ReadsHere as here:
             local = self._local(here)
@@ -231,8 +197,9 @@ class EndedForward:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
         purpose = LOSS if any(each.takes_grad for each in outputs) else READING
         results = [each.result for each in outputs]
+        telling = [(each.result, is_number(each.form), each.takes_grad) for each in outputs]
         try:
-            values: list[Tensor] = self._together(results, purpose, lambda: self._values(outputs))
+            values: list[Tensor] = self._together(telling, purpose, lambda: self._values(outputs))
             return values
         except ReadsHere as here:
             local = self._local(here)
@@ -245,18 +212,16 @@ class EndedForward:
         """Bring each rank the values of its own rows, which the end has computed (a collective)."""
         values = []
         for each in outputs:
-            if each.form.dim() or not each.form.is_floating_point():
-                value = self._told_values(each.result, each.form)
-                if each.takes_grad:
-                    value = _crossed(self._with_gradient(each.result, value), [each])
-                values.append(value)
+            if not is_number(each.form):
+                value = self.told_values(each.result, each.form, grad=each.takes_grad)
+                values.append(_crossed(value, [each]) if each.takes_grad else value)
             else:
-                values.append(_crossed(self._told_number(each.result, each.takes_grad), [each]))
+                values.append(_crossed(self.told_number(each.result, each.takes_grad), [each]))
         return values
 
     def _together(
         self,
-        results: Sequence[EndResult],
+        telling: Sequence[Telling],
         purpose: str,
         told: Callable[[], Any],
         *,
@@ -270,6 +235,7 @@ class EndedForward:
         self.is_alone, part = False, self._part
         if part is not None and part.gathered is not None:
             raise ReadsHere(part.gathered, is_alone=False)
+        results = [result for result, *_ in telling]
         order = in_order([each.expression for each in results])
         arguments, constants = without_constants(
             [each.arguments for each in order], self.run.device
@@ -280,7 +246,7 @@ class EndedForward:
         }
         call = ModelCall((arguments, constants), {}, modes)
         try:
-            self._compute(order, call, purpose, loss)
+            self._compute(order, call, purpose, loss, telling)
         except ReadsHere as here:
             noted = part.noted(call) if part is not None and here.is_alone else None
             if noted is not None:
@@ -297,7 +263,8 @@ class EndedForward:
         comm = self.run.comm
         trains = purpose.startswith(LOSS) and torch.is_grad_enabled()
         if comm.attendance is None or self._part is None:
-            return comm.numbers(numbers, purpose)
+            guide = self.run.pipeline.guide
+            return (comm if guide is None else guide.trainers).numbers(numbers, purpose)
         reading = comm.attendance.read(self._part, purpose, numbers, trains=trains)
         if reading.told is not None:
             comm.journal.begins(purpose)
@@ -325,8 +292,7 @@ class EndedForward:
         with torch.enable_grad():
             for number in part.numbers:
                 result, grad = EndResult(ended, number), self._takes_grad[number]
-                value = self._told_values(result, ended.forms[number])
-                gathered[number] = self._with_gradient(result, value) if grad else value
+                gathered[number] = self.told_values(result, ended.forms[number], grad=grad)
         return gathered
 
     def _local(self, here: ReadsHere) -> LocalResults:
@@ -357,6 +323,7 @@ class EndedForward:
         call: ModelCall,
         purpose: str,
         loss: Expression | None,
+        telling: Sequence[Telling],
     ) -> None:
         """Compute expressions for each rank's rows, where the end is (a collective)."""
         comm, pipeline, end = self.run.comm, self.run.pipeline, self.run.route.end
@@ -365,17 +332,24 @@ class EndedForward:
         words = f"{call.modes['functions']} ({number_of(call.common) & 0xFFFFFFFF:08x})"
         meeting = f"{purpose}, {words}: {self._part}"
         shapes = pipeline.tell(call, purpose, partial(self._meet, meeting))[0]
+        if pipeline.guide is not None and end not in pipeline.bringing:
+            numbers = {each: self._num_computed + place for place, each in enumerate(order)}
+            pipeline.guide.computes(self.run, numbers, call, shapes, telling)
         comm.journal.begins(purpose)
         if comm.rank == end:
-            self._compute_all(order, call, shapes, loss=loss)
+            self.compute_all(order, call, shapes, loss=loss)
         else:
             for tensor in call.tensors:
                 pipeline.outbox.send(tensor, end)
+        self.computed(order)
+
+    def computed(self, order: Sequence[Expression]) -> None:
+        """Note that the end has computed these expressions."""
         for each in order:
             each.computed(self._num_computed)
             self._num_computed += 1
 
-    def _compute_all(
+    def compute_all(
         self,
         order: Sequence[Expression],
         call: ModelCall,
@@ -385,8 +359,13 @@ class EndedForward:
     ) -> None:
         """Compute expressions for each rank's rows, with that rank's tensors."""
         comm = self.run.comm
-        coming = {rank: Coming(comm, rank, shapes[rank], self.run.device) for rank in comm.others}
-        for rank in range(comm.size):
+        bringing = self.run.pipeline.bringing
+        coming = {
+            rank: Coming(comm, rank, shapes[rank], self.run.device)
+            for rank in comm.others
+            if rank in bringing
+        }
+        for rank in bringing:
             tensors = call.tensors if rank == comm.rank else coming[rank].wait()
             (arguments, constants), _ = call.with_tensors(tensors)
             for each, (args, kwargs) in zip(
@@ -396,34 +375,33 @@ class EndedForward:
                 if each is loss:
                     _check_loss(output)
 
-    def _told_number(self, result: EndResult, grad: bool) -> Tensor:
+    def told_number(self, result: EndResult, grad: bool) -> Tensor:
         """Bring each rank the number of its own rows (a collective)."""
-        comm, end = self.run.comm, self.run.route.end
+        comm, end, bringing = self.run.comm, self.run.route.end, self.run.pipeline.bringing
         numbers = {
             rank: tensors[result.number]
             for rank, tensors in sorted(result.expression.of_ranks.items())
         }
-        kind = torch.zeros(2, dtype=torch.float64, device=self.run.device)
+        value = torch.zeros((), dtype=torch.float64, device=self.run.device)
         if comm.rank == end:
             for rank in comm.others:
-                told = numbers[rank].detach().to(torch.float64).reshape(1)
-                code = torch.tensor(
-                    [_DTYPES.index(numbers[rank].dtype)], dtype=torch.float64, device="cpu"
-                )
-                self.run.pipeline.outbox.send(torch.cat([told, code.to(told.device)]), rank)
-            value = numbers[comm.rank].detach()
-        else:
+                if rank in bringing:
+                    self.run.pipeline.outbox.send(_with_kind(numbers[rank]), rank)
+            value = numbers.get(comm.rank, numbers[0]).detach()
+        elif comm.rank in bringing:
+            kind = torch.zeros(2, dtype=torch.float64, device=self.run.device)
             comm.finish([comm.receive(kind, end)])
             value = kind[0].to(_DTYPES[int(kind[1])])
         result.expression.told[result.number] = value.clone()
         return self._with_gradient(result, value) if grad else value.clone()
 
     def _with_gradient(self, result: EndResult, value: Tensor) -> Tensor:
-        """Return a result for this rank's rows, whose backward is that of all ranks."""
+        """Return a result for this rank's rows. Its backward is that of all ranks."""
         numbers = [
             of_rank[result.number] for _, of_rank in sorted(result.expression.of_ranks.items())
         ]
-        parts = [p for p in self.run.pipeline.elsewhere if p.requires_grad]
+        pipeline = self.run.pipeline
+        parts = [p for p in pipeline.elsewhere if p.requires_grad and pipeline.guide is None]
         runs = [forward.run for forward in result.expression.forwards]
         with torch._C.DisableTorchFunctionSubclass():
             number: Tensor = EndLoss.apply(  # type: ignore[no-untyped-call]
@@ -434,41 +412,54 @@ class EndedForward:
                 len(parts),
                 *numbers,
                 *parts,
-                *(ticket for run in runs for ticket in run.tickets),
-                *(token for run in runs for token in run.tokens.values()),
+                *(token for run in runs for token in run.gate.tensors),
                 self.run.pipeline.anchor,
             )
         return number
 
-    def _told_values(self, result: EndResult, form: Tensor) -> Tensor:
+    def told_values(self, result: EndResult, form: Tensor, *, grad: bool) -> Tensor:
         """Bring each rank the values of its own rows (a collective)."""
-        comm, end = self.run.comm, self.run.route.end
+        comm, end, bringing = self.run.comm, self.run.route.end, self.run.pipeline.bringing
         if comm.rank != end:
             shape = tuple(form.shape), form.dtype
-            return Coming(comm, end, [shape], self.run.device).wait()[0]
+            value = Coming(comm, end, [shape], self.run.device).wait()[0]
+            return self._with_gradient(result, value) if grad else value
         of_ranks = result.expression.of_ranks
         for rank in comm.others:
-            self.run.pipeline.outbox.send(of_ranks[rank][result.number], rank)
-        return of_ranks[comm.rank][result.number].detach()
+            if rank in bringing:
+                self.run.pipeline.outbox.send(of_ranks[rank][result.number], rank)
+        value = of_ranks.get(comm.rank, of_ranks[0])[result.number].detach()
+        return self._with_gradient(result, value) if grad else value
 
-    def slopes(self, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
+    def slopes(self, result: EndResult, grad: Tensor, forms: Sequence[Any]) -> Sequence[Tensor]:
         """Tell the end the gradient of this rank's result, weighed; the end returns all."""
-        comm, end = self.run.comm, self.run.route.end
+        comm, end, pipeline = self.run.comm, self.run.route.end, self.run.pipeline
+        self.run.gate.note(place(result))
         comm.journal.begins(BACKWARD)
-        weight = self.run.pipeline.weighs(self._call_of)
         kind = grad.dtype if grad.dim() else torch.float64
-        own = grad.detach().to(kind) / comm.size
-        own = own if weight is None else own * weight
+        slopes: dict[int, Tensor] = {}
+        if comm.rank in pipeline.bringing:
+            weight = pipeline.weighs(self.run.weight_of)
+            own = grad.detach().to(kind) / len(pipeline.bringing)
+            slopes[comm.rank] = own if weight is None else own * weight
         if comm.rank != end:
-            self.run.pipeline.outbox.send(own, end)
+            for own in slopes.values():
+                pipeline.outbox.send(own, end)
             return ()
         coming = {
             rank: Coming(comm, rank, [(forms[rank][2], kind)], self.run.device)
             for rank in comm.others
+            if rank in pipeline.bringing
         }
-        slopes = {rank: each.wait()[0] for rank, each in coming.items()}
-        slopes[comm.rank] = own
-        return [slopes[rank].to(grad.dtype) for rank in range(comm.size)]
+        slopes |= {rank: each.wait()[0] for rank, each in coming.items()}
+        return [slopes[rank].to(grad.dtype) for rank in pipeline.bringing]
+
+
+def _with_kind(number: Tensor) -> Tensor:
+    """Return a number and its type as a message."""
+    told = number.detach().to(torch.float64).reshape(1)
+    code = torch.tensor([_DTYPES.index(number.dtype)], dtype=torch.float64, device=told.device)
+    return torch.cat([told, code])
 
 
 def _crossed(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:

@@ -48,6 +48,7 @@ class Expression:
     ) -> None:
         self.forwards, self.function, self.forms = forwards, function, forms
         self.arguments: Any = pytree.tree_map(_kept, arguments)
+        self.is_loss = False  # whether the function is the loss that parallelize was given
         self.modes = ThreadModes.now()
         self.number: int | None = None  # number of the computed expression
         self.of_ranks: dict[int, Sequence[Tensor]] = {}  # results at the end, for each rank's rows
@@ -99,7 +100,7 @@ class EndResult:
         self.expression, self.number = expression, number
 
 
-class _SliceBounds(NamedTuple):
+class SliceBounds(NamedTuple):
     """A slice, of which a tree has the bounds as leaves."""
 
     bounds: tuple[Any, Any, Any]
@@ -110,7 +111,7 @@ class _Constant:
 
 
 def _is_ours(leaf: Any) -> bool:
-    return isinstance(leaf, _SliceBounds)
+    return isinstance(leaf, SliceBounds)
 
 
 def _kept(leaf: Any) -> Any:
@@ -122,7 +123,7 @@ def sliced(values: Any) -> Any:
     """Return values with the bounds of slices in the places of slices."""
     return pytree.tree_map(
         lambda leaf: (
-            _SliceBounds((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else leaf
+            SliceBounds((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else leaf
         ),
         values,
     )
@@ -131,7 +132,7 @@ def sliced(values: Any) -> Any:
 def with_slices(values: Any) -> Any:
     """Return values with slices in the places of their bounds."""
     return pytree.tree_map(
-        lambda leaf: slice(*leaf.bounds) if isinstance(leaf, _SliceBounds) else leaf,
+        lambda leaf: slice(*leaf.bounds) if isinstance(leaf, SliceBounds) else leaf,
         values,
         is_leaf=_is_ours,
     )
@@ -187,7 +188,7 @@ def without_constants(values: Any, device: torch.device) -> tuple[Any, Tensor | 
         if isinstance(leaf, bool) or not isinstance(leaf, int | float) or not _is_exact(leaf):
             return leaf
         numbers.append(leaf)
-        return _INTEGER if isinstance(leaf, int) else _REAL
+        return INTEGER if isinstance(leaf, int) else REAL
 
     placed_values = pytree.tree_map(placed, values)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device) if numbers else None
@@ -200,7 +201,7 @@ def with_constants(values: Any, numbers: Tensor | None) -> Any:
 
     def number(leaf: Any) -> Any:
         if isinstance(leaf, _Constant):
-            return int(next(given)) if leaf is _INTEGER else next(given)
+            return int(next(given)) if leaf is INTEGER else next(given)
         return leaf
 
     return pytree.tree_map(number, values)
@@ -210,7 +211,7 @@ def _is_exact(number: float) -> bool:
     return isinstance(number, float) or abs(number) <= 2**53
 
 
-_INTEGER, _REAL = _Constant(), _Constant()
+INTEGER, REAL = _Constant(), _Constant()
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
     def formed(leaf: Any) -> Any:
         if isinstance(leaf, EndResult):
             return leaf.expression.forms[leaf.number]
-        if isinstance(leaf, _SliceBounds):
+        if isinstance(leaf, SliceBounds):
             return slice(*leaf.bounds)
         return forms.form(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -276,7 +277,7 @@ def forms_of(forms: Forms, function: Callable[..., Any], arguments: Any) -> Any:
 def _without_masks(values: Any, index: Any) -> tuple[Any, Any]:
     """Return arguments of an index without masks: the form is that of the rows that are left."""
     parts: list[Any] = []
-    is_tuple = isinstance(index, tuple) and not isinstance(index, _SliceBounds)
+    is_tuple = isinstance(index, tuple) and not isinstance(index, SliceBounds)
     for part in index if is_tuple else (index,):
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
         parts += part.nonzero(as_tuple=True) if is_mask else [part]

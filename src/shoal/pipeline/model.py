@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -13,12 +14,13 @@ from shoal.contracts.weighing import Weighing
 from shoal.pipeline.absent import Forms
 from shoal.pipeline.alone import MODEL
 from shoal.pipeline.calls import CallsTold, Meet, ModelCall, Shape, number_of
+from shoal.pipeline.guide import Guide
 from shoal.pipeline.homes import Homes, homes_of
 from shoal.pipeline.moving import MovingBuffer, aside
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
 from shoal.pipeline.replay import Modules, other_way, spans
-from shoal.pipeline.route import Outbox, StationRoute
+from shoal.pipeline.route import EACH, Outbox, StationRoute
 from shoal.pipeline.stations import Stations, stations
 
 FORWARD, LOSS, BACKWARD = "pipeline: forward", "pipeline: loss", "pipeline: backward"
@@ -37,6 +39,7 @@ class PipelinedModel:
         layers: the layer of each trainable parameter.
         comm: the ranks.
         weighs: tells the weight of this rank's rows in the running backward.
+        guide: tells hosts that bring no rows; None if all ranks bring rows.
     """
 
     def __init__(
@@ -46,23 +49,37 @@ class PipelinedModel:
         layers: Mapping[str, str],
         comm: Comm,
         weighs: Weighing,
+        guide: Guide | None = None,
     ) -> None:
-        self.comm, self.weighs, self.forms = comm, weighs, Forms()
+        self.comm, self.weighs, self.forms, self.guide = comm, weighs, Forms(), guide
         self.modules = Modules.of(model)
-        self.model, self.holders, self._layers = model, dict(holders), dict(layers)
-        self._told = {purpose: CallsTold(comm) for purpose in (FORWARD, LOSS, READING)}
+        self.model, self.holders, self.layers = model, dict(holders), dict(layers)
+        telling = comm if guide is None else guide.trainers
+        self._told = {purpose: CallsTold(telling) for purpose in (FORWARD, LOSS, READING)}
         self.parts = RowParts()  # parts of each rank's rows
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self.elsewhere: list[nn.Parameter] = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if name in layers and holders[layers[name]] != comm.rank
-        ]
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
+
+    @property
+    def bringing(self) -> range:
+        """The ranks that bring rows."""
+        return range(self.comm.workers)
+
+    @cached_property
+    def elsewhere(self) -> list[nn.Parameter]:
+        """The trainable parameters that other ranks hold; none on a host without rows."""
+        here = (
+            {self.comm.rank, EACH} if self.comm.rank in self.bringing else {*self.holders.values()}
+        )
+        return [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name in self.layers and self.holders[self.layers[name]] not in here
+        ]
 
     def tell(
         self, call: ModelCall, purpose: str, meet: Meet | None = None
@@ -92,9 +109,9 @@ class PipelinedModel:
         with aside([*unlike.values()]):
             record, output = recorded(self.model, self.forms, forward, args, kwargs, unlike.keys())
         uses = record.state_uses()
-        homes = self.homes.first(uses, self.holders, self._layers)
+        homes = self.homes.first(uses, self.holders, self.layers)
         found = stations(
-            record, {**self.holders, **homes}, {**self._layers, **{name: name for name in homes}}
+            record, {**self.holders, **homes}, {**self.layers, **{name: name for name in homes}}
         )
         homes |= homes_of(uses, found, self.homes.frozen)
         own = number_of(str(sorted(record.calls.items())))
@@ -110,7 +127,7 @@ class PipelinedModel:
         self.homes.settle(homes)
         if self.comm.attendance is not None:
             self.comm.attendance.keep()
-        self._layers.update(zip(homes, homes, strict=True))
+        self.layers.update(zip(homes, homes, strict=True))
         self.holders.update(homes)
         found = Stations(tuple(holders), tuple(tuple(cut) for cut in cuts))
         route = StationRoute(record, spans(record, found.cuts), found.holders)
@@ -118,9 +135,14 @@ class PipelinedModel:
         self._routes[call.common] = route
         return route
 
+    def keep_at(self, name: str, buffer: MovingBuffer, home: int) -> None:
+        """Keep a buffer that training changes on a rank that the plan names."""
+        self.homes.keep(name, buffer, home)
+        self.holders[name], self.layers[name] = home, name
+
     def keep(self, name: str, buffer: MovingBuffer, layer: str) -> None:
         """Keep a buffer that training changes on the rank of its layer, or of its first use."""
         home = self.holders.get(layer)
         self.homes.keep(name, buffer, home)
         if home is not None:
-            self._layers[name] = layer
+            self.layers[name] = layer

@@ -336,7 +336,9 @@ def _note_views(
         note_use(given)
 
 
-def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expression:
+def made_of(
+    given: Sequence[EndOutput], function: Any, arguments: Any, *, is_loss: bool = False
+) -> Expression:
     """Return the expression of a function of outputs.
 
     Raises:
@@ -357,7 +359,10 @@ def made_of(given: Sequence[EndOutput], function: Any, arguments: Any) -> Expres
     others = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
     if others and torch.is_grad_enabled():
         raise Unclear
-    return Expression(forwards, function, arguments)
+    expression = Expression(forwards, function, arguments)
+    expression.is_loss = is_loss
+    forwards[0].check_told(expression)
+    return expression
 
 
 def way_back(given: Sequence[EndOutput]) -> _After | None:

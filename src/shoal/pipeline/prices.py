@@ -83,7 +83,7 @@ def stations_of(
         paces: of each rank; () if ranks compute alike.
     """
     return [
-        StationUses(rank, tuple(own), paces[rank] if rank < len(paces) else 1.0)
+        StationUses(rank, tuple(own), paces[rank] if 0 <= rank < len(paces) else 1.0)
         for rank, own in groupby(uses, key=lambda use: holders[use.layer])
     ]
 
@@ -182,11 +182,20 @@ def least_s(
     return max(piped_s, all_s / (cluster.cores_per_rank * cluster.size))
 
 
-def traffic_of(stations: Sequence[StationUses], ranks: int, passage: RowPassage = WHOLE) -> Traffic:
-    """Return the bytes that cross in forward, for the rows of all ranks; as many come back."""
+def traffic_of(
+    stations: Sequence[StationUses], ranks: int, passage: RowPassage = WHOLE, rows: int = 0
+) -> Traffic:
+    """Return the bytes that cross in forward, for the rows of all ranks; as many come back.
+
+    Args:
+        stations: in the order of forward.
+        ranks: number of ranks.
+        passage: the way of rows through them.
+        rows: number of ranks that bring rows, if some bring none.
+    """
     sent, received = [0.0] * ranks, [0.0] * ranks
     for one, other in pairwise(stations):
-        nbytes = other.before_bytes * passage.sent * ranks
+        nbytes = other.before_bytes * passage.sent * (rows or ranks)
         sent[one.rank] += nbytes
         received[other.rank] += nbytes
     return Traffic(tuple(sent), tuple(received), rounds=0)
@@ -282,7 +291,8 @@ class _Passage:
             return
         station, to = self._stations[number], self._stations[number + 1].rank
         arrives = now
-        if to != rank and self._cluster.topology.apart(rank, to):
+        hosts = self._cluster.topology.hosts + self._cluster.tail
+        if to != rank and hosts[to] != hosts[rank]:
             link = self._cluster.link
             begins = max(now, self._out[rank], self._into[to])
             sent = begins + station.crossing_bytes / link.bytes_per_s

@@ -15,6 +15,8 @@ from shoal.pipeline.record import ForwardRecord
 from shoal.pipeline.replay import StationSpan
 from shoal.tensors.crossing import EXACT, RowCrossing
 
+EACH = -1  # stands in the place of a rank: each rank computes the station for its own rows
+
 
 @dataclass(frozen=True)
 class StationRoute:
@@ -23,7 +25,7 @@ class StationRoute:
     Args:
         record: the forward.
         spans: the events of each station.
-        holders: the rank of each station.
+        holders: the rank of each station; `EACH` if every rank has its layers.
         output: the forward's results, by the number of the call's forms.
     """
 
@@ -37,15 +39,19 @@ class StationRoute:
         """The rank of the last station."""
         return self.holders[-1]
 
-    def of(self, rank: int) -> list[int]:
-        """Return the stations of a rank."""
-        return [number for number, holder in enumerate(self.holders) if holder == rank]
+    def of(self, *ranks: int) -> list[int]:
+        """Return the stations of these ranks."""
+        return [number for number, holder in enumerate(self.holders) if holder in ranks]
 
-    def inputs_of(self, rank: int) -> set[int]:
-        """Return the numbers of the inputs that a rank uses."""
+    def holder(self, station: int, own: int) -> int:
+        """Return the rank that computes a station for rows of rank `own`."""
+        return own if self.holders[station] == EACH else self.holders[station]
+
+    def inputs_of(self, *ranks: int) -> set[int]:
+        """Return the numbers of the inputs that the stations of these ranks use."""
         needed = [
             self.record.inputs_between(self.spans[station].begin, self.spans[station].end)
-            for station in self.of(rank)
+            for station in self.of(*ranks)
         ]
         return set[int]().union(*needed)
 

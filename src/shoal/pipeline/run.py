@@ -29,11 +29,13 @@ from shoal.core.draws import drawing_from, drawn_seed, mixed
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
+from shoal.pipeline.gate import CallGate
+from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined, rows_of
 from shoal.pipeline.replay import Departed, Replay
-from shoal.pipeline.route import Coming
+from shoal.pipeline.route import EACH, Coming
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
 from shoal.tensors.crossing import EXACT, RowCrossing
@@ -47,34 +49,58 @@ class ForwardRun:
         pipeline: the model's.
         forward: the model's own forward.
         call: the call.
+        told: the forms of all ranks, if this rank brings no rows and is told them.
     """
 
     def __init__(
-        self, pipeline: PipelinedModel, forward: Callable[..., Any], call: ModelCall
+        self,
+        pipeline: PipelinedModel,
+        forward: Callable[..., Any],
+        call: ModelCall,
+        told: ToldCall | None = None,
     ) -> None:
         self.pipeline, self.forward, self.call = pipeline, forward, call
         self.grad = torch.is_grad_enabled()
-        self._shapes, self.numbers = pipeline.tell(self.call, FORWARD)
+        self.told = told or self._tell()
+        self.weight_of = pipeline.weighs.call()
         pipeline.forget_output()
-        self.parts = pipeline.parts.of_ranks(self.call, self._shapes)
-        self.route = pipeline.route(self.call, forward, self.numbers[self.comm.rank])
+        self.parts = pipeline.parts.of_ranks(self.call, self.told.shapes)
+        self.route = pipeline.route(self.call, forward, self.told.numbers[self.own])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))
         self.tickets: list[Tensor] = []  # tickets of values that were sent to other stations
         self.tokens: dict[
             int, Tensor
         ] = {}  # tokens of values that have arrived at the end, by micro-batch
         self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
-        is_training = pipeline_mode(pipeline.modules.names) is not False
-        self._drawn = drawn_seed() if is_training else None
         self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
         self._returning: dict[tuple[int, int], Coming] = {}
         self.comm.journal.begins(FORWARD)
         self._compute()
+        values = [*self.tickets, *self.tokens.values()]
+        self.gate = CallGate(self, pipeline, values, grad=self.grad)
+
+    @property
+    def own(self) -> int:
+        """This rank, or the first one if this rank brings no rows."""
+        return self.comm.rank if self.comm.rank in self.pipeline.bringing else 0
+
+    def _tell(self) -> ToldCall:
+        """Tell the other ranks with rows of the call, and then hosts without (a collective)."""
+        shapes, numbers = self.pipeline.tell(self.call, FORWARD)
+        is_training = pipeline_mode(self.pipeline.modules.names) is not False
+        told = ToldCall(shapes, numbers, drawn_seed() if is_training else None)
+        if self.pipeline.guide is not None:
+            self.pipeline.guide.called(self, self.call, told)
+        return told
+
+    def go_back(self) -> None:
+        """Tell hosts without rows that a backward goes through this call."""
+        self.gate.go_back(self)
 
     @property
     def rows(self) -> list[int]:
         """The rows of each rank."""
-        return [rows_of(shapes) for shapes in self._shapes]
+        return [rows_of(shapes) for shapes in self.told.shapes]
 
     @property
     def comm(self) -> Comm:
@@ -90,43 +116,65 @@ class ForwardRun:
         """Compute this rank's stations for the rows of every rank."""
         inputs = self._dealt()
         mine = self.route.of(self.comm.rank)
+        if self.comm.rank in self.pipeline.bringing:
+            mine = self.route.of(self.comm.rank, EACH)
         coming = self._expected(mine)
-        ended: dict[int, list[Any]] = {rank: [] for rank in range(self.comm.size)}
+        ended: dict[int, list[Any]] = {rank: [] for rank in self.pipeline.bringing}
         counters = Counters(self.route.record.countings)
         moving = MovingBuffers(self.pipeline.homes.buffers(here=True))
         with walking(), aside(self.pipeline.homes.buffers(here=False)):
             for station, (micro, part) in product(mine, enumerate(self.parts)):
+                if self.route.holder(station, part.rank) != self.comm.rank:
+                    continue
                 counters.put_back()
                 arriving = coming.get((station, micro))
                 with moving.micro_batch(micro):
                     ended[part.rank] += self._station(station, micro, inputs[micro], arriving)
         moving.join([part.size for part in self.parts])
         counters.count()
+        self._bring_buffers()
         self.outputs = {rank: joined(outputs) for rank, outputs in ended.items() if outputs}
 
     def _dealt(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
         comm, route = self.comm, self.route
         needed = [route.inputs_of(rank) for rank in range(comm.size)]
-        own = needed[comm.rank]
+        bringing = self.pipeline.bringing
+        of_others = needed[comm.rank]
+        own = route.inputs_of(comm.rank, EACH)
         coming = {
             rank: Coming(
-                comm, rank, [self._shapes[rank][number] for number in sorted(own)], self.device
+                comm,
+                rank,
+                [self.told.shapes[rank][number] for number in sorted(of_others)],
+                self.device,
             )
             for rank in comm.others
+            if rank in bringing
         }
+        if comm.rank not in bringing:
+            return self._arrived_inputs(of_others, coming)
         # the caller may change its batch while messages are under way
         going = set().union(*(needed[rank] for rank in comm.others))
         copies = {number: self.call.tensors[number].detach().clone() for number in going}
         for rank in comm.others:
             for number in sorted(needed[rank]):
                 self.pipeline.outbox.send(copies[number], rank)
-        here = [
-            {number: self.call.tensors[number] for number in own}
-            if rank == comm.rank
-            else dict(zip(sorted(own), coming[rank].wait(), strict=True))
-            for rank in range(comm.size)
-        ]
+        here = {number: self.call.tensors[number] for number in own}
+        return self._arrived_inputs(of_others, coming, {comm.rank: here})
+
+    def _arrived_inputs(
+        self,
+        needed: set[int],
+        coming: Mapping[int, Coming],
+        own: Mapping[int, Mapping[int, Tensor]] = {},
+    ) -> list[list[Any]]:
+        """Return the inputs of each micro-batch, once all have come from other ranks."""
+        here = {
+            rank: dict(zip(sorted(needed), each.wait(), strict=True))
+            for rank, each in sorted(coming.items())
+        }
+        here |= {rank: dict(inputs) for rank, inputs in own.items()}
         return [self._inputs(part, here[part.rank]) for part in self.parts]
 
     def _inputs(self, part: RowPart, here: Mapping[int, Tensor]) -> list[Any]:
@@ -136,13 +184,13 @@ class ForwardRun:
             part.of(number, here[number])
             if number in here
             else absent(part.shape(number, shape), dtype, self.device, grad=False)
-            for number, (shape, dtype) in enumerate(self._shapes[part.rank])
+            for number, (shape, dtype) in enumerate(self.told.shapes[part.rank])
         ]
 
     def _form(self, station: int, micro: int) -> tuple[int, int, int]:
         """Return a key for the forms of arriving values."""
         part = self.parts[micro]
-        return station, self.numbers[part.rank], part.size
+        return station, self.told.numbers[part.rank], part.size
 
     def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
         """Begin to receive values of these stations, up to one of unknown form.
@@ -154,12 +202,12 @@ class ForwardRun:
             known = self.pipeline.shapes.get(self._form(station, micro))
             if known is None:
                 break
-            coming[station, micro] = self._coming(station, known)
+            coming[station, micro] = self._coming(station, micro, known)
         return coming
 
-    def _coming(self, station: int, shapes: Sequence[Shape]) -> Coming:
+    def _coming(self, station: int, micro: int, shapes: Sequence[Shape]) -> Coming:
         flags = (len(shapes),), torch.int64
-        source = self.route.holders[station - 1]
+        source = self.route.holder(station - 1, self.parts[micro].rank)
         return Coming(self.comm, source, [flags, *shapes], self.device, self._crossing)
 
     def _station(
@@ -198,9 +246,9 @@ class ForwardRun:
         generators, a checkpoint has all that the next numbers depend on, and
         torch.utils.checkpoint makes the same numbers again.
         """
-        if self._drawn is None:
+        if self.told.seed is None:
             return nullcontext()
-        return drawing_from(mixed(self._drawn, station, micro), self.device)
+        return drawing_from(mixed(self.told.seed, station, micro), self.device)
 
     def _arrived(
         self,
@@ -214,7 +262,7 @@ class ForwardRun:
         if coming is None:
             shapes = [(tuple(each.shape), each.dtype) for each in absent]
             self.pipeline.shapes[self._form(station, micro)] = shapes
-            coming = self._coming(station, shapes)
+            coming = self._coming(station, micro, shapes)
         flags, *values = coming.wait()
         if not self.grad:
             return values
@@ -232,6 +280,7 @@ class ForwardRun:
 
     def _depart(self, station: int, micro: int, values: Sequence[Tensor], token: list[Any]) -> None:
         """Send the values that cross to the next station."""
+        # batch 13: values go on
         to = self.route.holders[station + 1]
         taking = [value for value in values if self.grad and value.requires_grad]
         flags = [int(self.grad and value.requires_grad) for value in values]
@@ -261,12 +310,41 @@ class ForwardRun:
         self.comm.reached(f"backward of station {station} of the pipeline, micro-batch {micro}")
         if not self._returning:  # the slopes of all losses have come by now
             self._begin_backward()
-        return self._returning.pop((station, micro)).wait()
+        grads = self._returning.pop((station, micro)).wait()
+        return grads if self.route.holders[station] != EACH else list(map(self._unweighed, grads))
+
+    def _unweighed(self, grad: Tensor) -> Tensor:
+        """Return a gradient as this rank's own: the engine takes the mean over ranks later."""
+        # batch 17: undo the weighing
+        weight = self.pipeline.weighs(self.weight_of)
+        grad = grad.mul_(len(self.pipeline.bringing))
+        return grad.div_(weight) if weight else grad
 
     def return_gradients(self, station: int, micro: int, grads: Sequence[Tensor]) -> None:
         """Send the gradients of arrived values."""
+        to = self.route.holder(station - 1, self.parts[micro].rank)
         for grad in grads:
-            self.pipeline.outbox.send(grad, self.route.holders[station - 1], self._crossing)
+            self.pipeline.outbox.send(grad, to, self._crossing)
+
+    def _bring_buffers(self) -> None:
+        """Bring buffers that training changes from hosts without rows to all ranks with rows."""
+        comm, homes, bringing = self.comm, self.pipeline.homes, self.pipeline.bringing
+        if self.pipeline.guide is None and comm.rank in bringing:
+            return
+        apart = {n: b for n, b in homes.unlike.items() if homes.of(n) not in bringing}
+        coming = []
+        for name, buffer in sorted(apart.items()):
+            if homes.of(name) == comm.rank:
+                for rank in bringing:
+                    self.pipeline.outbox.send(buffer.value.detach().clone(), rank)
+            elif comm.rank in bringing:
+                shape = tuple(buffer.value.shape), buffer.value.dtype
+                coming.append((buffer, Coming(comm, homes.of(name), [shape], self.device)))
+        with torch.no_grad():
+            for buffer, each in coming:
+                buffer.value.copy_(each.wait()[0])
+        if self.pipeline.guide is not None:
+            self.pipeline.guide.changed.see()
 
 
 def model_call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:

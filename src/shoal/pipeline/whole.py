@@ -25,7 +25,6 @@ from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving import MovingBuffers
 from shoal.pipeline.parts import rows_of
 from shoal.tensors.cut import cut_of, is_cut
-from shoal.tensors.on_rank import OnRank
 
 _LOGGER = logging.getLogger("shoal")
 
@@ -64,14 +63,16 @@ class WholeCalls:
         shapes, _ = pipeline.tell(call, FORWARD)
         self._say(reason)
         buffers = pipeline.homes.moving
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                pipeline.comm.broadcast(buffer.value, pipeline.homes.of(name))
+        if pipeline.guide is None:
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    pipeline.comm.broadcast(buffer.value, pipeline.homes.of(name))
+        comm = pipeline.comm if pipeline.guide is None else pipeline.guide.trainers
         moving = MovingBuffers(list(buffers.values()))
         args, kwargs = call.with_tensors(call.tensors)
         with moving.micro_batch(0):
             output = forward(*args, **kwargs)
-        moving.join_ranks(pipeline.comm, [rows_of(of_rank) for of_rank in shapes])
+        moving.join_ranks(comm, [rows_of(of_rank) for of_rank in shapes])
         return output
 
     def _say(self, reason: str) -> None:
@@ -89,5 +90,6 @@ class WholeCalls:
 
 def _holders(pipeline: PipelinedModel, module: nn.Module) -> set[int]:
     """Return the ranks that hold parameters of a module."""
-    cuts = [cut_of(parameter) for parameter in module.parameters() if is_cut(parameter)]
-    return {cut.holder for cut in cuts if isinstance(cut, OnRank)}
+    names = {id(parameter): name for name, parameter in pipeline.model.named_parameters()}
+    trained = [names[id(parameter)] for parameter in module.parameters()]
+    return {pipeline.holders[pipeline.layers[name]] for name in trained if name in pipeline.layers}

@@ -21,7 +21,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import stations_at
-from shoal.planner.holders import is_dealt, unasked_holders
+from shoal.planner.holders import holders_in, is_dealt, unasked_holders
 from shoal.planner.learning import learning_line
 from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
@@ -132,13 +132,15 @@ def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | N
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
     """Name the servers, tail ranks or pipeline ranks that the plan has no use for."""
     if is_dealt(plan):
-        held = {choice.holder for choice in plan.choices}
-        hosts = enumerate(cluster.topology.hosts)
-        return tuple(f"rank {rank} ({host})" for rank, host in hosts if rank not in held)
+        held = set(holders_in(plan).values())
+        busy = range(cluster.size) if len(holders_in(plan)) < len(plan.choices) else ()
+        hosts = enumerate(cluster.topology.hosts + cluster.tail)
+        used = held.union(busy)
+        return tuple(f"rank {rank} ({host})" for rank, host in hosts if rank not in used)
     chosen = [predictor.role(choice.strategy) for choice in plan.choices]
-    used = any(role.takes_servers or role.is_at_tail for role in chosen)
+    is_used = any(role.takes_servers or role.is_at_tail for role in chosen)
     # idle hosts come after the ones that train
-    idle = () if used else cluster.servers + cluster.tail
+    idle = () if is_used else cluster.servers + cluster.tail
     return tuple(f"rank {rank} ({host})" for rank, host in enumerate(idle, start=cluster.size))
 
 
@@ -162,10 +164,15 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
     """Return the runs of layers that ranks hold in a pipeline."""
     if not is_dealt(plan):
         return ()
-    layers = predictor.profile.layers
-    stations = stations_at(layers, {c.layer: c.holder for c in plan.choices})
+    holders = holders_in(plan)
+    layers = [layer for layer in predictor.profile.layers if layer.name in holders]
+    stations = stations_at(layers, holders)
     before = [0.0, *(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
-    hosts, seen, found = cluster.topology.hosts, set[str](), list[StationExplanation]()
+    hosts, seen, found = (
+        cluster.topology.hosts + cluster.tail,
+        set[str](),
+        list[StationExplanation](),
+    )
     for station, (back_bytes, on_bytes) in zip(stations, pairwise(before), strict=True):
         own = tuple(dict.fromkeys(use.layer for use in station.uses))
         nbytes = sum(predictor.layer(name).nbytes for name in own if name not in seen)

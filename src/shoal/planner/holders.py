@@ -28,9 +28,10 @@ from shoal.pipeline.prices import (
     stations_of,
     step_of,
 )
+from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.planner.timeline import Predictor
-from shoal.strategies.carried import check_holder
+from shoal.strategies.carried import check_beside_holders, check_holder
 from shoal.strategies.pipeline import passage_of
 from shoal.strategies.row_parts import RowFacts
 
@@ -79,25 +80,22 @@ def with_holders(
     if not held:
         return dict(pins)
     way = pins[held[0]][0]
-    if rest := [name for name in profile.names if name not in held]:
+    rest = [name for name in profile.names if name not in held]
+    pins = {**pins, **_dealt_apart(held, pins, profile, cluster)}
+    if rest and not _are_apart([pins[name][1] for name in held], cluster):
         raise PlanError(
             f"{way} serves all layers of a model, or none",
             where=f"layer {rest[0]}",
             got=f"{len(held)} of {len(profile.names)} layers",
             do=f'pin all of them: pins={{"*": "{way}"}}',
         )
-    if len(codecs := {rows_and_rest(pins[name][1])[0] for name in held}) > 1:
-        raise PlanError(
-            f"what crosses in a {way} has one codec, or none",
-            got=" and ".join(sorted(codec or "none" for codec in codecs)),
-            do=f'write the same of each layer: pins={{"*": "{way}+{max(codecs)}"}}',
-        )
-    (codec,) = codecs
-    named_ranks = {name: rows_and_rest(exchange)[1] for name, (_, exchange) in pins.items()}
+    check_beside_holders({name: way for name, (way, _) in pins.items() if name not in held})
+    codec = _codec_of(way, [pins[name][1] for name in held])
+    named_ranks = {name: rows_and_rest(pins[name][1])[1] for name in held}
     unnamed = [name for name in held if not named_ranks[name]]
     if not unnamed:
-        for name, (_, exchange) in pins.items():
-            check_holder(name, way, exchange, cluster.size)
+        for name in held:
+            check_holder(name, way, pins[name][1], cluster.size + len(cluster.tail))
         check_cuts(profile, {name: int(rank) for name, rank in named_ranks.items()})
         return dict(pins)
     if len(unnamed) < len(held):
@@ -114,9 +112,57 @@ def with_holders(
     return {name: (way, f"{before}{rank}") for name, rank in holders.items()}
 
 
+def _codec_of(way: str, exchanges: Iterable[str]) -> str:
+    """Return the one codec of all layers of a pipeline; '' for none.
+
+    Raises:
+        PlanError: they have several.
+    """
+    if len(codecs := {rows_and_rest(exchange)[0] for exchange in exchanges}) > 1:
+        raise PlanError(
+            f"what crosses in a {way} has one codec, or none",
+            got=" and ".join(sorted(codec or "none" for codec in codecs)),
+            do=f'write the same of each layer: pins={{"*": "{way}+{max(codecs)}"}}',
+        )
+    return codecs.pop()
+
+
+def _dealt_apart(
+    held: Sequence[str], all_pins: Mapping[str, Option], profile: ModelProfile, cluster: Cluster
+) -> dict[str, Option]:
+    """Return pins of some layers, dealt in the order of forward to the hosts that bring no rows.
+
+    Pins that name ranks stay as they are. If all layers are held, the ranks that train hold them.
+    """
+    pins = {name: all_pins[name] for name in held}
+    is_named = any(rows_and_rest(exchange)[1] for _, exchange in pins.values())
+    if is_named or not cluster.tail or len(held) == len(profile.names):
+        return pins
+    uses = [use for use in uses_of(profile.layers) if use.layer in pins]
+    seconds = dict.fromkeys((use.layer for use in uses), 0.0)
+    firsts = {use.layer: use for use in reversed(uses)}
+    for use in uses:
+        seconds[use.layer] += use.forward_s + use.backward_s
+    chain = [(seconds[name], firsts[name].before_bytes) for name in seconds]
+    count = min(len(cluster.tail), len(chain))
+    (runs,) = in_runs(chain, [1.0] * count, [1.0])
+    found = dict(zip(seconds, runs, strict=True))
+    ties = {name: profile.layer(name).measured(UseFacts).with_layer or name for name in pins}
+    return {
+        name: (way, f"{exchange}{':' if exchange else ''}{cluster.size + found[ties[name]]}")
+        for name, (way, exchange) in pins.items()
+    }
+
+
+def _are_apart(exchanges: Iterable[str], cluster: Cluster) -> bool:
+    """Return whether layers name ranks of hosts that bring no rows, all of them."""
+    ranks = [rows_and_rest(exchange)[1] for exchange in exchanges]
+    return all(rank.isdecimal() and int(rank) >= cluster.size for rank in ranks)
+
+
 def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
     """Raise PlanError if layers have ranks such that a cut lies where none can."""
-    for station in stations_at(profile.layers, holders):
+    for station in stations_at(profile.layers, dict.fromkeys(profile.names, EACH) | dict(holders)):
         if station.before_bytes >= NO_CUT:
             raise PlanError(
                 "forward changes a value in place of which another rank has a view",
@@ -233,3 +279,12 @@ def is_dealt(plan: Plan) -> bool:
     """Return whether a plan gives each layer to a rank."""
     ways = {choice.strategy for choice in plan.choices}
     return any(named(Strategy, way).role.names_ranks for way in ways)
+
+
+def holders_in(plan: Plan) -> dict[str, int]:
+    """Return the rank of each layer of a pipeline in a plan, by name."""
+    return {
+        choice.layer: choice.holder
+        for choice in plan.choices
+        if named(Strategy, choice.strategy).role.names_ranks
+    }

@@ -81,7 +81,13 @@ def search(
     pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
     pins = with_holders(pins, profile, cluster)
     pinned, limit = with_needed(predictor, pins, constraints.pins or {}), constraints.memory_limit
-    each = [name for name in allowed if not predictor.role(name).names_ranks]
+    roles = {name: predictor.role(name) for name in allowed}
+    is_apart = any(predictor.role(way).names_ranks for way, _ in pins.values())
+    each = [
+        name
+        for name, role in roles.items()
+        if not role.names_ranks and not (is_apart and role.is_cut)
+    ]
     choices = options_of(predictor, each, pinned, every_cut=limit is not None)
     choices, pairs = with_pairs(predictor, choices, each, pinned, every=limit is not None)
     options = within_memory(options, profile, constraints.memory)

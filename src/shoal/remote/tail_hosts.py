@@ -50,12 +50,34 @@ class TailHosts:
         # to the one that this rank writes to, if it is a worker
         self.channel = Channel[Any](self.comm, workers + comm.rank % tail, most=_UNDER_WAY)
         self._ended = self.is_one
+        self._ways: tuple[Comm, Comm] | None = None
+        self._ordering: list[Channel[Any]] = []
         self.calls = 0  # of parallelize: the hosts take part in the first
 
     @property
     def speaks(self) -> bool:
         """Whether this worker is its tail host's first, from which is taken what all share."""
         return self.comm.rank < len(self.hosts)
+
+    def open_stations(self) -> tuple[Comm, Comm]:
+        """Open channels for a pipeline, and for orders to these hosts (a collective)."""
+        if self._ways is None:
+            stations = self.comm.channel("stations")
+            self._ways = stations, self.comm.channel("orders", idle=self.is_one)
+        return self._ways
+
+    def tell_all(self, message: TailMessage) -> None:
+        """Send each of these hosts an order, if this is the first rank."""
+        for channel in self.ordering():
+            channel.post(message)
+
+    def ordering(self) -> list[Channel[Any]]:
+        """Return this rank's ends of the ways of orders, by host."""
+        if not self._ordering and not self.is_one:
+            _, orders = self.open_stations()
+            hosts = range(self.comm.workers, self.comm.size)
+            self._ordering = [Channel[Any](orders, host, most=_UNDER_WAY) for host in hosts]
+        return self._ordering
 
     def tell(self, message: TailMessage) -> None:
         """Send this worker's tail host a message."""
@@ -71,9 +93,17 @@ class TailHosts:
         self.tell(message)
         return self.channel.answer(kind)
 
+    def settle(self) -> None:
+        """Wait until all that was told has gone."""
+        self.channel.settle()
+
     def drain(self) -> None:
         """Tell the tail host that this worker asks no more."""
         if not self._ended:
+            if self._ordering and not self.comm.rank:
+                self.tell_all(TailDone())
+                for channel in self._ordering:
+                    channel.settle()
             self.tell(TailDone())
             self.channel.settle()
             self._ended = True

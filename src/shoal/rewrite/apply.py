@@ -38,7 +38,7 @@ from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import ROOT, model_digest, trainable_layers
 from shoal.profiling.usage import unable_before
-from shoal.strategies.carried import check_carried, check_holder, row_codec
+from shoal.strategies.carried import check_beside_holders, check_carried, check_holder, row_codec
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tupl
     return {names[index]: (start, stop) for index, start, stop in site.spans(sizes)}
 
 
-def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
+def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0, tail_hosts: int = 0) -> None:
     """Refuse a plan of another model or size, or one that does not name every layer once."""
     parameters = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
     layers = list(parameters)
@@ -268,7 +268,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             expected=f"one for {model_digest(model)[:12]}",
             do=_REPLAN,
         )
-    _check_holders(plan)
+    _check_holders(plan, tail_hosts)
     modules = {layer.name: layer.module for layer in trainable_layers(model)}
     for choice in plan.choices:
         strategy, module = named(Strategy, choice.strategy), modules[choice.layer]
@@ -277,17 +277,21 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 
 
-def _check_holders(plan: Plan) -> None:
-    """Refuse a pipeline of some layers only, or with a rank that does not exist."""
+def _check_holders(plan: Plan, tail_hosts: int) -> None:
+    """Refuse a pipeline of some layers only on ranks that train, or a rank that does not exist."""
     ranked = [c for c in plan.choices if named(Strategy, c.strategy).role.names_ranks]
-    if ranked and len(ranked) < len(plan.choices):
+    is_apart = tail_hosts and all(choice.holder >= plan.ranks for choice in ranked)
+    if ranked and len(ranked) < len(plan.choices) and not is_apart:
         raise PlanError(
             f"{ranked[0].strategy} serves all layers of a model, or none",
             got=f"{len(ranked)} of {len(plan.choices)} layers",
             do=_REPLAN,
         )
     for choice in ranked:
-        check_holder(choice.layer, choice.strategy, choice.exchange, plan.ranks)
+        check_holder(choice.layer, choice.strategy, choice.exchange, plan.ranks + tail_hosts)
+    if ranked:
+        beside = {choice.layer: choice.strategy for choice in plan.choices if choice not in ranked}
+        check_beside_holders(beside)
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:

@@ -42,7 +42,8 @@ from shoal.optim.owners import Owners
 from shoal.optim.part import Part
 from shoal.optim.table import TablePart
 from shoal.optim.tail import TailPart
-from shoal.remote.far_tail import FarTail
+from shoal.remote.far_parameters import FarParameters
+from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.verbs import Sum
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed, splits
@@ -50,17 +51,19 @@ from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
 from shoal.session.at_servers import ServersPart, open_servers, open_tables
+from shoal.session.holding import HeldApart, holds_apart, open_held
 from shoal.session.job import TrainingJob
 from shoal.session.opening import Opening, Prepared
 from shoal.session.running import Running
 from shoal.session.session import Attached, Session, Threads
 from shoal.session.watch import watch
-from shoal.strategies.moving import OfState, of_holders, transfers_of
+from shoal.strategies.moving import OfState, transfers_of
 from shoal.strategies.pipeline import (
+    far_of,
     is_pipeline,
     loss_at_end,
     pipeline_of,
-    take_buffers,
+    take_state,
     with_counters,
 )
 from shoal.strategies.row_parts import row_parts_of
@@ -86,9 +89,10 @@ def attach(
     if prepared.plan.outer is not None:
         outer = prepared.plan.outer.on(session.comm.topology)
         prepared = replace(prepared, plan=replace(prepared.plan, outer=outer))
-    servers = session.other(Servers)
+    servers, ends = session.other(Servers), session.other(TailHosts)
     num_servers = len(servers.hosts) if servers else 0
-    check(prepared.plan, job.model, session.comm.size, num_servers)
+    num_ends = len(ends.hosts) if ends else 0
+    check(prepared.plan, job.model, session.comm.size, num_servers, num_ends)
     opening = Opening(session, job, prepared, _state_among(session, job, prepared))
     try:
         running = _opened(opening, num_servers)
@@ -99,7 +103,8 @@ def attach(
         attachment.start(running)
     if prepared.plan.in_step:
         _compare(session, job, running)
-    _listen(session, running, prepared.stage, opening.opened_attendance)
+    far = [prepared.stage] if prepared.stage is not None else far_of(job.model)
+    _listen(session, running, far, opening.opened_attendance)
     # 4
     parts = _extended(opening, running)
     # 5
@@ -134,7 +139,9 @@ def _opened(opening: Opening, num_servers: int) -> Running:
     }
     if cuts(plan):
         opening.boundary()
-    if splits(plan) and not num_servers:
+    if holds_apart(plan):
+        opening.apart = _opened_apart(opening)
+    elif splits(plan) and not num_servers:
         opening.attendance()
     buckets = Buckets(job.memory)
     sites = placed(job.model, plan, session.comm.rank, num_servers, buckets)
@@ -144,6 +151,17 @@ def _opened(opening: Opening, num_servers: int) -> Running:
     rewritten = _rewritten(opening, sites)
     # 3
     return _running(opening, rewritten, buckets, weigher, attachments)
+
+
+def _opened_apart(opening: Opening) -> HeldApart:
+    """Tell hosts that bring no rows the layers that they hold."""
+    plan, profile = opening.plan, opening.prepared.profile
+    hosts = opening.session.other(TailHosts)
+    assert hosts is not None
+    parts, moving = row_parts_of(plan, profile), opening.prepared.moving
+    apart = open_held(hosts, opening.model, opening.job.loss_fn, plan, parts, moving)
+    opening.main += [apart.comm]
+    return apart
 
 
 def _running(
@@ -191,7 +209,7 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
     def with_channels(place: Place) -> Place:
         boundary, tables = opening.opened_boundary, opening.tables
         model = opening.model if place.ways.holders else None
-        ways = replace(place.ways, tables=tables, tail=stage, model=model)
+        ways = replace(place.ways, tables=tables, tail=stage, model=model, apart=opening.apart)
         profiles = {name: measured[name] for name in place.layers if name in measured}
         return replace(place, comm=boundary, weighs=weighing, ways=ways, profiles=profiles)
 
@@ -224,8 +242,7 @@ def _started(
         pipeline_of(opening.model).parts = parts
         known = states(opening.model, opening.job.loss)
         moving = with_counters(opening.model, opening.prepared.moving, known)
-        holders = take_buffers(opening.model, moving, known)
-        opening.state_among = lambda ranks: of_holders(moving, known, holders)
+        opening.state_among = take_state(opening.model, moving, known, opening.apart)
     of_state = opening.state_among(opening.comm.size)
     transfers = [
         *(transfer for transfer in of_state if transfer.at_once),
@@ -280,7 +297,7 @@ def _compare(session: Session, job: TrainingJob, running: Running) -> None:
 def _listen(
     session: Session,
     running: Running,
-    stage: FarTail | None,
+    far: Sequence[FarParameters],
     attendance: LaneAttendance | None,
 ) -> None:
     """Connect the listeners to the engine's events."""
@@ -291,7 +308,7 @@ def _listen(
         engine.listen(Event.FORWARD_ENTERED, attendance.parts.free)
     engine.listen(Event.FORWARD_ENTERED, passes.forward)
     entered = [passes.backward, *(table.begin for table in (tables.all if tables else ()))]
-    for listener in entered if stage is None else [*entered, stage.entered]:
+    for listener in [*entered, *(each.entered for each in far)]:
         engine.listen(Event.BACKWARD_ENTERED, listener)
 
 
@@ -314,7 +331,8 @@ def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
         attendance.keep()
     all_parts: list[Part] = []
     for number, optimizer in enumerate(opening.optimizers):
-        parts = _parts(optimizer, number, running, boundary, opening.stage)
+        far = far_of(opening.model) if opening.stage is None else [opening.stage]
+        parts = _parts(optimizer, number, running, boundary, far)
         if attendance is not None:
             _serve_states(attendance, parts)
         loss = None
@@ -341,7 +359,7 @@ def _parts(
     number: int,
     running: Running,
     boundary: Comm | None,
-    stage: FarTail | None,
+    far: Sequence[FarParameters],
 ) -> list[Part]:
     """List the parts of an optimizer that are not whole here, as a step opens them."""
     parts: list[Part] = []
@@ -349,8 +367,7 @@ def _parts(
         parts.append(OwnedPart(optimizer, number, running.owners))
     if boundary is not None:
         parts.append(CutPart(optimizer, boundary))
-    if stage is not None:
-        parts.append(TailPart(optimizer, number, stage))
+    parts += [TailPart(optimizer, number, each) for each in far]
     if running.tables is not None:
         parts.append(TablePart(optimizer, number, running.tables))
     return parts

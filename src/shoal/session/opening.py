@@ -25,6 +25,7 @@ from shoal.engine.shared_parts import SharedParts
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
+from shoal.session.holding import HeldApart
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session
 from shoal.session.watch import Watched
@@ -88,6 +89,7 @@ class Opening:
         main: channels that the main thread itself waits for.
         weighing: tells the weight of this rank's rows in the running backward.
         tables: the way to tables at servers, if there are any.
+        apart: the ways to hosts that hold layers and bring no rows, if there are any.
     """
 
     session: Session
@@ -99,6 +101,7 @@ class Opening:
     main: list[Comm] = field(default_factory=list)
     weighing: Weighing = field(default_factory=Weighing)
     tables: Tables | None = None
+    apart: HeldApart | None = None
     _boundary: Comm | None = None
     _attendance: LaneAttendance | None = None
     _channels: list[Comm] = field(default_factory=list)

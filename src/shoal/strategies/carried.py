@@ -80,6 +80,21 @@ def check_holder(layer: str, name: str, exchange: str, ranks: int) -> None:
         )
 
 
+def check_beside_holders(strategies: Mapping[str, str]) -> None:
+    """Raise PlanError if a layer before those on hosts without rows is cut over ranks.
+
+    Args:
+        strategies: the strategy of each layer that is on no such host.
+    """
+    for layer, name in strategies.items():
+        if named(Strategy, name).role.is_cut:
+            raise PlanError(
+                f"{name} does not serve layers beside those on hosts that bring no rows",
+                where=f"layer {layer}",
+                do='pin it to "replicate", "sliced" or "factor"',
+            )
+
+
 def _check_rows(layer: str, strategy: Strategy, exchange: str) -> None:
     if strategy.role.takes_exchange:
         first = carriers(strategy)[0]

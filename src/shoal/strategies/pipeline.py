@@ -28,17 +28,22 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
+from shoal.contracts.ways import HeldWay
 from shoal.core.cost import Cost, Phase, Update, Wait
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
 from shoal.core.role import Role
-from shoal.pipeline.ended import PipelineCalls
 from shoal.pipeline.model import PipelinedModel
+from shoal.pipeline.model_calls import PipelineCalls
 from shoal.pipeline.moving import MovingBuffer
 from shoal.pipeline.output import EndOutput, as_bound
 from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of
+from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import UseFacts, uses_of
+from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
+from shoal.remote.far_parameters import AtTail, FarParameters
+from shoal.strategies.moving import OfState, of_holders, transfers_of
 from shoal.strategies.row_parts import RowFacts, RowProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.strategies.uses import UseProbe
@@ -68,13 +73,13 @@ class Pipeline(Strategy):
         stations = stations_at(layers, {layer.name: layer.setting.rank for layer in layers})
         passage = passage_of(layers[0].setting, layers[0].measured(RowFacts), cluster)
         forward_s, backward_s = step_of(stations, cluster, passage)
-        nbytes = dict.fromkeys(range(cluster.size), 0)
+        nbytes = dict.fromkeys(range(cluster.size + len(cluster.tail)), 0)
         for layer in layers:
             nbytes[layer.setting.rank] += layer.nbytes
         whole = max(1, sum(nbytes.values()))
         paces = {station.rank: station.pace for station in stations}
         most = max(nbytes.values()) / whole
-        there = traffic_of(stations, cluster.size, passage)
+        there = traffic_of(stations, len(nbytes), passage, cluster.size)
         back = replace(there, sent=there.received, received=there.sent)
         return Cost(
             in_forward=Phase(there, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
@@ -88,28 +93,24 @@ class Pipeline(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert place.comm is not None and place.ways.model is not None
-        names = {parameter: name for name, parameter in place.parameters.items()}
-        layers = {
-            names[parameter]: name
-            for name, module in place.layers.items()
-            for parameter in module.parameters(recurse=False)
-            if parameter in names
-        }
-        pipeline = PipelinedModel(
-            place.ways.model, place.ways.holders, layers, place.comm, place.weighs
-        )
+        pipeline = _pipelined(place)
         pipeline.outbox.crossing = RowCrossing(place.rows.codec)
+        far = {} if pipeline.guide is None else pipeline.guide.by_name
         for name, parameter in place.parameters.items():
-            holder = place.ways.holders[layers[name]]
+            if name in far:
+                _give(name, parameter, far[name])
+                continue
+            holder = pipeline.holders[pipeline.layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
         calls = PipelineCalls(pipeline)
         _run_held(place.ways.model, calls)
         run_by(place.ways.model, calls)
-        pipeline.homes.frozen = {
-            name: parameter
-            for name, parameter in place.ways.model.named_parameters()
-            if type(parameter) is nn.Parameter and not parameter.requires_grad
-        }
+        if pipeline.guide is None:
+            pipeline.homes.frozen = {
+                name: parameter
+                for name, parameter in place.ways.model.named_parameters()
+                if type(parameter) is nn.Parameter and not parameter.requires_grad
+            }
         pipeline.homes.hold = functools.partial(_hold, calls)
         return []
 
@@ -121,6 +122,28 @@ class Pipeline(Strategy):
             run_no_more(module)
         for parameter in filter(is_cut, place.ways.model.parameters()):
             restore(parameter)
+
+
+def _pipelined(place: Place) -> PipelinedModel:
+    """Return the model of a place, with the rank of each layer."""
+    model, comm, apart = place.ways.model, place.comm, place.ways.apart
+    assert comm is not None and model is not None
+    layers: dict[str, str] = {}
+    for layer in trainable_layers(model):
+        layers |= dict.fromkeys(layer.parameters, layer.name)
+    if apart is None:
+        return PipelinedModel(model, place.ways.holders, layers, comm, place.weighs)
+    guide = apart.guide(model, comm)
+    return PipelinedModel(model, apart.holders, layers, apart.comm, place.weighs, guide)
+
+
+def _give(name: str, parameter: nn.Parameter, far: FarParameters) -> None:
+    """Give a parameter to a host that brings no rows, and leave this rank its form."""
+    at_host = AtTail(name, parameter, far)
+    far.write_values(name, parameter.detach())
+    if parameter.grad is not None:
+        far.write_gradient(name, parameter.grad)
+    cut(parameter, at_host)
 
 
 def passage_of(setting: Setting, facts: RowFacts, cluster: Cluster) -> RowPassage:
@@ -172,16 +195,22 @@ class _Held:
             return forward(*args, **kwargs)
 
 
-def take_buffers(
-    model: nn.Module, moving: Sequence[MovingState], known: Mapping[str, TensorSlot]
-) -> dict[str, int | Callable[[], int]]:
-    """Make one rank keep each buffer that training changes; return its rank or a function for it.
+def take_state(
+    model: nn.Module,
+    moving: Sequence[MovingState],
+    known: Mapping[str, TensorSlot],
+    apart: HeldWay | None = None,
+) -> Callable[[int], Sequence[OfState]]:
+    """Let one rank keep each buffer that training changes; return a function that makes transfers.
+
+    Hosts that bring no rows send theirs by themselves. Buffers of layers that all ranks with rows
+    have stay as they are.
 
     Raises:
         PlanError: training changes a buffer of the loss.
     """
     running = pipeline_of(model)
-    ranks: dict[str, int | Callable[[], int]] = {}
+    homes: dict[str, int | Callable[[], int]] = {}
     for state in moving:
         if state.name.startswith(OF_LOSS):
             raise PlanError(
@@ -191,10 +220,28 @@ def take_buffers(
             )
         buffer = MovingBuffer(known[state.name], state.how == "mean")
         layer = state.name.rpartition(".")[0]
-        running.keep(state.name, buffer, layer)
         home = functools.partial(running.homes.of, state.name)
-        ranks[state.name] = running.holders.get(layer, home)
-    return ranks
+        if apart is None:
+            running.keep(state.name, buffer, layer)
+            homes[state.name] = running.holders.get(layer, home)
+        elif (at := apart.homes[state.name]) != EACH:
+            running.keep_at(state.name, buffer, at)
+            homes[state.name] = at
+    among = running.comm.workers
+    kept = [s for s in moving if s.name in homes and (callable(h := homes[s.name]) or h < among)]
+    others = [s for s in moving if s.name not in homes]
+
+    def transfers(ranks: int) -> Sequence[OfState]:
+        return [*of_holders(kept, known, homes), *transfers_of(others, known, ranks)]
+
+    return transfers
+
+
+def far_of(model: nn.Module) -> Sequence[FarParameters]:
+    """Return the parameters of a model that hosts without rows have."""
+    if not is_pipeline(model) or (guide := pipeline_of(model).guide) is None:
+        return ()
+    return guide.far
 
 
 def with_counters(
@@ -202,15 +249,19 @@ def with_counters(
 ) -> list[MovingState]:
     """Return the changing state and the counters: a rank without the layer does not count calls."""
     running = pipeline_of(model)
-    counters = [
-        MovingState(name, 1, slot.tensor.element_size(), "first")
-        for name, slot in known.items()
-        if slot.is_buffer
-        and name.rpartition(".")[0] in running.holders
-        and slot.tensor is not None
-        and not slot.tensor.dim()
-        and not slot.tensor.is_floating_point()
-    ]
+    counters = (
+        []
+        if running.guide is not None
+        else [
+            MovingState(name, 1, slot.tensor.element_size(), "first")
+            for name, slot in known.items()
+            if slot.is_buffer
+            and name.rpartition(".")[0] in running.holders
+            and slot.tensor is not None
+            and not slot.tensor.dim()
+            and not slot.tensor.is_floating_point()
+        ]
+    )
     names = {state.name for state in moving}
     return [*moving, *(state for state in counters if state.name not in names)]
 

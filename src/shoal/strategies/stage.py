@@ -44,7 +44,8 @@ from shoal.core.role import Role
 from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.remote.far_tail import AtTail, FarTail
+from shoal.remote.far_parameters import AtTail
+from shoal.remote.far_tail import FarTail
 from shoal.remote.stage_output import StagedRun, StageOutput, in_micro_batches, micro_batch_sizes
 from shoal.strategies.copies import kind_before, plain, served_class
 from shoal.strategies.pieces import Pieces

@@ -13,7 +13,8 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, RanksDiffer
 from shoal.engine.lanes import Answering
 from shoal.remote.channel import Channel
-from shoal.remote.tail_messages import AnyTailMessage, TailDone
+from shoal.remote.station_messages import AnyOrder
+from shoal.remote.tail_messages import TailDone
 
 _AHEAD = 4  # messages of a worker that are kept
 _POLL_S = 0.5
@@ -22,19 +23,19 @@ _SOONER = 0.75  # of the time-out: before a worker that waits for the answer giv
 
 @final
 class Inbox:
-    """What workers have sent and nobody has taken yet."""
+    """Messages of workers that nobody has taken yet."""
 
     def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
         self._comm = comm
         self._timeout_s = None if timeout_s is None else _SOONER * timeout_s
         self._moved = Condition()
-        self._boxes: dict[int, deque[AnyTailMessage]] = {worker: deque() for worker in workers}
+        self._boxes: dict[int, deque[AnyOrder]] = {worker: deque() for worker in workers}
         self._answering = Answering()
         self._last = "the beginning"
         for worker in workers:
             self._answering.begin(worker, partial(self._receive, worker), comm)
 
-    def next(self) -> dict[int, AnyTailMessage]:
+    def next(self) -> dict[int, AnyOrder]:
         """The next message of every worker, all of them of the same kind.
 
         Raises:
@@ -86,8 +87,8 @@ class Inbox:
         self._answering.close()
 
     def _receive(self, worker: int, comm: Comm) -> None:
-        channel = Channel[AnyTailMessage](comm, worker, AnyTailMessage)
-        message: AnyTailMessage | None = None
+        channel = Channel[AnyOrder](comm, worker, AnyOrder)
+        message: AnyOrder | None = None
         while not isinstance(message, TailDone):
             message = channel.next()  # batch 2: ahead of the work
             with self._moved:

@@ -18,11 +18,10 @@ order, as workers do. Guarded by tests/equivalence/test_stage.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -36,40 +35,26 @@ from shoal.engine.passes import Block, TailPass, TailRun
 from shoal.optim.extend import extend
 from shoal.profiling.identity import model_digest
 from shoal.remote.channel import Channel
+from shoal.remote.station_messages import OpenStations
 from shoal.remote.tail_hosts import TailHosts, modules_of, parameters_of
 from shoal.remote.tail_messages import (
-    AddGradient,
     Autocast,
     Backward,
     Forward,
-    Groups,
     Modes,
-    OfOptimizer,
     Open,
     Output,
-    ReadTailGradient,
-    ReadTailState,
-    ReadTailValues,
     TailDone,
-    TailGradient,
     TailLoss,
-    TailNorm,
-    TailRole,
-    TailScale,
-    TailStep,
-    WriteTailGradient,
-    WriteTailState,
-    WriteTailValues,
 )
-from shoal.remote.wire import Data
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob
 from shoal.session.opening import Prepared
 from shoal.session.session import Session
+from shoal.tail.held import HeldParameters, leave
 from shoal.tail.inbox import Inbox
+from shoal.tail.stations import HeldStations
 from shoal.tensors.crossing import RowCrossing
-
-About = TypeVar("About", bound=OfOptimizer)
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,7 @@ class TailModel:
 
 
 @final
-class ServedTail(TailRole):
+class ServedTail(HeldParameters):
     """The end of one model, on one of its hosts.
 
     Args:
@@ -95,14 +80,14 @@ class ServedTail(TailRole):
     """
 
     def __init__(self, hosts: TailHosts, among: Comm, model: TailModel, opening: Open) -> None:
-        self._among = among
+        super().__init__(
+            among, hosts.workers, hosts.comm.workers, model.parameters, model.optimizers
+        )
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
         self._crossing = RowCrossing(codec_named(opening.codec) if opening.codec else None)
-        self._workers, self._hosts = hosts.workers, len(hosts.hosts)
-        self._all_workers = hosts.comm.workers
+        self._hosts = len(hosts.hosts)
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
         self._modules, self._runs, self._loss_fn = model.modules, model.runs, model.loss_fn
-        self._optimizers, self._parameters = model.optimizers, model.parameters
         self._forwards: dict[int, TailRun] = {}
 
     def serve(self, inbox: Inbox) -> None:
@@ -276,106 +261,6 @@ class ServedTail(TailRole):
                     part.contiguous() if code is None else code
                 )
 
-    def _clear(self, cleared: Sequence[bool]) -> None:
-        for parameter, none in zip(self._parameters.values(), cleared, strict=True):
-            if none:
-                parameter.grad = None
-
-    def step(self, asked: Mapping[int, TailStep]) -> None:
-        first = asked[self._workers[0]]
-        assert first.settings is not None  # it speaks for all
-        self._clear(first.settings.cleared)
-        optimizer = self._optimizers[first.optimizer]
-        for name in ("grad_scale", "found_inf"):  # a scaler's, for one step
-            vars(optimizer).pop(name, None)
-        vars(optimizer).update(first.settings.attributes.value)
-        self._regroup(first.optimizer, first.settings.groups)
-        optimizer.step()
-
-    def _regroup(self, number: int, groups: Groups) -> None:
-        self._optimizers[number].param_groups[:] = [
-            {
-                **group.settings.value,
-                "params": [self._parameters[name] for name in group.parameters],
-            }
-            for group in groups
-        ]
-
-    def read_values(self, asked: Mapping[int, ReadTailValues]) -> None:
-        parameter = self._parameters[asked[self._workers[0]].name]
-        self._answer_all(parameter.detach().clone())  # of all tail hosts together
-
-    def read_gradient(self, asked: Mapping[int, ReadTailGradient]) -> None:
-        gradient = self._parameters[asked[self._workers[0]].name].grad
-        self._answer_all(TailGradient(None if gradient is None else gradient.detach().clone()))
-
-    @torch.no_grad()
-    def write_values(self, asked: Mapping[int, WriteTailValues]) -> None:
-        first = asked[self._workers[0]]
-        assert first.whole is not None  # it speaks for all
-        self._parameters[first.name].copy_(first.whole)
-
-    def write_gradient(self, asked: Mapping[int, WriteTailGradient]) -> None:
-        first = asked[self._workers[0]]
-        self._parameters[first.name].grad = first.whole
-
-    @torch.no_grad()
-    def add_gradient(self, asked: Mapping[int, AddGradient]) -> None:
-        """A gradient that workers have found without the tail: the mean of all of theirs."""
-        first = asked[self._workers[0]]
-        self._clear(first.cleared)
-        gradients = torch.stack([message.gradient for message in asked.values()])
-        mean = gradients.sum(0) / self._all_workers
-        if self._hosts > 1:
-            self._among.all_reduce(mean)
-        parameter = self._parameters[first.name]
-        before = parameter.grad
-        parameter.grad = mean if before is None else before + mean
-
-    def norm(self, asked: Mapping[int, TailNorm]) -> None:
-        first = self._prepared(asked)
-        optimizer: Any = self._optimizers[first.optimizer]  # which has been extended
-        self._answer_all(optimizer.clip_grad_norm_(math.inf, first.order))
-
-    @torch.no_grad()
-    def scale(self, asked: Mapping[int, TailScale]) -> None:
-        first = self._prepared(asked)
-        for group in self._optimizers[first.optimizer].param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    gradient.mul_(first.factor.to(gradient.dtype))
-
-    def read_state(self, asked: Mapping[int, ReadTailState]) -> None:
-        """What an optimizer has of every parameter, in one-process form."""
-        number = self._prepared(asked).optimizer
-        state = self._optimizers[number].state_dict()["state"]
-        names = enumerate(self._held(number))
-        self._answer_all(Data({name: state[place] for place, name in names if place in state}))
-
-    def write_state(self, asked: Mapping[int, WriteTailState]) -> None:
-        first = self._prepared(asked)
-        optimizer, states = self._optimizers[first.optimizer], first.states.value
-        whole = optimizer.state_dict()
-        for place, name in enumerate(self._held(first.optimizer)):
-            whole["state"].pop(place, None)
-            if states.get(name):
-                whole["state"][place] = states[name]
-        optimizer.load_state_dict(whole)
-
-    def _prepared(self, asked: Mapping[int, About]) -> About:
-        """What the first worker says of an optimizer, whose groups are as it says."""
-        first = asked[self._workers[0]]
-        self._clear(first.cleared)
-        self._regroup(first.optimizer, first.groups)
-        return first
-
-    def _held(self, number: int) -> list[str]:
-        """Names of an optimizer's parameters, in their order."""
-        names = {parameter: name for name, parameter in self._parameters.items()}
-        return [
-            names[p] for group in self._optimizers[number].param_groups for p in group["params"]
-        ]
-
 
 def _cast(autocast: Autocast) -> torch.autocast:
     return torch.autocast("cpu", dtype=autocast.dtype, enabled=autocast.enabled)
@@ -398,14 +283,25 @@ def serve_tail(
     opening = inbox.next()[hosts.workers[0]]
     if isinstance(opening, Open):
         if model is None or loss_fn is None:
-            raise UsageError(
-                "workers leave the end of a model to this tail host, which has none",
-                do="give the tail host the same model, loss and optimizer as the workers",
-            )
+            raise _no_model()
         _made(session, hosts, opening, model, loss_fn, optimizers).serve(inbox)
+    if isinstance(opening, OpenStations):
+        if model is None:
+            raise _no_model()
+        held = HeldStations(hosts, model, loss_fn, optimizers, opening)
+        orders = Inbox(hosts.open_stations()[1], [0], session.comm.timeout_s)
+        held.serve(orders)
+        orders.finish()
     inbox.finish()
     session.drain()  # lanes among tail hosts, while the others still answer
     session.close()
+
+
+def _no_model() -> UsageError:
+    return UsageError(
+        "workers leave the end of a model to this tail host, which has none",
+        do="give the tail host the same model, loss and optimizer as the workers",
+    )
 
 
 def _made(
@@ -419,11 +315,7 @@ def _made(
     modules = {name: model.get_submodule(name) for name in opening.modules}
     parameters = parameters_of(modules)
     kept = set(parameters.values())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p in kept]
-        for parameter in [p for p in optimizer.state if p not in kept]:
-            del optimizer.state[parameter]
+    leave(optimizers, kept)
     for parameter in model.parameters():  # of the workers: this process is the tail's from here on
         if parameter not in kept:
             parameter.data, parameter.grad = parameter.data.new_empty(0), None
