@@ -47,10 +47,10 @@ class Choice:
     """Service of one layer: a strategy, and the exchange that carries its gradients.
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
-    codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by which they share it
-    among themselves. Rows between workers and tail hosts may cross as codes: "+bfloat16", or
-    "+bfloat16:sliced:direct". If it is in a pipeline, `exchange` names its rank: "2", or
-    "+bfloat16:2".
+    codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by
+    which they share it among themselves. Rows between workers and tail hosts may cross as codes:
+    "+bfloat16", or "+bfloat16:sliced:direct". If it is in a pipeline, `exchange` names its rank:
+    "2", or "+bfloat16:2".
 
     Examples:
         >>> import shoal
