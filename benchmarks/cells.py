@@ -54,7 +54,7 @@ from shoal.contracts.launcher import Job
 from shoal.core.plan import Plan
 from shoal.core.trace import Recorder
 from shoal.front.cluster import with_codings
-from shoal.planner.imagined import stretched
+from shoal.planner.imagined import stretch
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.session.attach import attach
@@ -173,7 +173,7 @@ def measured(cell: Cell) -> dict[str, Any]:
     step_s, times = fmean(steps_s), fmean(bare_s) / its.profile.step_s
     terms = recorded(peer, batch)
     expected = timeline(plan, its)
-    now_s = timeline(plan, replace(its, profile=stretched(its.profile, times)))
+    now_s = timeline(plan, replace(its, profile=stretch(its.profile, times)))
     found: dict[str, Any] = {
         "served": counted(plan),
         "predicted_s": plan.predicted_s,

@@ -47,7 +47,7 @@ import shoal
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.facts import Topology
-from shoal.core.pieces import chunked, cut
+from shoal.core.pieces import chunks_of, cut
 from shoal.exchange.allreduce import AllReduce
 from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
 from shoal.exchange.direct import Direct
@@ -100,7 +100,7 @@ def one_server(lane: Lane) -> None:
     """One server, rank 0, that has no gradients of its own: workers send it all they have, and get
     the sum back.
     """
-    comm, chunks = lane.comm, chunked(lane.flat, CHUNK)
+    comm, chunks = lane.comm, chunks_of(lane.flat, CHUNK)
     if comm.rank:
         sends = [comm.send(chunk, 0) for chunk in chunks]
         for _ in arrivals(comm, 0, once_sent(chunks, sends)):

@@ -41,7 +41,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.front.recipe import load
-from shoal.planner.search import repredicted
+from shoal.planner.search import predict_again
 from shoal.planner.search_options import DEFAULT
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
@@ -186,7 +186,7 @@ def near(attached: Attached) -> list[Plan]:
     step_s = attrgetter("predicted_s")
 
     def predicted(each: Plan) -> Plan:
-        return repredicted(each, attached.profile, attached.cluster)
+        return predict_again(each, attached.profile, attached.cluster)
 
     largest = sorted(attached.profile.layers, key=lambda layer: -layer.nbytes)[:LARGEST]
     ways = {

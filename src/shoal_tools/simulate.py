@@ -41,7 +41,7 @@ from shoal.core.foresight import (
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
 from shoal.planner.holders import is_dealt
-from shoal.planner.imagined import imagined, stretched
+from shoal.planner.imagined import imagined, stretch
 from shoal.planner.lossy import ways
 from shoal.planner.sharing import plan_for
 from shoal.planner.step import Timeline
@@ -122,7 +122,7 @@ class _Model:
 
     def __init__(self, profile: ModelProfile, measured: Cluster, question: Question) -> None:
         self._profile, self._measured, self._question = profile, measured, question
-        self.alone_s = self._stretched(profile, 1, _MEDIAN).step_s
+        self.alone_s = self._stretch(profile, 1, _MEDIAN).step_s
 
     def hosts(self, number: int) -> Cluster:
         """Imagine so many hosts."""
@@ -134,13 +134,13 @@ class _Model:
 
     def usual(self, hosts: int) -> ModelProfile:
         """Return the model on the slowest of so many hosts, in the median step."""
-        return self._stretched(self.profile_on(hosts), hosts, _MEDIAN)
+        return self._stretch(self.profile_on(hosts), hosts, _MEDIAN)
 
     def scale(self, hosts: int, plan: Plan | None = None) -> Scale:
         """Foresee a step on so many hosts, under a plan made for them."""
         question, profile = self._question, self.profile_on(hosts)
         if hosts == 1:
-            unlucky_s = self._stretched(profile, 1, _UNLUCKY).step_s
+            unlucky_s = self._stretch(profile, 1, _UNLUCKY).step_s
             none = Plan(1, profile.digest, (), 1, 1, predicted_s=self.alone_s)
             return Scale(1, self.alone_s, unlucky_s, 1.0, {COMPUTE: self.alone_s}, none)
         cluster = self.hosts(hosts)
@@ -151,9 +151,9 @@ class _Model:
             return Predictor(as_planned(own, made), where).as_is(made).step_s
 
         usual_s, unlucky_s = (
-            step_s(self._stretched(profile, hosts, chance)) for chance in (_MEDIAN, _UNLUCKY)
+            step_s(self._stretch(profile, hosts, chance)) for chance in (_MEDIAN, _UNLUCKY)
         )
-        alike = self._stretched(profile, 1, _MEDIAN)
+        alike = self._stretch(profile, 1, _MEDIAN)
         # each step is at most as long as the one before, so that the limits add up to the step
         alike_s = min(step_s(alike), usual_s)
         free_s = min(step_s(alike, _free(cluster)), alike_s)
@@ -171,7 +171,7 @@ class _Model:
 
     def _ddp_s(self, profile: ModelProfile, cluster: Cluster) -> float | None:
         """Predict a step with an all-reduce of all layers; None if no such plan exists."""
-        return ddp_step_s(profile, cluster, self._stretched(profile, cluster.size, _MEDIAN))
+        return ddp_step_s(profile, cluster, self._stretch(profile, cluster.size, _MEDIAN))
 
     def helps(self, scales: Sequence[Scale]) -> list[Help]:
         """List the changes that help most at the largest number of hosts, under a similar plan."""
@@ -234,11 +234,11 @@ class _Model:
             terms=self._profile.terms,
         )
 
-    def _stretched(self, profile: ModelProfile, hosts: int, chance: float) -> ModelProfile:
+    def _stretch(self, profile: ModelProfile, hosts: int, chance: float) -> ModelProfile:
         """Return the slowest of so many hosts, at this quantile of its step times."""
         sigma = self._question.straggler
         measured = slowest(self._measured.size, _MEDIAN, sigma)
-        return stretched(profile, slowest(hosts, chance, sigma) / measured)
+        return stretch(profile, slowest(hosts, chance, sigma) / measured)
 
 
 def slowest(hosts: int, chance: float, sigma: float) -> float:

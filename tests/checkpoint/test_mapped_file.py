@@ -27,7 +27,7 @@ FORMS = {name: tensors.form_of(name, value) for name, value in VALUES.items()}
 def test_tensors_are_written_in_place(tmp_path: Path) -> None:
     file = MappedFile(tmp_path / "one.safetensors")
     for turn in range(3):
-        views = file.laid_out(FORMS)
+        views = file.lay_out_tensors(FORMS)
         for name, value in VALUES.items():
             views[name].copy_(value + turn)
         number = os.stat(file.path).st_ino
@@ -37,21 +37,21 @@ def test_tensors_are_written_in_place(tmp_path: Path) -> None:
         assert file.has(file.checksums())
     assert os.stat(file.path).st_ino == number
     file.path.unlink()  # somebody has removed it
-    file.laid_out(FORMS)["a"].fill_(5)
+    file.lay_out_tensors(FORMS)["a"].fill_(5)
     assert int(load_file(file.path)["a"].sum()) == 35
 
 
 def test_another_form_needs_another_file(tmp_path: Path) -> None:
     file = MappedFile(tmp_path / "one.safetensors")
-    file.laid_out(FORMS)
-    file.laid_out({"a": FORMS["a"]})["a"].copy_(VALUES["a"])
+    file.lay_out_tensors(FORMS)
+    file.lay_out_tensors({"a": FORMS["a"]})["a"].copy_(VALUES["a"])
     assert [*load_file(file.path)] == ["a"]
 
 
 @pytest.mark.parametrize("place", [0, 9, 30, -1])
 def test_a_changed_byte_is_found(place: int, tmp_path: Path) -> None:
     file = MappedFile(tmp_path / "one.safetensors")
-    for name, view in file.laid_out(FORMS).items():
+    for name, view in file.lay_out_tensors(FORMS).items():
         view.copy_(VALUES[name])
     checksums = file.checksums()
     file.memory[place] += 1
@@ -65,8 +65,8 @@ def test_no_room_is_an_error_and_takes_none(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     file = MappedFile(tmp_path / "one.safetensors")
-    file.laid_out(FORMS)
+    file.lay_out_tensors(FORMS)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        file.laid_out({**FORMS, "more": FORMS["b"]})
+        file.lay_out_tensors({**FORMS, "more": FORMS["b"]})
     assert file.path.stat().st_size == 0 and len(file.memory) == 0

@@ -13,7 +13,7 @@ from shoal.checkpoint.marks import (
     Generation,
     PiecesMark,
     WholeMark,
-    parsed_mark,
+    parse_mark,
     read_mark,
     remove_mark,
     text_of,
@@ -53,4 +53,4 @@ def test_marks_are_read_as_they_were_written(tmp_path: Path) -> None:
 )
 def test_nothing_else_is_taken_for_a_mark(change: object) -> None:
     assert callable(change)
-    assert parsed_mark(PiecesMark, change(text_of(PIECES).encode())) is None
+    assert parse_mark(PiecesMark, change(text_of(PIECES).encode())) is None

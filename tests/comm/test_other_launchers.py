@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.comm import rendezvous
-from shoal.comm.other_launchers import adopt, adopted, first_host, tasks_on
+from shoal.comm.other_launchers import adopt, as_torchrun, first_host, tasks_on
 from shoal.core.errors import UsageError
 
 SLURM = {
@@ -88,27 +88,27 @@ SILENT = {
 @pytest.mark.parametrize("launcher", READ)
 def test_a_task_is_a_rank_of(launcher: str) -> None:
     variables, expected = READ[launcher]
-    found = adopted(variables)
+    found = as_torchrun(variables)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert " ".join(found.get(name, "-") for name in names) == expected
 
 
 @pytest.mark.parametrize("launcher", SILENT)
 def test_nothing_is_read_of(launcher: str) -> None:
-    assert adopted(SILENT[launcher]) == {}
-    assert adopted({**SLURM, "SHOAL_ALONE": "0"})
+    assert as_torchrun(SILENT[launcher]) == {}
+    assert as_torchrun({**SLURM, "SHOAL_ALONE": "0"})
 
 
 def test_jobs_on_one_host_do_not_meet() -> None:
-    ports = [adopted({**SLURM, "SLURM_STEP_ID": str(n)})["MASTER_PORT"] for n in range(5)]
+    ports = [as_torchrun({**SLURM, "SLURM_STEP_ID": str(n)})["MASTER_PORT"] for n in range(5)]
     assert len(set(ports)) == 5 and all(20_000 <= int(port) < 30_000 for port in ports)
-    assert adopted({**SLURM, "SLURM_PROCID": "0"})["MASTER_PORT"] == ports[0]
-    assert adopted({**SLURM, "MASTER_PORT": "29501"})["MASTER_PORT"] == "29501"
-    assert adopted(HYDRA)["MASTER_PORT"] == "29500"
+    assert as_torchrun({**SLURM, "SLURM_PROCID": "0"})["MASTER_PORT"] == ports[0]
+    assert as_torchrun({**SLURM, "MASTER_PORT": "29501"})["MASTER_PORT"] == "29501"
+    assert as_torchrun(HYDRA)["MASTER_PORT"] == "29500"
 
 
 def test_a_host_of_ones_own_goes_before_the_launchers() -> None:
-    assert adopted({**SLURM, "MASTER_ADDR": "10.0.0.9"})["MASTER_ADDR"] == "10.0.0.9"
+    assert as_torchrun({**SLURM, "MASTER_ADDR": "10.0.0.9"})["MASTER_ADDR"] == "10.0.0.9"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_tasks_of_a_node() -> None:
 )
 def test_what_is_missing_is_named(variables: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words) as raised:
-        adopted(variables)
+        as_torchrun(variables)
     assert "SHOAL_ALONE=1" in str(raised.value)
 
 

@@ -7,7 +7,7 @@ from zlib import crc32
 import pytest
 
 from shoal.core.errors import PlanError
-from shoal.core.pieces import balanced, spans
+from shoal.core.pieces import share_out, spans
 from shoal.core.placement import Placement, check_placement, owners_of
 
 LAYERS = {"head": ["head.weight", "head.bias"], "body.1": ["body.1.weight"], "(model)": ["scale"]}
@@ -76,6 +76,6 @@ def test_what_cannot_be_is_refused(
 
 def test_what_is_given_goes_whole_and_the_rest_in_shares() -> None:
     sizes, shares = [5, 0, 7, 3, 1], [0.5, 0.25, 0.25]
-    assert spans(sizes, shares, [None] * 5) == balanced(sizes, shares)
+    assert spans(sizes, shares, [None] * 5) == share_out(sizes, shares)
     placed = spans(sizes, shares, [None, 1, 1, None, 2])
     assert placed == [[(0, 0, 4)], [(0, 4, 5), (2, 0, 7), (3, 0, 1)], [(3, 1, 3), (4, 0, 1)]]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from shoal.data.deal import Deal
-from shoal.data.sharded import sharded
+from shoal.data.sharded import shard_loader
 
 
 class Numbers(IterableDataset[int]):
@@ -77,7 +77,7 @@ class Ranks:
     """A loader on every rank."""
 
     def __init__(self, make: Callable[[], Any], size: int, seed: int = 3, **options: Any) -> None:
-        self.loaders = [sharded(make(), Deal(r, size, **options), seed) for r in range(size)]
+        self.loaders = [shard_loader(make(), Deal(r, size, **options), seed) for r in range(size)]
 
     def steps(self, most: int | None = None) -> list[list[list[int]]]:
         """What ranks take, by step and rank."""

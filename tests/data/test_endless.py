@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from shoal.core.errors import UsageError
 from shoal.data import order
 from shoal.data.deal import Deal, global_batches, num_batches
-from shoal.data.sharded import sharded
+from shoal.data.sharded import shard_loader
 
 pytestmark = pytest.mark.quick
 ROWS = range(50)
@@ -94,7 +94,7 @@ def test_a_position_far_inside_goes_on_exactly(kind: str, monkeypatch: pytest.Mo
 
 def test_an_order_is_drawn_as_far_as_it_is_asked_for() -> None:
     sampler = Forever()
-    loader = sharded(of_rows(sampler), Deal(0, 2), seed=0)
+    loader = shard_loader(of_rows(sampler), Deal(0, 2), seed=0)
     next(iter(loader))
     next(iter(loader))  # a look shares the order with the pass before
     assert sampler.asked <= 2048
@@ -102,7 +102,7 @@ def test_an_order_is_drawn_as_far_as_it_is_asked_for() -> None:
 
 def test_what_no_pass_needs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "_KEPT", 1 << 12)
-    loader = sharded(drawn(1e10), Deal(0, 2), seed=0)
+    loader = shard_loader(drawn(1e10), Deal(0, 2), seed=0)
     batches, first = iter(loader), []
     for number in range(1500):
         rows = next(batches).tolist()
@@ -114,9 +114,9 @@ def test_what_no_pass_needs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_length_of_ten_billion_rows_is_counted_without_listing_them() -> None:
-    assert len(sharded(drawn(1e10), Deal(0, 2), seed=0)) == 1_250_000_000
+    assert len(shard_loader(drawn(1e10), Deal(0, 2), seed=0)) == 1_250_000_000
     with pytest.raises(TypeError, match="has no __len__"):
-        len(sharded(of_rows(Forever()), Deal(0, 2), seed=0))
+        len(shard_loader(of_rows(Forever()), Deal(0, 2), seed=0))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -146,7 +146,7 @@ class Adaptive(Sampler[int]):
 
 def test_a_sampler_that_looks_at_training_sees_it() -> None:
     sampler = Adaptive()
-    batches = iter(sharded(DataLoader(range(2), 4, sampler=sampler), Deal(0, 1), seed=0))
+    batches = iter(shard_loader(DataLoader(range(2), 4, sampler=sampler), Deal(0, 1), seed=0))
     next(batches)
     sampler.offset = 1
     assert [next(batches).tolist() for _ in range(1000)][-1] == [1] * 4

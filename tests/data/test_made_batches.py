@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shoal.core.errors import UsageError
 from shoal.data.deal import Deal
 from shoal.data.parts import joined, part
-from shoal.data.sharded import sharded
+from shoal.data.sharded import shard_loader
 
 pytestmark = pytest.mark.quick
 
@@ -97,7 +97,7 @@ def made(sizes: list[int], form: Callable[[Tensor], Any]) -> list[Any]:
 def test_a_last_batch_with_few_rows_is_joined_with_the_ones_before(form: str, sizes: str) -> None:
     make, rows_of = FORMS[form]
     given, size, options, expected = SHARED[sizes]
-    loaders = [sharded(made(given, make), Deal(r, size, **options), 3) for r in range(size)]
+    loaders = [shard_loader(made(given, make), Deal(r, size, **options), 3) for r in range(size)]
     steps = list(zip(*(list(loader) for loader in loaders), strict=True))
     assert [[len(rows_of(batch)) for batch in step] for step in steps] == expected
     assert [len(loader) for loader in loaders] == [len(expected)] * size
@@ -156,5 +156,5 @@ UNLIKE: dict[str, tuple[list[Any], str]] = {
 def test_batches_that_are_not_alike_are_refused_at_once(name: str) -> None:
     batches, words = UNLIKE[name]
     with pytest.raises(UsageError, match=words) as caught:
-        sharded(batches, Deal(0, 2), seed=0)
+        shard_loader(batches, Deal(0, 2), seed=0)
     assert caught.value.do

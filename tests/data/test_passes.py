@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.sharded import sharded
+from shoal.data.sharded import shard_loader
 
 Loader = DataLoader[torch.Tensor]
 Peek = Callable[[Loader, Loader], object]
@@ -26,7 +26,9 @@ class Rank:
         self.passes = Passes(lambda: trains)
 
         def made() -> Loader:
-            return sharded(DataLoader(range(24), 3, shuffle=True), Deal(rank, 2), 7, self.passes)
+            return shard_loader(
+                DataLoader(range(24), 3, shuffle=True), Deal(rank, 2), 7, self.passes
+            )
 
         self.loader, self.other = made(), made()
 
@@ -138,7 +140,7 @@ def test_workers_that_fetch_ahead_change_nothing(persistent: bool) -> None:
     fetching.loader.num_workers = 0
 
     def fetched() -> Iterator[list[int]]:
-        loader = sharded(
+        loader = shard_loader(
             DataLoader(range(24), 3, shuffle=True, num_workers=1, persistent_workers=persistent),
             Deal(0, 2),
             7,
@@ -290,7 +292,7 @@ def test_a_second_optimizer_takes_no_look_for_training() -> None:
 
 @pytest.mark.parametrize("epoch", [-1, "x", 1.0, None, True, 1 << 40], ids=repr)
 def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
-    loader = sharded(DataLoader(range(8), 2), Deal(0, 2), 7, Passes())
+    loader = shard_loader(DataLoader(range(8), 2), Deal(0, 2), 7, Passes())
     loader.set_epoch(torch.tensor(3))
     with pytest.raises(UsageError, match=r"counted from 0(.|\n)*set_epoch\("):
         loader.set_epoch(epoch)

@@ -21,14 +21,14 @@ from torch.utils.data import (
 
 from shoal.core.errors import UsageError
 from shoal.data.deal import Deal
-from shoal.data.order import proposed_seed
-from shoal.data.sharded import sharded
+from shoal.data.order import propose_seed
+from shoal.data.sharded import shard_loader
 
 pytestmark = pytest.mark.quick
 
 
 def shard(loader, rank, size, seed):
-    return sharded(loader, Deal(rank, size), seed)
+    return shard_loader(loader, Deal(rank, size), seed)
 
 
 def rows_of(loader):
@@ -152,8 +152,8 @@ def test_the_random_state_of_the_script_is_left_alone():
 def test_the_seed_to_propose_is_that_of_the_sampler_or_of_torch():
     torch.manual_seed(11)
     generator = torch.Generator().manual_seed(3)
-    assert proposed_seed(DataLoader(range(4), shuffle=True, generator=generator)) == 3
-    assert proposed_seed(DataLoader(range(4), shuffle=True)) == 11
+    assert propose_seed(DataLoader(range(4), shuffle=True, generator=generator)) == 3
+    assert propose_seed(DataLoader(range(4), shuffle=True)) == 11
 
 
 @pytest.mark.processes
@@ -222,7 +222,7 @@ def test_a_pass_that_goes_on_draws_no_number_as_the_one_before_has() -> None:
     """A DataLoader draws one as a pass begins, which dropout would miss."""
 
     def loader() -> Any:
-        return sharded(DataLoader(range(8), 2, shuffle=True), Deal(0, 1), seed=0)
+        return shard_loader(DataLoader(range(8), 2, shuffle=True), Deal(0, 1), seed=0)
 
     def drawn(passed: Any) -> bool:
         before = torch.get_rng_state()

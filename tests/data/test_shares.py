@@ -16,7 +16,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal, cut_by
-from shoal.data.sharded import sharded
+from shoal.data.sharded import shard_loader
 from shoal.data.shares import Speed
 from shoal.front.joining import using
 
@@ -143,7 +143,7 @@ def by_speed(comm: ThreadComm, machine: Machine, loader: Any, passes: Passes) ->
     """This rank's rows of a loader, by speed."""
     passes.waits.add(machine)
     deal = Deal(comm.rank, comm.size, together=True, shares=Speed(comm, passes, machine.clock))
-    return sharded(loader, deal, 3, passes)
+    return shard_loader(loader, deal, 3, passes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from shoal.data.deal import Deal
-from shoal.data.sharded import sharded
+from shoal.data.sharded import shard_loader
 
 pytestmark = pytest.mark.processes
 
@@ -94,7 +94,7 @@ def rank_of(kind: str, rank: int) -> Any:
     torch.manual_seed(0)  # as every script does on every rank
     np.random.seed(0)
     random.seed(0)
-    return sharded(LOADERS[kind](), Deal(rank, 2), seed=0)
+    return shard_loader(LOADERS[kind](), Deal(rank, 2), seed=0)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_draws_the_same(kind: str, taken: int) -> None:
 def test_numbers_depend_on_the_loaders_seed_and_not_on_its_workers() -> None:
     def drawn(seed: int, num_workers: int) -> torch.Tensor:
         loader = DataLoader(Rows(), 3, num_workers=num_workers)
-        return torch.cat(list(sharded(loader, Deal(0, 2), seed)))
+        return torch.cat(list(shard_loader(loader, Deal(0, 2), seed)))
 
     assert torch.equal(drawn(1, 1), drawn(1, 2))
     assert not torch.equal(drawn(1, 1), drawn(2, 1))

@@ -27,7 +27,7 @@ from torch.optim import SGD
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.core.draws import RANDOM_STATE, drawing_from, mixed, undrawn
+from shoal.core.draws import RANDOM_STATE, drawing_from, mix_seeds, undrawn
 from shoal.core.errors import PlanError
 from shoal.front.joining import using
 from shoal.pipeline.calls import ModelCall
@@ -95,7 +95,7 @@ def test_each_station_and_part_draws_its_own() -> None:
     with RANDOM_STATE, torch.random.fork_rng(devices=()):
         before, numbers = torch.random.get_rng_state(), []
         for seeds in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0)):
-            with drawing_from(mixed(*seeds), torch.device("cpu")):
+            with drawing_from(mix_seeds(*seeds), torch.device("cpu")):
                 numbers.append(float(torch.rand(())))
         with undrawn():
             torch.rand(3)

@@ -27,10 +27,10 @@ from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import LayerUse, uses_of
 from shoal.planner.explain import explain
 from shoal.planner.holders import holders_of, unasked_holders
-from shoal.planner.search import repredicted
+from shoal.planner.search import predict_again
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
-from shoal.profiling.layers import completed, profile_model
+from shoal.profiling.layers import complete_profile, profile_model
 from shoal.strategies.row_parts import RowFacts
 from shoal_tools.simulate import simulate
 
@@ -106,7 +106,7 @@ def profiled(model: nn.Module) -> ModelProfile:
         forward_s=len(order) * EACH_S,
         backward_s=2 * len(order) * EACH_S,
     )
-    return completed(timed)
+    return complete_profile(timed)
 
 
 def _timed(layer: LayerProfile, number: int, count: int) -> LayerProfile:
@@ -155,14 +155,14 @@ def test_fewer_ranks_have_layers_where_links_are_slow() -> None:
 
 def test_slow_ranks_have_fewer_layers() -> None:
     even = profiled(Gpt(blocks=6))
-    profile = completed(replace(even, rank_s=(0.1, 0.3)))
+    profile = complete_profile(replace(even, rank_s=(0.1, 0.3)))
     hosts = cluster(2, rate=1e9, steady=True)
 
     def counted(profile: ModelProfile) -> list[int]:
         holders = holders_of(profile, hosts)
         return [list(holders.values()).count(rank) for rank in range(2)]
 
-    assert counted(completed(replace(even, rank_s=(0.25, 0.3)))) == counted(even)
+    assert counted(complete_profile(replace(even, rank_s=(0.25, 0.3)))) == counted(even)
     assert counted(profile)[0] > 1.5 * counted(profile)[1]
     assert {*holders_of(profile, hosts, [1]).values()} == {0}
     plans = [
@@ -196,7 +196,7 @@ def test_rows_go_in_as_many_parts_as_pay(facts: RowFacts, parts: int) -> None:
     profile, hosts = _tried(profiled(Gpt(blocks=6)), facts), cluster(4, rate=1e9)
     plan = plan_for(profile, hosts, strategies=["pipeline"])
     assert plan.micro_batches == parts
-    assert repredicted(plan, profile, hosts).predicted_s == plan.predicted_s
+    assert predict_again(plan, profile, hosts).predicted_s == plan.predicted_s
     assert plan_for(profile, hosts, strategies=["pipeline"], micro_batches=1).micro_batches == 1
 
 
@@ -206,7 +206,7 @@ def test_values_cross_as_codes_where_links_are_slow() -> None:
     def ways(rate: float, codecs: Sequence[str]) -> set[str]:
         hosts = cluster(2, rate=rate)
         plan = plan_for(profile, hosts, strategies=["pipeline"], codecs=codecs)
-        assert plan.predicted_s == repredicted(plan, profile, hosts).predicted_s
+        assert plan.predicted_s == predict_again(plan, profile, hosts).predicted_s
         return {choice.rows for choice in plan.choices}
 
     assert ways(2e4, ["bfloat16", "int8"]) == {"+bfloat16"}

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice, Plan
-from shoal.planner.experience import SURE, Experience, Experiences, preferred
+from shoal.planner.experience import SURE, Experience, Experiences, prefer
 from shoal.planner.steady import KINDS
 
 pytestmark = pytest.mark.quick
@@ -43,31 +43,31 @@ def run(predicted_s: float, measured_s: float, compute_s: float = 0.0) -> Experi
 
 
 def test_nothing_is_known_so_the_best_plan_is_taken() -> None:
-    assert preferred(BEST, Experiences({}), SEARCH) == (BEST, "")
+    assert prefer(BEST, Experiences({}), SEARCH) == (BEST, "")
 
 
 def test_a_kind_that_took_twice_as_long_gives_way_to_the_next_one() -> None:
-    taken, why = preferred(BEST, Experiences({PIPELINE: run(0.6, 1.2)}), SEARCH)
+    taken, why = prefer(BEST, Experiences({PIPELINE: run(0.6, 1.2)}), SEARCH)
     assert taken.predicted_s == 0.8 and CUTS in why and "2.00 times" in why
 
 
 def test_a_lead_within_the_uncertainty_changes_nothing() -> None:
     just = 0.8 / (1 - SURE)
-    taken, why = preferred(BEST, Experiences({PIPELINE: run(0.6, 0.99 * just)}), SEARCH)
+    taken, why = prefer(BEST, Experiences({PIPELINE: run(0.6, 0.99 * just)}), SEARCH)
     assert taken is BEST and "are expected" in why
-    taken, _ = preferred(BEST, Experiences({PIPELINE: run(0.6, 1.01 * just)}), SEARCH)
+    taken, _ = prefer(BEST, Experiences({PIPELINE: run(0.6, 1.01 * just)}), SEARCH)
     assert taken.predicted_s == 0.8
 
 
 def test_a_busy_processor_slows_every_kind_alike() -> None:
     """The pipeline took 0.6 s longer than predicted, all of it compute: others would, too."""
-    taken, _ = preferred(BEST, Experiences({PIPELINE: run(0.6, 1.2, compute_s=0.6)}), SEARCH)
+    taken, _ = prefer(BEST, Experiences({PIPELINE: run(0.6, 1.2, compute_s=0.6)}), SEARCH)
     assert taken is BEST
 
 
 def test_of_two_kinds_that_were_run_the_faster_one_is_taken() -> None:
     known = {PIPELINE: run(0.6, 1.2), CUTS: run(0.8, 1.6), OWNERS: run(0.9, 0.9)}
-    taken, _ = preferred(BEST, Experiences(known), SEARCH)
+    taken, _ = prefer(BEST, Experiences(known), SEARCH)
     assert taken.predicted_s == 0.9
 
 
@@ -76,19 +76,19 @@ def test_a_kind_that_was_faster_than_predicted_comes_back() -> None:
     best = search(KINDS)
     known = {ALL_REDUCE: run(0.6, 0.6), PIPELINE: run(0.7, 0.3)}
     # the search among all kinds finds the all-reduce again, because it is predicted to be faster
-    assert preferred(best, Experiences(known), search)[0] is best
+    assert prefer(best, Experiences(known), search)[0] is best
 
 
 def test_a_resumed_run_keeps_the_kind_of_the_run_before() -> None:
     known = {PIPELINE: run(0.6, 3.0)}
-    assert preferred(BEST, Experiences(known, PIPELINE), SEARCH, resumes=True) == (BEST, "")
-    taken, why = preferred(BEST, Experiences(known, OWNERS), SEARCH, resumes=True)
+    assert prefer(BEST, Experiences(known, PIPELINE), SEARCH, resumes=True) == (BEST, "")
+    taken, why = prefer(BEST, Experiences(known, OWNERS), SEARCH, resumes=True)
     assert (taken.predicted_s, why) == (0.9, "")
-    assert preferred(BEST, Experiences(known, "older"), SEARCH, resumes=True)[0] is BEST
+    assert prefer(BEST, Experiences(known, "older"), SEARCH, resumes=True)[0] is BEST
 
 
 def test_a_kind_that_cannot_be_had_is_left_out() -> None:
     def search(kinds: Sequence[str]) -> Plan:
         raise PlanError("pins do not allow it")
 
-    assert preferred(BEST, Experiences({PIPELINE: run(0.6, 6.0)}), search)[0] is BEST
+    assert prefer(BEST, Experiences({PIPELINE: run(0.6, 6.0)}), search)[0] is BEST

@@ -10,7 +10,7 @@ from made_up import cluster, layer, model
 from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.foresight import Network
-from shoal.planner.imagined import imagined, stretched
+from shoal.planner.imagined import imagined, stretch
 
 DIRECT = Pace(Price(1.2e-3, 1e-8), Price(3e-4, 2e-9))
 RING = Pace(Price(5e-4, 9e-9), Price(1e-4, 1e-9))
@@ -72,7 +72,7 @@ def test_links_that_nobody_measured_give_all_that_they_have() -> None:
 
 def test_who_computes_longer_does_so_everywhere() -> None:
     profile = model(layer("a", 0.5, 10, needed_s=0.25), forward_s=1.0, backward_s=2.0)
-    slow = stretched(profile, 2.0)
+    slow = stretch(profile, 2.0)
     assert (slow.forward_s, slow.backward_s, slow.optimizer_s) == (2.0, 4.0, 1.0)
     assert (slow.layers[0].ready_s, slow.layers[0].needed_s) == (1.0, 0.5)
     assert slow.nbytes == profile.nbytes

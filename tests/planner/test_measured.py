@@ -11,8 +11,8 @@ from shoal.core.facts import ModelProfile
 from shoal.core.outcome import BETWEEN, COMPUTE, EXCHANGES, OPTIMIZER, Spending
 from shoal.core.outer import Outer
 from shoal.core.plan import Plan
-from shoal.planner.measured import corrected, has_terms, outcome_of
-from shoal.planner.search import repredicted, search
+from shoal.planner.measured import correct_facts, has_terms, outcome_of
+from shoal.planner.search import predict_again, search
 from shoal.planner.search_options import Constraints
 from shoal.planner.timeline import Predictor, as_planned
 
@@ -71,7 +71,7 @@ def test_facts_that_were_put_right_predict_what_was_measured() -> None:
     plan = plan_of()
     found = outcome_of(plan, PROFILE, CLUSTER, [spent(plan, times=1.5)], links=(5e7, 4e7))
     assert found is not None
-    profile, slower = corrected(PROFILE, CLUSTER, found)
+    profile, slower = correct_facts(PROFILE, CLUSTER, found)
     again = Predictor(as_planned(profile, plan), slower).as_is(plan)
     assert again.computed_s == pytest.approx(1.5 * found.term(COMPUTE).predicted_s, rel=0.01)
     assert again.optimizer_s == pytest.approx(found.term(OPTIMIZER).measured_s)
@@ -82,6 +82,6 @@ def test_links_that_carry_about_as_much_are_as_they_were() -> None:
     plan = plan_of()
     found = outcome_of(plan, PROFILE, CLUSTER, [spent(plan)], links=(5e7, 4.8e7))
     assert found is not None
-    profile, same = corrected(PROFILE, CLUSTER, found)
+    profile, same = correct_facts(PROFILE, CLUSTER, found)
     assert same == CLUSTER
-    assert repredicted(plan, profile, same).predicted_s == pytest.approx(plan.predicted_s)
+    assert predict_again(plan, profile, same).predicted_s == pytest.approx(plan.predicted_s)

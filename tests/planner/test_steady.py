@@ -11,7 +11,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.planner.search_options import UNCONSTRAINED, Constraints
-from shoal.planner.steady import steadied
+from shoal.planner.steady import take_simpler
 
 SLOW, FAST = cluster(2, 12.5e6), cluster(2, 1.25e9)
 ONE_HOST = Cluster(Topology(("one", "one")), Link(1e-5, 12.5e6))
@@ -35,7 +35,7 @@ def taken(
         assert "column" not in names and "sliced" in names
         return plan("sliced", owned_s)
 
-    return steadied(plan("column", cut_s), where, allowed, search).choices[0].strategy
+    return take_simpler(plan("column", cut_s), where, allowed, search).choices[0].strategy
 
 
 @pytest.mark.quick
@@ -69,7 +69,7 @@ def test_only_what_is_allowed_is_simpler() -> None:
 
     only = replace(UNCONSTRAINED, strategies=["column", "head"])
     best = plan("column", 1.0)
-    assert steadied(best, SLOW, only, search) is best
+    assert take_simpler(best, SLOW, only, search) is best
 
 
 def test_pins_that_no_simpler_plan_keeps_are_kept() -> None:
@@ -77,4 +77,4 @@ def test_pins_that_no_simpler_plan_keeps_are_kept() -> None:
         raise PlanError("a pin names a strategy that is not allowed")
 
     best = plan("column", 1.0)
-    assert steadied(best, SLOW, UNCONSTRAINED, search) is best
+    assert take_simpler(best, SLOW, UNCONSTRAINED, search) is best

@@ -36,7 +36,7 @@ from shoal.checkpoint.marks import (
     Generation,
     PiecesMark,
     WholeMark,
-    parsed_mark,
+    parse_mark,
     path_of,
     remove_mark,
     text_of,
@@ -274,7 +274,7 @@ class Generations:
         told = self._comm.gather_objects((digest, len(words)), _STATES)
         marks: dict[str, Any] = {unit_of(rank): mark}
         for source, theirs in self._brought(words, {r: told[r][1] for r in copies}).items():
-            copied = parsed_mark(PiecesMark, theirs)
+            copied = parse_mark(PiecesMark, theirs)
             if copied is None or not _is_as_marked(copies[source], copied):
                 taken.kept.problem = (
                     f"the copy of rank {source}'s pieces has other checksums. Look at the memory "
@@ -398,7 +398,7 @@ def _forms_in(files: Mapping[str, Checksums]) -> dict[str, str]:
 def _filled(file: MappedFile, sources: Mapping[str, Tensor]) -> MappedFile:
     """Copy tensors into a file."""
     forms = {name: tensors.form_of(name, tensor) for name, tensor in sources.items()}
-    views = file.laid_out(forms)
+    views = file.lay_out_tensors(forms)
     with torch.no_grad():
         for name, tensor in sources.items():
             views[name].copy_(tensor.detach())

@@ -109,7 +109,7 @@ class HostMemory:
         """Remove and return folders of this user's dead jobs that no run will go on with."""
         gone = []
         for folder in self._others():
-            with _unlocked(folder) as is_free:
+            with _hold_lock(folder) as is_free:
                 if is_free and _is_left(folder):
                     shutil.rmtree(folder, ignore_errors=True)
                     gone.append(folder)
@@ -128,7 +128,7 @@ class HostMemory:
 
 
 @contextlib.contextmanager
-def _unlocked(folder: Path) -> Iterator[bool]:
+def _hold_lock(folder: Path) -> Iterator[bool]:
     """Hold a folder's lock, and say whether it was free."""
     try:
         lock = open_regular(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)

@@ -37,7 +37,7 @@ class MappedFile:
         self._forms: dict[str, TensorForm] | None = None
         self._views: dict[str, Tensor] = {}
 
-    def laid_out(self, forms: Mapping[str, TensorForm]) -> dict[str, Tensor]:
+    def lay_out_tensors(self, forms: Mapping[str, TensorForm]) -> dict[str, Tensor]:
         """Return the tensors of the file, by name. Their numbers may be anything.
 
         Raises:

@@ -102,7 +102,7 @@ def text_of(mark: PiecesMark | WholeMark) -> str:
     return json.dumps({"format": FORMAT, "crc32": crc, "mark": content}) + "\n"
 
 
-def parsed_mark(kind: type[T], text: bytes) -> T | None:
+def parse_mark(kind: type[T], text: bytes) -> T | None:
     """Return the mark in a text; None if the text holds no mark of that kind."""
     try:
         document = json.loads(text)
@@ -118,7 +118,7 @@ def parsed_mark(kind: type[T], text: bytes) -> T | None:
 def read_mark(kind: type[T], folder: Path, unit: str) -> T | None:
     """Return the mark of a unit in a folder; None if there is none."""
     try:
-        return parsed_mark(kind, read_bytes(path_of(folder, unit)))
+        return parse_mark(kind, read_bytes(path_of(folder, unit)))
     except OSError:
         return None
 

@@ -30,7 +30,7 @@ from shoal.checkpoint.marks import (
     Generation,
     PiecesMark,
     WholeMark,
-    parsed_mark,
+    parse_mark,
     path_of,
     read_mark,
     remove_mark,
@@ -139,7 +139,7 @@ class Recovery:
             for name in comm.gather_objects(names, _SENDING)[source]:
                 files[name] = self._brought(folder / name, source, holders)
         marks = [
-            parsed_mark(PiecesMark, files[path_of(folder, unit_of(rank)).name])
+            parse_mark(PiecesMark, files[path_of(folder, unit_of(rank)).name])
             for rank in range(newest.generation.ranks)
         ]
         pieces = JoinedPieces()

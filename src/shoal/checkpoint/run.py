@@ -239,14 +239,14 @@ class StoredRun(RunFolder):
 
     def has_gone_back(self) -> bool:
         try:
-            stored = self._stored()
+            stored = self._read_stored()
             return _is_earlier(newest_of(stored, self._store.read_text(LATEST).strip()), stored)
         except OSError as error:
             raise unreadable(str(self._store), error) from error
 
     def bring(self) -> None:
         try:
-            name = newest_of(self._stored(), self._store.read_text(LATEST).strip())
+            name = newest_of(self._read_stored(), self._store.read_text(LATEST).strip())
             if name is not None:
                 self._make()
                 (self.folder / name).mkdir()
@@ -257,7 +257,7 @@ class StoredRun(RunFolder):
     def sweep(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _stored(self) -> dict[str, int]:
+    def _read_stored(self) -> dict[str, int]:
         steps = {name: step_of(name) for name in self._store.complete()}
         return {name: step for name, step in steps.items() if step is not None}
 
@@ -271,7 +271,7 @@ class StoredRun(RunFolder):
         finally:
             self.sweep()
         self._store.write_text(LATEST, f"{name}\n")
-        stored = self._stored()
+        stored = self._read_stored()
         named = (name for name in self._store.names() if step_of(name) is not None)
         torn = [other for other in named if other not in stored]
         for other in [*torn, *left_over(stored, name, keep)]:

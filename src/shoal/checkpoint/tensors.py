@@ -160,19 +160,19 @@ def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict
     try:
         first = _read_header(path) if content is None else content[: _header_bytes(content[:8])]
         if checksum(first) != checksums[HEADER]:
-            raise _corrupted(path, "its header", _CHANGED)
+            raise _damage_error(path, "its header", _CHANGED)
         tensors = load_file(path) if content is None else load(content)
     except UsageError:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
     except Exception as error:  # any error: the bytes may be anything
-        raise _corrupted(path, "its form", f"{type(error).__name__}: {error}"[:400]) from error
+        raise _damage_error(path, "its form", f"{type(error).__name__}: {error}"[:400]) from error
     if tensors.keys() | {HEADER} != checksums.keys():
-        raise _corrupted(path, "its tensors", "other names than those that were written")
+        raise _damage_error(path, "its tensors", "other names than those that were written")
     for name, tensor in tensors.items():
         if checksum(memory_of(tensor)) != checksums[name]:
-            raise _corrupted(path, f"the tensor {name}", _CHANGED)
+            raise _damage_error(path, f"the tensor {name}", _CHANGED)
     return tensors
 
 
@@ -186,7 +186,7 @@ def _header_bytes(length: bytes) -> int:
     return 8 + int.from_bytes(length, "little")
 
 
-def _corrupted(path: Path, what: str, got: str) -> UsageError:
+def _damage_error(path: Path, what: str, got: str) -> UsageError:
     return UsageError(
         f"a file of the checkpoint is corrupted: {what}",
         where=str(path),

@@ -34,10 +34,10 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
     try:
         return Encoder(take, (Tensor, Spread), exact=False).form(value, path)
     except NotPlain as error:
-        raise unsaved(error.path, error.got, error.expected) from error
+        raise unsaved_error(error.path, error.got, error.expected) from error
 
 
-def unsaved(path: Path, got: str = "", expected: str = "") -> UsageError:
+def unsaved_error(path: Path, got: str = "", expected: str = "") -> UsageError:
     """Return the error about a value that no checkpoint can have.
 
     Args:

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from shoal.codecs.ranges import narrowed_into
+from shoal.codecs.ranges import narrow_into
 from shoal.codecs.remembering import OWED, OWNER, Remembering
 from shoal.codecs.runs import LOST, Runs
 from shoal.contracts.codec import Codec
@@ -80,7 +80,7 @@ class CodedCarrier(Remembering, Coding):
         total: Tensor | None = None
         counted = torch.zeros_like(control)
         for part in parts:
-            code, behind = (None, control) if part is None else self._parted(part, owner)
+            code, behind = (None, control) if part is None else self._split(part, owner)
             counted.add_(behind)
             if total is None:
                 total = values.to(self._wide)
@@ -92,7 +92,7 @@ class CodedCarrier(Remembering, Coding):
             else:  # a + b has the bits of b + a
                 total = total.add_(values)
         if total is not None:
-            narrowed_into(total, values)
+            narrow_into(total, values)
         control.copy_(counted)
 
     def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
@@ -106,7 +106,7 @@ class CodedCarrier(Remembering, Coding):
         for rank, message in enumerate(messages):
             if serves and rank != comm.rank:
                 continue  # a server needs no values of others
-            code, control = self._parted(message, rank)
+            code, control = self._split(message, rank)
             if rank != comm.rank:
                 self.bucket.control(rank).copy_(control)
             yield rank, code
@@ -116,7 +116,7 @@ class CodedCarrier(Remembering, Coding):
         values = self.bucket.values(rank)
         wide = values.to(self._wide)
         decode(code, wide)
-        narrowed_into(wide, values)
+        narrow_into(wide, values)
 
     def _message(self, rank: int, values: Tensor, leg: str) -> Tensor:
         """Make the code of a slice's values and its earlier losses, followed by its control."""
@@ -148,7 +148,7 @@ class CodedCarrier(Remembering, Coding):
         # clear these losses now: the next gathered values may be parameters
         self._settle(_GATHER, comm.rank, LOST)
 
-    def _parted(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    def _split(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Split a message into the code, and the control after it."""
         control = self.bucket.control(rank)
         code, behind = message.split([len(message) - control.nbytes, control.nbytes])

@@ -57,17 +57,17 @@ class Int8(Codec):
         return code
 
     def decode(self, code: Tensor, into: Tensor) -> None:
-        sizes, steps = self._parted(code, len(into))
+        sizes, steps = self._split(code, len(into))
         if steps.numel() == len(into) and into.dtype == torch.float32:
             into.view(steps.shape).copy_(steps).mul_(sizes[:, None])
         else:
             into.copy_(self._values(sizes, steps)[: len(into)])
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
-        into.add_(self._values(*self._parted(code, len(into)))[: len(into)])
+        into.add_(self._values(*self._split(code, len(into)))[: len(into)])
 
     def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        sizes, steps = self._parted(code, len(into))
+        sizes, steps = self._split(code, len(into))
         if steps.numel() == len(into) and into.dtype == torch.float32:
             # only the coding rank computes this, because other processors may round it differently
             into.view(steps.shape).addcmul_(steps.float(), sizes[:, None], value=-1)
@@ -77,7 +77,7 @@ class Int8(Codec):
     def _values(self, sizes: Tensor, steps: Tensor) -> Tensor:
         return steps.float().mul_(sizes[:, None]).view(-1)
 
-    def _parted(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    def _split(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return the scales, and the steps of whole blocks, as rows."""
         sizes, steps = code.split([4 * -(-numel // self.block), numel])
         return sizes.view(torch.float32), in_blocks(steps.view(torch.int8), self.block)

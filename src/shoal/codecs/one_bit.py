@@ -64,7 +64,7 @@ class OneBit(Codec):
     def decode(self, code: Tensor, into: Tensor) -> None:
         num_blocks = -(-len(into) // self.block)
         sizes = code[: 4 * num_blocks].view(torch.float32)
-        signs = _unpacked(code[4 * num_blocks :], len(into))
+        signs = _unpack(code[4 * num_blocks :], len(into))
         short = num_blocks * self.block - len(into)
         rows = into.new_empty(len(into) + short) if short else into
         rows[len(into) :].zero_()
@@ -84,7 +84,7 @@ def _packed(bits: Tensor) -> Tensor:
     )
 
 
-def _unpacked(code: Tensor, numel: int) -> Tensor:
+def _unpack(code: Tensor, numel: int) -> Tensor:
     if code.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(code.numpy(), count=numel, bitorder="little"))
     places = torch.arange(8, dtype=torch.uint8, device=code.device)

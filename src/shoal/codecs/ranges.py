@@ -19,7 +19,7 @@ def within(values: Tensor, most: float) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-most, most))
 
 
-def narrowed_into(values: Tensor, narrow: Tensor) -> None:
+def narrow_into(values: Tensor, narrow: Tensor) -> None:
     """Copy values into a tensor that may be of a narrower type, or into themselves."""
     if narrow is values:
         return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.ledger import WINDOW, Ledger
-from shoal.codecs.ranges import narrowed_into
+from shoal.codecs.ranges import narrow_into
 from shoal.codecs.runs import LOST
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
@@ -217,7 +217,7 @@ class Remembering(Carrier):
         owed = self._memory.get((leg, rank), {}).pop(label, None)
         if owed is not None:
             values = self.bucket.values(rank)
-            narrowed_into(owed.add_(values), values)
+            narrow_into(owed.add_(values), values)
 
     def _zeros(self, rank: int) -> Tensor:
         device = self.bucket.flat.device

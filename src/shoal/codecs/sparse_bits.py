@@ -100,10 +100,10 @@ class SparseBits(Codec):
             of_scales, of_places, of_steps = code[at : at + sum(sizes)].split(sizes)
             at += sum(sizes)
             scales = of_scales.clone().view(torch.float32)[:, None].to(into.dtype)
-            steps = _unpacked(of_steps, self.bits).view(len(scales), -1)
+            steps = _unpack(of_steps, self.bits).view(len(scales), -1)
             values = (2 * steps - levels).to(into.dtype).div_(levels).mul_(scales)
             chunks = torch.arange(len(scales), device=code.device)[:, None] * _CHUNK
-            places = (_unpacked(of_places, 12).view(len(scales), -1) + chunks).view(-1)
+            places = (_unpack(of_places, 12).view(len(scales), -1) + chunks).view(-1)
             inside = places < len(part)  # a chunk that is not full has zeros behind its values
             part.index_add_(0, places[inside], values.view(-1)[inside], alpha=sign)
 
@@ -122,7 +122,7 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     return (flags.view(-1, 8) * weights).sum(1).to(torch.uint8)
 
 
-def _unpacked(code: Tensor, bits: int) -> Tensor:
+def _unpack(code: Tensor, bits: int) -> Tensor:
     """Return the numbers that `_packed` has packed."""
     flags = (code.to(torch.int64)[:, None] >> torch.arange(8, device=code.device)) & 1
     weights = 1 << torch.arange(bits, device=code.device)

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Size, Tensor
 
-from shoal.codecs.ranges import narrowed_into
+from shoal.codecs.ranges import narrow_into
 from shoal.codecs.remembering import Remembering
 from shoal.codecs.runs import LOST
 from shoal.contracts.codec import Codec, LinearCodec, State
@@ -265,7 +265,7 @@ def read(codec: LinearCodec, sums: Tensor, gradient: Tensor, state: State, turn:
         gradient if gradient.dtype == sums.dtype else torch.empty_like(gradient, dtype=sums.dtype)
     )
     codec.from_sums(sums, wide, state, turn)
-    narrowed_into(wide, gradient)
+    narrow_into(wide, gradient)
 
 
 def _places(

@@ -63,14 +63,14 @@ class TopK(Codec):
         self.decode_add(code, into)
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
-        places, values = self._parted(code, into)
+        places, values = self._split(code, into)
         into.index_add_(0, places, values)
 
     def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        places, values = self._parted(code, into)
+        places, values = self._split(code, into)
         into.index_add_(0, places, values, alpha=-1)
 
-    def _parted(self, code: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, code: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         number = self._number(len(into))
         places, values = code.split([4 * number, 2 * number])
         return places.view(torch.int32), values.view(torch.bfloat16).to(into.dtype)

@@ -239,7 +239,7 @@ class BeatBoard:
         own = self.journal.summons()
         if own is not None:
             self._values.write(f"summons/{own.channel}", own)
-        for channel in self.journal.attended():
+        for channel in self.journal.attended_channels():
             summons = self._values.read(f"summons/{channel}", SentSummons)
             if summons is not None:
                 self.journal.heed(summons)
@@ -253,7 +253,7 @@ class BeatBoard:
                 "it gets no processor. It is waited for"
             )
 
-    def published(self) -> Verdict | None:
+    def published_verdict(self) -> Verdict | None:
         """Return the verdict, if there is one."""
         for _ in range(_TRIES):
             seen = self._values.seen(VERDICT)

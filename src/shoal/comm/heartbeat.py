@@ -426,7 +426,7 @@ class Heartbeat:
                 self._board.write(BEATING)
                 self._board.meet_pulses()
                 self._board.summon()
-                found = self._board.published() or self._judge.found(self._case.doubt)
+                found = self._board.published_verdict() or self._judge.found(self._case.doubt)
                 if found is None and self._judge.holder_left():
                     break
             if not self._stopped.is_set():

@@ -89,10 +89,10 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         UsageError: the launcher's variables are incomplete, or do not say where rank 0 is.
     """
-    environment.update(adopted(environment))
+    environment.update(as_torchrun(environment))
 
 
-def adopted(environment: Mapping[str, str]) -> dict[str, str]:
+def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables, made from another launcher's; none if there is no other.
 
     Raises:

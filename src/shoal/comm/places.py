@@ -151,12 +151,12 @@ class Journal:
     def summons(self) -> SentSummons | None:
         """Return the summons to where the main thread waits, if others may attend on any thread."""
         wait = self.wait
-        if wait is None or wait.channel not in self.attended():
+        if wait is None or wait.channel not in self.attended_channels():
             return None
         begun = {record.name: record.begun for record in list(self._records.values())}
         return SentSummons(wait.channel, wait.number, begun)
 
-    def attended(self) -> list[str]:
+    def attended_channels(self) -> list[str]:
         """Return the channels on which this rank may take part on any thread."""
         return [record.name for record in list(self._records.values()) if record.attend]
 

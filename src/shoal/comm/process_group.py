@@ -31,11 +31,11 @@ from shoal.comm.patience import Patience
 from shoal.comm.places import NO_PURPOSE, TaggedNotes
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
-from shoal.contracts.comm import Comm, Pending, label, labelled
+from shoal.contracts.comm import Comm, Pending, label, read_label
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
 from shoal.contracts.store_values import Values
-from shoal.core.by_host import beside, staged
+from shoal.core.by_host import beside, to_host
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
 from shoal.core.interfaces import is_loopback
@@ -103,7 +103,7 @@ class ProcessGroupComm(Comm):
     def send(self, tensor: Tensor, to: int) -> WorkHandle:
         # CUDA tensors go through the host: gloo sends none, and NCCL hangs if both sides receive
         # first
-        at_host = staged(tensor)
+        at_host = to_host(tensor)
         # the group's own call: dist.isend looks up the group again, at twice the processor time
         with self._inside:  # gradient 10
             return WorkHandle(self._group.send([at_host], to, self.journal.tag), self._inside)
@@ -115,13 +115,13 @@ class ProcessGroupComm(Comm):
         return work if received is tensor else ReceiveViaHost(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        carried = tensor if self.carries(tensor.device) else staged(tensor)
+        carried = tensor if self.carries(tensor.device) else to_host(tensor)
         self._call(carried, partial(dist.all_reduce, carried, group=self._group))
         if carried is not tensor:
             tensor.copy_(carried, non_blocking=True)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        carried = tensor if self.carries(tensor.device) else staged(tensor)
+        carried = tensor if self.carries(tensor.device) else to_host(tensor)
         self._call(carried, partial(dist.broadcast, carried, group=self._group, group_src=root))
         if carried is not tensor and self.rank != root:
             tensor.copy_(carried, non_blocking=True)
@@ -240,7 +240,7 @@ class ProcessGroupComm(Comm):
         begin = len(size) + len(words)
         for rank, theirs in enumerate(heads):
             if not torch.equal(theirs[len(size) : begin], words):
-                text = labelled(theirs[len(size) : begin].numpy().tobytes())
+                text = read_label(theirs[len(size) : begin].numpy().tobytes())
                 raise self.unlike(rank, text, purpose)
         longest = max(int(theirs[: len(size)].view(torch.int64)) for theirs in heads)
         if longest <= _SHORT:

@@ -51,11 +51,11 @@ class SignedStore(Store):
 
     def get(self, key: str) -> bytes:
         """Return the bytes of a key, once they are there."""
-        return self._awaited([key], self._timeout)[0]
+        return self._wait_for([key], self._timeout)[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the bytes of several keys, once all are there."""
-        return self._awaited(keys, self._timeout)
+        return self._wait_for(keys, self._timeout)
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
@@ -63,7 +63,7 @@ class SignedStore(Store):
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._awaited(keys, timeout or self._timeout)
+        self._wait_for(keys, timeout or self._timeout)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number."""
@@ -87,7 +87,7 @@ class SignedStore(Store):
         """Return whether it can append: it has only the methods above."""
         return False
 
-    def _awaited(self, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:
+    def _wait_for(self, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:
         deadline, found = time.monotonic() + timeout.total_seconds(), []
         for key in keys:
             pause_s = _FIRST_PAUSE_S

@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal.comm.places import Apart, ChannelNotes, Journal, RankPlace, apart, missed, unlike
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
-from shoal.core.by_host import staged
+from shoal.core.by_host import to_host
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
 from shoal.core.side_threads import is_side_thread
@@ -224,7 +224,7 @@ class ThreadComm(Comm):
         assert tensor.is_contiguous()
         # a GPU's tensor goes through the host, as between processes: the receiver computes on
         # another stream
-        at_host = tensor.detach().clone() if tensor.device.type == "cpu" else staged(tensor)
+        at_host = tensor.detach().clone() if tensor.device.type == "cpu" else to_host(tensor)
         self.hub.put(self.name, self._seat, self._seats[to], at_host)
         return DONE
 

@@ -246,7 +246,7 @@ class Comm(ABC):
         )
         for rank, theirs in enumerate(told):
             if not torch.equal(theirs[1:], words):
-                raise self.unlike(rank, labelled(theirs[2:].numpy().tobytes()), purpose)
+                raise self.unlike(rank, read_label(theirs[2:].numpy().tobytes()), purpose)
         return [int(theirs[0]) for theirs in told]
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -348,7 +348,7 @@ def is_usual(purpose: str) -> bool:
     return purpose.startswith(_USUAL)
 
 
-def labelled(words: bytes) -> str:
+def read_label(words: bytes) -> str:
     """What another rank does, if these bytes are a label."""
     text = words.decode(errors="replace").strip()
     return text if text.isascii() and text.isprintable() else ""

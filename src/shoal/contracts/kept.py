@@ -9,7 +9,7 @@ from torch import Tensor, nn
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def kept_by(module: nn.Module) -> dict[str, Any]:
+def kept_values_of(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that may hold values which it has computed."""
     return {
         name: value

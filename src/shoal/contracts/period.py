@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
+from shoal.core.pieces import line, local_gradient, set_local_gradient, shape_like
 
 # least share. A number keeps its bits when it is multiplied and divided by this (in float16 it
 # becomes 0). Added to 1, it changes nothing
@@ -120,7 +120,7 @@ class Period:
         """Keep this as a parameter's sum, in the form that `sum_of` returns."""
         if flat.any():
             flat = flat.to(parameter.device, parameter.dtype)
-            self._sums[parameter] = unlined(flat, parameter)
+            self._sums[parameter] = shape_like(flat, parameter)
 
     def tensors(self) -> Sequence[Tensor]:
         """Return all sums."""

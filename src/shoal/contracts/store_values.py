@@ -113,7 +113,7 @@ class Values:
 
     def put(self, key: str, text: bytes, *, lasting: bool = False) -> None:
         """Write bytes, signed. A `lasting` value is mended as long as this process lives."""
-        sealed = self._sealed(key, text)
+        sealed = self._seal(key, text)
         until = math.inf if lasting else time.monotonic() + _MENDED_S
         self._own.standing[self._named(key)] = _Standing(self, key, sealed, until)
         self.store.set(self._named(key), sealed)
@@ -173,7 +173,7 @@ class Values:
         """Write the value unless the key has a signed one already. Return the value that stands,
         which is then lasting.
         """
-        own: Any = self._sealed(key, msgspec.json.encode(value))
+        own: Any = self._seal(key, msgspec.json.encode(value))
         standing: Any = b""
         for _ in range(_TRIES):
             found: bytes = self.store.compare_set(self._named(key), standing, own)
@@ -193,7 +193,7 @@ class Values:
             total = before + number
             # each text is unique, because a compare-and-set does not say which process wrote the
             # value
-            own: Any = self._sealed(key, msgspec.json.encode((total, uuid.uuid4().hex)))
+            own: Any = self._seal(key, msgspec.json.encode((total, uuid.uuid4().hex)))
             if self.store.compare_set(self._named(key), standing, own) == own:
                 break
         return total
@@ -205,7 +205,7 @@ class Values:
     def _named(self, key: str) -> str:
         return f"{self.scope}/{key}"
 
-    def _sealed(self, key: str, text: bytes) -> Any:
+    def _seal(self, key: str, text: bytes) -> Any:
         return self._signature(key, text) + text
 
     def _opened(self, key: str, seen: bytes) -> bytes | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def staged(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Return the tensor's values in the host's memory; the tensor itself if it lies there.
 
     This waits until the calling thread's stream has computed them. It does not wait for the

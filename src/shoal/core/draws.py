@@ -15,7 +15,7 @@ import torch
 RANDOM_STATE = threading.RLock()
 
 
-def mixed(*numbers: int) -> int:
+def mix_seeds(*numbers: int) -> int:
     """Make one seed of several numbers. Other numbers give another seed, even if their sum is
     equal.
 
@@ -46,7 +46,7 @@ def undrawn() -> Iterator[Callable[[], bool]]:
                 torch.set_rng_state(before)
 
 
-def drawn_seed() -> int:
+def draw_seed() -> int:
     """Draw a seed from torch's generator."""
     with RANDOM_STATE:
         return int(torch.randint(1 << 62, (), device="cpu"))

@@ -43,7 +43,7 @@ class ShoalError(Exception):
         details = {"got": self.got, "expected": self.expected, "do": self.do}
         return type(self)(self.what, where=where, rank=self.rank, **details)
 
-    def advised(self, more: str) -> Self:
+    def with_advice(self, more: str) -> Self:
         """Return the same error with one more remedy."""
         details = {"where": self.where, "got": self.got, "expected": self.expected}
         do = f"{self.do}; or {more}" if self.do else more

@@ -74,7 +74,7 @@ def source_towards(address: str, port: int = 9) -> str | None:
         address: the other host's address or name.
         port: any port.
     """
-    for family, kind, protocol, _, place in _resolved(address, port):
+    for family, kind, protocol, _, place in _resolve(address, port):
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(place)
@@ -102,7 +102,7 @@ def stays_here(interface: str) -> bool:
     return _OWN.fullmatch(interface) is not None
 
 
-def _resolved(address: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
+def _resolve(address: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
     try:
         return socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
     except (OSError, UnicodeError):

@@ -31,7 +31,7 @@ def cut_sizes(numel: int, parts: int) -> list[int]:
     return [base + (i < extra) for i in range(parts)]
 
 
-def chunked(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
+def chunks_of(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
     """Cut a flat tensor into views of so many bytes. None is empty, and the last may be smaller."""
     return list(flat.split(max(1, chunk_bytes // flat.itemsize))) if flat.numel() else []
 
@@ -58,7 +58,7 @@ class Piece:
         """Return a view of the piece's elements, in the parameter's shape and strides if it is
         whole.
         """
-        return unlined(flat, self.parameter) if self.numel == self.parameter.numel() else flat
+        return shape_like(flat, self.parameter) if self.numel == self.parameter.numel() else flat
 
 
 def line(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def line(tensor: Tensor, parameter: Tensor) -> Tensor:
     return tensor.detach().permute(_order(parameter)).reshape(-1)
 
 
-def unlined(flat: Tensor, parameter: Tensor) -> Tensor:
+def shape_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """Return a view of the line in the parameter's shape and strides."""
     plain = flat.view(parameter.shape)
     if plain.stride() == parameter.stride():
@@ -148,7 +148,7 @@ def spans(
     sizes: Sequence[int], shares: Sequence[float], owners: Sequence[int | None]
 ) -> list[list[tuple[int, int, int]]]:
     """Return the owned elements of each rank: whole tensors, and of the others the cut by
-    `balanced`.
+    `share_out`.
 
     Args:
         sizes: elements of each tensor.
@@ -160,14 +160,14 @@ def spans(
     """
     whole = [owner is not None for owner in owners]
     cut_sizes = [0 if is_whole else size for is_whole, size in zip(whole, sizes, strict=True)]
-    owned = balanced(cut_sizes, shares)
+    owned = share_out(cut_sizes, shares)
     for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
         if owner is not None and size:
             owned[owner].append((index, 0, size))
     return [sorted(spans_of_rank) for spans_of_rank in owned]
 
 
-def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:
+def share_out(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:
     """Cut tensors, laid end to end, so that each owner has its share of the elements.
 
     Args:

@@ -17,7 +17,7 @@ from shoal.core.facts import Cluster
 from shoal.core.json_record import check_types, record_of
 from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, MOST_SECONDS, how_many, shown
 from shoal.core.outer import Outer
-from shoal.core.pieces import balanced
+from shoal.core.pieces import share_out
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.regular_files import read_text
 from shoal.core.role import Role
@@ -130,7 +130,7 @@ class Site:
 
     def spans(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return the site's spans of parameters of these sizes, as (index, start, stop)."""
-        return balanced(sizes, (1 / self.parts,) * self.parts)[self.part]
+        return share_out(sizes, (1 / self.parts,) * self.parts)[self.part]
 
 
 def _site(layers: Sequence[str], strategy: str, exchange: str, every: int) -> Site:

@@ -43,7 +43,7 @@ def seed_all(seed: int, numpy: int | list[int], generators: Iterable[torch.Gener
 
 
 def seed_worker(seed: int) -> None:
-    """Seed all random sources in a worker, from a seed of `mixed`."""
+    """Seed all random sources in a worker, from a seed of `mix_seeds`."""
     seed_all(seed, [seed % 2**32, seed >> 32])
 
 
@@ -91,7 +91,7 @@ class OwnRandom:
 
 @contextmanager
 def drawing_at(seed: int) -> Iterator[None]:
-    """Draw from a seed of `mixed` in the context, and restore the earlier state at the end."""
+    """Draw from a seed of `mix_seeds` in the context, and restore the earlier state at the end."""
     with _kept():
         seed_worker(seed)
         yield

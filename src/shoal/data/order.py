@@ -170,7 +170,7 @@ def digest(units: list[Any]) -> int:
     return zlib.crc32(repr([str(row) for row in some]).encode())
 
 
-def proposed_seed(loader: Any) -> int:
+def propose_seed(loader: Any) -> int:
     """Return the seed to offer to other ranks: the sampler's or torch's, as the script set it."""
     generator = getattr(getattr(loader, "sampler", None), "generator", None)
     return (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.core.draws import mixed
+from shoal.core.draws import mix_seeds
 from shoal.data.draws import drawing_at, seed_worker
 from shoal.data.parts import digest_of
 from shoal.data.told import ToldDataset, next_part
@@ -81,7 +81,7 @@ class OwnStream(ToldDataset[StreamPiece]):
     def seed_of(self, part: int, number: int = _START) -> int:
         """Return the seed of one batch of a part."""
         seed, epoch, _ = self.told()
-        return mixed(seed, epoch, self._rank, part, number)
+        return mix_seeds(seed, epoch, self._rank, part, number)
 
     def __iter__(self) -> Iterator[StreamPiece]:
         info: Any = torch_worker._worker_info

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data import Sampler
 
-from shoal.core.draws import mixed
+from shoal.core.draws import mix_seeds
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal, global_batches, last_batches, num_batches, shared_by
 from shoal.data.ends import OwnEnds
@@ -413,14 +413,14 @@ class OwnRows(Sampler[list[Any]]):
         self.source.follow_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return (rows for _, rows in self._numbered())
+        return (rows for _, rows in self._number())
 
     def seeded(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield this rank's rows, batch by batch, each with a seed for the code that reads them."""
         key = self.source.seed, self.source.epoch, self.source.rank
-        return ((mixed(*key, taken), rows) for taken, rows in self._numbered())
+        return ((mix_seeds(*key, taken), rows) for taken, rows in self._number())
 
-    def _numbered(self) -> Iterator[tuple[int, list[Any]]]:
+    def _number(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield this rank's rows of each turn of the coming pass, with the position before it."""
         source = self.source
         return _rows_of(source.turns(), source.taken, source.epoch, source.deal)

@@ -69,7 +69,7 @@ class WholeOrder(Sampler[int]):
         return len(dataset)
 
 
-def taken_over(sampler: Any, size: int) -> WholeOrder | None:
+def take_whole_order(sampler: Any, size: int) -> WholeOrder | None:
     """Return the whole order of a sampler that cuts as torch's DistributedSampler; else None."""
     own = isinstance(sampler, DistributedSampler) and (
         type(sampler).__iter__ is DistributedSampler.__iter__

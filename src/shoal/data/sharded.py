@@ -17,7 +17,7 @@ from shoal.data.deal import Deal
 from shoal.data.ends import NextBatchCheck, OwnEnds
 from shoal.data.own_stream import BeginStream, OwnStream
 from shoal.data.rows import GlobalOrder, Items, Known, Lists, OwnItems, OwnRows, SamplerRows
-from shoal.data.samplers import follow, taken_over
+from shoal.data.samplers import follow, take_whole_order
 from shoal.data.shares import Speed
 from shoal.data.source import Source
 from shoal.data.stream import BeginWorker, Dealt, Stream, Units, as_it_is
@@ -148,7 +148,7 @@ class ShardedBatches(Positioned[T]):
         return self.source.num_steps()
 
 
-def sharded(
+def shard_loader(
     loader: Any,
     deal: Deal,
     seed: int,
@@ -203,7 +203,7 @@ def _of_rows(
 ) -> ShardedLoader[T]:
     """Shard a dataset with `__getitem__`. With `ends`, each rank's sampler gives its own rows."""
     batches, given = loader.batch_sampler, sampler_of(loader)
-    whole = taken_over(given, deal.size) if ends is None else None
+    whole = take_whole_order(given, deal.size) if ends is None else None
     rows = given if whole is None else whole
     source: Known[T]
     own: dict[str, Any]

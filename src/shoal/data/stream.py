@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.core.draws import mixed
+from shoal.core.draws import mix_seeds
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.core.pieces import cut_sizes
@@ -133,7 +133,7 @@ class Dealt(ToldDataset[WorkerBatch]):
         seed, epoch, start = self.told()
         worker = torch_worker._worker_info
         if isinstance(worker, ObservedWorkerInfo):
-            worker.begin(mixed(seed, epoch), next_part(start))
+            worker.begin(mix_seeds(seed, epoch), next_part(start))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         random = OwnRandom(seed + epoch)
@@ -145,7 +145,7 @@ class Dealt(ToldDataset[WorkerBatch]):
             number, workers = worker.id_, worker.num_workers_
             if worker.shards:
                 part, parts = worker.part, workers
-                random.reseed(mixed(seed, epoch, part))
+                random.reseed(mix_seeds(seed, epoch, part))
         if start and len(start) != parts:
             raise other_order(f"a stream of {parts} parts", f"of {len(start)}, a worker each")
         at = start[part] if start else 0
@@ -157,7 +157,7 @@ class Dealt(ToldDataset[WorkerBatch]):
                 continue  # it is another worker's
             digest = digest_of(units[0], _LOOKED_AT)
             if worker is not None:  # `collate` may augment, in different ways on every rank
-                seed_worker(mixed(seed, epoch, self.deal.rank, part, at))
+                seed_worker(mix_seeds(seed, epoch, self.deal.rank, part, at))
             batch = units if is_last else self.units.own(units, self.deal, epoch, turn)
             yield WorkerBatch(part, parts, len(units), order, digest, is_last, batch)
 
@@ -209,7 +209,7 @@ class ObservedWorkerInfo:
         if name == "id":
             return self.part
         if name == "seed":
-            return mixed(self._seed, self.part) if self.shards else self._seed
+            return mix_seeds(self._seed, self.part) if self.shards else self._seed
         return self._dataset if name == "dataset" else getattr(self._info, name)
 
 
@@ -225,7 +225,7 @@ class BeginWorker:
         info: Any = torch_worker._worker_info
         seed, epoch, start = info.dataset.told()
         observed = ObservedWorkerInfo(info, info.dataset.dataset)
-        observed.begin(mixed(seed, epoch), next_part(start))
+        observed.begin(mix_seeds(seed, epoch), next_part(start))
         begin(observed, worker, self.init)
 
 
@@ -284,7 +284,7 @@ class Stream(Source[T]):
         """Collate with random numbers that differ from other ranks', as in a worker."""
         if not self._num_workers:
             return nullcontext()
-        return drawing_at(mixed(self.seed, epoch, self.deal.rank, -1, at))
+        return drawing_at(mix_seeds(self.seed, epoch, self.deal.rank, -1, at))
 
     def num_steps(self) -> int:
         """Count the steps of the coming pass, if the dataset has a length and workers share it."""

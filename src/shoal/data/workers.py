@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.core.draws import mixed
+from shoal.core.draws import mix_seeds
 from shoal.data.draws import seed_worker
 from shoal.data.rows import Known, OwnItems, OwnRows
 from shoal.data.worker_info import WorkerInfo, begin
@@ -83,7 +83,7 @@ class SeedWorker:
     def __call__(self, worker: int) -> None:
         """Prepare the worker."""
         info: Any = torch_worker._worker_info
-        seed = mixed(*self.seeds, worker, -1)
+        seed = mix_seeds(*self.seeds, worker, -1)
         seed_worker(seed)
         begin(SeededInfo(info, info.dataset.dataset, seed), worker, self.init)
 

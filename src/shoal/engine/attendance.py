@@ -171,7 +171,7 @@ class LaneAttendance(Attendance):
         request = PartsRequest(Wanted.NOTHING if missing else wanted, len(parts), self.parts.stamp)
         begin_s = time.monotonic()
         while True:
-            meeting = self._stated(numbers or [0] * self._comm.size, purpose, request)
+            meeting = self._state(numbers or [0] * self._comm.size, purpose, request)
             self._met(meeting, purpose)
             if meeting.together:
                 self.parts.free()  # there may be more parts by now
@@ -260,8 +260,8 @@ class LaneAttendance(Attendance):
         request = PartsRequest(Wanted.OUTPUT, int(trains), output.key.words)
         begin_s = time.monotonic()
         while True:
-            meeting = self._stated(numbers, purpose, request, output)
-            (self._met_here if trains else self._met)(meeting, purpose)
+            meeting = self._state(numbers, purpose, request, output)
+            (self._meet_here if trains else self._met)(meeting, purpose)
             if meeting.together:
                 return Reading(told=[statement.number for statement in meeting.heard])
             if meeting.error is not None:
@@ -275,7 +275,7 @@ class LaneAttendance(Attendance):
             if limit_s is not None and time.monotonic() - begin_s > limit_s:
                 raise _nobody_comes(self._who, purpose, limit_s)
 
-    def _stated(
+    def _state(
         self,
         numbers: Sequence[int],
         purpose: str,
@@ -288,7 +288,7 @@ class LaneAttendance(Attendance):
         own = [_Statement(number, digest, request, steps) for number in numbers]
         return _RankMeeting(own, output)
 
-    def _met_here(self, meeting: _RankMeeting, purpose: str) -> None:
+    def _meet_here(self, meeting: _RankMeeting, purpose: str) -> None:
         """Meet the other ranks on this thread, unless the lane is in a meeting."""
         with self._meeting:
             is_busy = self._last is not None and not self._last.ended.is_set()

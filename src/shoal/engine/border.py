@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import DEPTH, OPAQUE
-from shoal.contracts.kept import keep, kept_by
+from shoal.contracts.kept import keep, kept_values_of
 from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
@@ -111,7 +111,7 @@ class Border:
 
         Unknown classes are changed in place.
         """
-        return _mapped(
+        return _map_tensors(
             output, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=True)), DEPTH
         )
 
@@ -125,12 +125,12 @@ class Border:
             return _cross(tensor, BorderCrossing(self, weight, outward=True)) if new else tensor
 
         for module in model.modules():
-            for name, value in kept_by(module).items():
-                keep(module, name, _mapped(value, change, 0))
+            for name, value in kept_values_of(module).items():
+                keep(module, name, _map_tensors(value, change, 0))
 
     def inward(self, inputs: Any, weight: Weight) -> Any:
         """Return the inputs, through the border."""
-        return _mapped(
+        return _map_tensors(
             inputs, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=False)), 0
         )
 
@@ -375,7 +375,7 @@ def accumulator(parameter: Tensor) -> Any:
     return function.next_functions[0][0]
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
     """Return the value with every tensor that needs a gradient changed, each once.
 
     Containers are rebuilt if anything in them changed. Items and attributes of other objects are

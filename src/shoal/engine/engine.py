@@ -180,14 +180,14 @@ class Engine(Rounds):
         """
         names = [name for period in self.periods for name in period.uncleared()]
         if len(names) > landed:
-            raise _uncleared(f"parameter {', '.join(names[:3])}")
+            raise _uncleared_error(f"parameter {', '.join(names[:3])}")
 
     def _keep(self, ended: BackwardRound) -> None:
         """Keep the gradients that are not due, and begin a new period for the others."""
         for transfer in self._landing:
             is_kept = transfer.period is not None and not transfer.period.is_due
             if is_kept and isinstance(transfer, OwnedTransfer) and transfer.held:
-                raise _uncleared(transfer.label)
+                raise _uncleared_error(transfer.label)
         for period in self.periods:
             if period.is_due:
                 period.end()
@@ -346,7 +346,7 @@ class Engine(Rounds):
         self.routes.close()
 
 
-def _uncleared(where: str) -> UsageError:
+def _uncleared_error(where: str) -> UsageError:
     return UsageError(
         "a gradient of a layer with an update period was not cleared since it was applied",
         where=where,

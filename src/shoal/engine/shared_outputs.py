@@ -84,7 +84,7 @@ class SharedOutputs:
         )
         for rank, words in headers.items():
             if not words:
-                raise _dropped(output.key, comm.rank, rank)
+                raise _dropped_error(output.key, comm.rank, rank)
         nbytes = sum(tensor.nbytes for tensors in coming.values() for tensor in tensors)
         return output.joined(coming), nbytes
 
@@ -93,7 +93,7 @@ def _flag(value: bool) -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
-def _dropped(key: OutputKey, reader: int, rank: int) -> RanksDiffer:
+def _dropped_error(key: OutputKey, reader: int, rank: int) -> RanksDiffer:
     return RanksDiffer(
         f"rank {reader} alone reads an output that rank {rank} has no more: {key}",
         do="read it before the model is called again, or on every rank; what the model's forward "

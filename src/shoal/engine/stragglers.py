@@ -280,7 +280,7 @@ class MainThreadClock:
         self._forward_s: float | None = None  # start of the first forward after it
         self._waited_s = 0.0
         self._steps: list[tuple[float, float, float]] = []
-        self._since = self._spent()
+        self._since = self._spending()
 
     @property
     def steps(self) -> int:
@@ -299,7 +299,7 @@ class MainThreadClock:
         """
         now_s = time.perf_counter()
         if self._ended_s is None:
-            self._since = self._spent()
+            self._since = self._spending()
         else:
             step_s, waited = now_s - self._ended_s, waited_s - self._waited_s
             between_s = (self._forward_s or now_s) - self._ended_s
@@ -311,14 +311,14 @@ class MainThreadClock:
         pages a step.
         """
         medians = [median(column) for column in zip(*self._steps, strict=True)]
-        now, before, steps = self._spent(), self._since, len(self._steps)
+        now, before, steps = self._spending(), self._since, len(self._steps)
         wall_s = max(now[0] - before[0], 1e-9)
         queued, pages = (now[1] - before[1]) / wall_s, (now[2] - before[2]) / steps
         self._since = now
         self._steps.clear()
         return [*medians, queued, pages]
 
-    def _spent(self) -> tuple[float, float, float]:
+    def _spending(self) -> tuple[float, float, float]:
         """Return the time, the seconds without a processor, and the pages read from disk, all up to
         now.
         """

@@ -298,15 +298,15 @@ class Weight:
 
     def counts(self) -> list[float] | None:
         """Return every rank's count, if every rank makes the call. This waits for them."""
-        told = self._arrived()
+        told = self._wait_for_flight()
         return None if told is None else [float(values[self._column]) for values in told]
 
     def same_batch(self) -> bool:
         """Return whether every rank's digest is the same. This waits for the counts."""
-        digests = [float(values[_DIGEST]) for values in self._arrived() or ()]
+        digests = [float(values[_DIGEST]) for values in self._wait_for_flight() or ()]
         return len(digests) > 1 and len(set(digests)) == 1 and digests[0] != 0
 
-    def _arrived(self) -> list[Tensor] | None:
+    def _wait_for_flight(self) -> list[Tensor] | None:
         return self.asked()(self._where)
 
 

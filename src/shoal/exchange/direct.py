@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, DeliveringExchange
-from shoal.core.by_host import staged
+from shoal.core.by_host import to_host
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
@@ -97,7 +97,7 @@ class Direct(DeliveringExchange):
             for r in comm.others
             if comm.rank < comm.workers and slices[r].numel()
         ]
-        at_host = staged(own)  # once for all, where it lies on a GPU
+        at_host = to_host(own)  # once for all, where it lies on a GPU
         pending += comm.send_in_turn(
             (r, [at_host]) for r in comm.others if r < comm.workers and own.numel()
         )

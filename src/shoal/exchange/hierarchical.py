@@ -100,7 +100,7 @@ class Hierarchical(CodingExchange):
         for owner in _summed_inside(coding.slices, comm, sends):
             if owner != rank:
                 sends.append(comm.send(coding.message(owner), owner))
-        coding.add(rank, (None if part is None else _arrived(part) for part in across))
+        coding.add(rank, (None if part is None else _wait_for_flight(part) for part in across))
         for send in sends:
             send.wait()
 
@@ -110,11 +110,11 @@ class Hierarchical(CodingExchange):
         own, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
         beside = [r for r in hosts[own_host] if r != comm.rank]
         afar = [_collector(comm.rank, host, comm.topology) for host in hosts if host != own_host]
-        collected = _collected(slices, comm)[::-1]  # its own first, then as the owners send
+        collected = _owners_for(slices, comm)[::-1]  # its own first, then as the owners send
 
         across = {o: comm.receive(slices[o], o) for o in collected if o != comm.rank}
         pending = [
-            comm.receive(slices[o], r) for r in beside for o in _collected(slices, comm, r)[::-1]
+            comm.receive(slices[o], r) for r in beside for o in _owners_for(slices, comm, r)[::-1]
         ]
         pending += [comm.send(own, r) for r in afar if own.numel()]
         for o in collected:
@@ -150,8 +150,8 @@ def _summed_inside(slices: Sequence[Tensor], comm: Comm, sends: list[Pending]) -
     """
     topology, rank = comm.topology, comm.rank
     beside = [r for r in topology.ranks_on[topology.hosts[rank]] if r != rank]
-    inside = {o: _receive(comm, slices[o], beside) for o in _collected(slices, comm)}
-    sends += [comm.send(slices[o], r) for r in beside for o in _collected(slices, comm, r)]
+    inside = {o: _receive(comm, slices[o], beside) for o in _owners_for(slices, comm)}
+    sends += [comm.send(slices[o], r) for r in beside for o in _owners_for(slices, comm, r)]
     for owner, parts in inside.items():
         _add(slices[owner], parts, place=topology.local_ranks[rank])
         yield owner
@@ -161,12 +161,12 @@ def _landing(comm: Comm, part: Tensor, source: int) -> tuple[Tensor, Pending]:
     return part, comm.receive(part, source)
 
 
-def _arrived(part: tuple[Tensor, Pending]) -> Tensor:
+def _wait_for_flight(part: tuple[Tensor, Pending]) -> Tensor:
     part[1].wait()
     return part[0]
 
 
-def _collected(slices: Sequence[Tensor], comm: Comm, rank: int | None = None) -> list[int]:
+def _owners_for(slices: Sequence[Tensor], comm: Comm, rank: int | None = None) -> list[int]:
     """The owners of what a rank (without one, this) collects, save empty slices.
 
     From the next rank on, itself last.

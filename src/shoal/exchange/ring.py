@@ -29,7 +29,7 @@ from shoal.contracts.exchange import Bucket, Coding, CodingExchange
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
-from shoal.core.pieces import chunked
+from shoal.core.pieces import chunks_of
 from shoal.exchange.arrivals import arrivals, landing_beside
 
 
@@ -86,13 +86,15 @@ class Ring(CodingExchange):
         order = [(comm.rank - 1 - step) % comm.size for step in range(comm.size)]
         incoming = [coding.landing(owner) for owner in order[1:]]
         arriving = arrivals(
-            comm, left, [chunk for part in incoming for chunk in chunked(part, self.chunk_bytes)]
+            comm,
+            left,
+            [chunk for part in incoming for chunk in chunks_of(part, self.chunk_bytes)],
         )
         sends = []
         for outgoing, coming, message in zip(order, order[1:], incoming, strict=False):
             sent = coding.message(outgoing)
-            sends += [comm.send(chunk, right) for chunk in chunked(sent, self.chunk_bytes)]
-            for _ in chunked(message, self.chunk_bytes):
+            sends += [comm.send(chunk, right) for chunk in chunks_of(sent, self.chunk_bytes)]
+            for _ in chunks_of(message, self.chunk_bytes):
                 next(arriving)
             coding.add(coming, (None, message))
         for send in sends:
@@ -111,7 +113,7 @@ class Ring(CodingExchange):
             return
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         in_order = [slices[(first - step) % comm.size] for step in range(comm.size)]
-        outgoing, *coming = [chunked(part, self.chunk_bytes) for part in in_order]
+        outgoing, *coming = [chunks_of(part, self.chunk_bytes) for part in in_order]
         incoming = [chunk for chunks in coming for chunk in chunks]
         num_passed = len(incoming) - len(coming[-1])  # the last slice to come stays here
         arriving = arrivals(comm, left, landing_beside(incoming) if add else incoming)

@@ -29,7 +29,7 @@ from shoal.contracts.exchange import Bucket, Exchange
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
-from shoal.core.pieces import chunked
+from shoal.core.pieces import chunks_of
 from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
 
 _CHUNKS = 4  # at least, of a bucket that is measured in place of a large one
@@ -71,7 +71,7 @@ class Tree(Exchange):
         if comm.size == 1 or not flat.numel():
             return
         parent, children = (comm.rank - 1) // 2, _children(comm.rank, comm.size)
-        chunks, lag = chunked(flat, self.chunk_bytes), 2 * _depth(comm.rank + 1)
+        chunks, lag = chunks_of(flat, self.chunk_bytes), 2 * _depth(comm.rank + 1)
         climbing = [arrivals(comm, child, landing_beside(chunks)) for child in children]
         up: list[Pending] = []
         down: list[Pending] = []

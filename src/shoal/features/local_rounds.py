@@ -266,7 +266,7 @@ class LocalRounds:
         self._left, self._steps = 0, 0  # steps left in the warm-up; all steps so far
         self._began = 0  # number of steps before the first round
         self._is_exact = False
-        engine.listen(Event.STEP_ENDED, self._stepped)
+        engine.listen(Event.STEP_ENDED, self._note_step)
 
     @property
     def is_exact(self) -> bool:
@@ -320,7 +320,7 @@ class LocalRounds:
         """Number of steps of the present round; of the next one if the present one has ended."""
         return self._rounds.after(self._steps)
 
-    def _stepped(self) -> None:
+    def _note_step(self) -> None:
         self._steps += 1
         self._rounds.stepped(self._steps)
         if self._left:

@@ -40,7 +40,7 @@ from shoal.features.local_weights import LocalWeights
 from shoal.optim.extend import scaler_of
 from shoal.planner.local import with_local_steps
 from shoal.rewrite.apply import PlacedSite
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import found
@@ -347,7 +347,7 @@ class _LocalTraining(Attachment[Running]):
 def _attachment(model: nn.Module) -> _LocalTraining | None:
     """Return the model's attachment; None if gradients are exchanged in each step."""
     session = found()
-    attached = None if session is None else session.attached.get(uncompiled(model))
+    attached = None if session is None else session.attached.get(without_compilation(model))
     kept = None if attached is None else attached.running.attachments.get(LocalSteps.name)
     assert kept is None or isinstance(kept, _LocalTraining)
     return kept

@@ -30,7 +30,7 @@ from shoal.contracts.state import states
 from shoal.core.errors import UsageError
 from shoal.core.outer import Outer
 from shoal.engine.engine import Engine
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
 from shoal.strategies.moving import OfState
@@ -224,7 +224,7 @@ def having(held: Mapping[Any, Tensor], values: Mapping[Any, Tensor]) -> Iterator
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the present parameters and buffers by name."""
-    model = uncompiled(model)
+    model = without_compilation(model)
     of_state = {name: s.tensor for name, s in states(model, None).items()}
     return {
         **dict(model.named_parameters()),

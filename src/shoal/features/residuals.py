@@ -24,7 +24,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.optim.residuals import add_residuals, sum_residuals
 from shoal.remote.verbs import Aspect, Read, Write
 from shoal.remote.wire import Data
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import current
@@ -71,7 +71,7 @@ class Residuals(Attachment[Running]):
         assert self._running is not None
         return self._running
 
-    def _settled(self) -> list[Transfer]:
+    def _settle(self) -> list[Transfer]:
         """Return the model's transfers, once parameters on their way are there."""
         if self.running.owners is not None:
             self.running.owners.settle()
@@ -79,7 +79,7 @@ class Residuals(Attachment[Running]):
 
     def own(self) -> StateDict:
         """Return the residuals that this rank owes. Not a collective."""
-        return _owed(self._settled())
+        return _owed_residuals(self._settle())
 
     def state(self) -> Any:
         """Return the residuals of all ranks, on every rank; None if there are none (a collective).
@@ -96,7 +96,7 @@ class Residuals(Attachment[Running]):
             return {}  # every rank returns here
         owners = self.running.owners
         served = owners.served if owners is not None else ()
-        own = _owed(transfer for transfer in self._settled() if transfer not in served)
+        own = _owed_residuals(transfer for transfer in self._settle() if transfer not in served)
         listed = [
             [name, what, numbers.numel(), numbers.dtype == torch.float64]
             for name, entries in own.items()
@@ -155,7 +155,7 @@ class Residuals(Attachment[Running]):
             if name in named and all(n.numel() == named[name].numel() for n in entries.values())
         }
         coded: set[str] = set()
-        for carrier in coded_carriers(self._settled()):
+        for carrier in coded_carriers(self._settle()):
             exact_again = bool(carrier.given_up)
             carrier.give(self._comm.rank, {} if exact_again else fitting)
             coded.update(() if exact_again else carrier.bucket.numels)
@@ -190,7 +190,7 @@ class Residuals(Attachment[Running]):
 
 def residuals_of(model: nn.Module) -> Residuals:
     """Return the attachment that keeps the residuals of a parallelised model."""
-    kept = current().attached[uncompiled(model)].running.attachments[KeepResiduals.name]
+    kept = current().attached[without_compilation(model)].running.attachments[KeepResiduals.name]
     assert isinstance(kept, Residuals)
     return kept
 
@@ -205,10 +205,10 @@ def residuals(model: nn.Module) -> StateDict:
         that owners have and the other ranks lack. They are flat, float32 (float64 if the model is),
         in the order of the parameter's memory. {} if nothing is owed.
     """
-    return residuals_of(model).own() if uncompiled(model) in current().attached else {}
+    return residuals_of(model).own() if without_compilation(model) in current().attached else {}
 
 
-def _owed(transfers: Iterable[Transfer]) -> StateDict:
+def _owed_residuals(transfers: Iterable[Transfer]) -> StateDict:
     owed: StateDict = {}
     for transfer in transfers:
         if transfer.carrier is not None:

@@ -12,7 +12,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
 from shoal.front.planned import attached_of
 from shoal.planner.timeline import Predictor
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.strategies.cut_layer import error_of_rows
 from shoal.strategies.pipeline import error_of_crossing
 from shoal.strategies.stage import error_at_tail
@@ -121,7 +121,7 @@ def codec_report(model: nn.Module) -> CodecReport:
     predictor = Predictor(attached.profile, attached.cluster)
     errors = _Errors.of(coded_carriers(attached.engine.transfers))
     coded = [choice for choice in attached.plan.choices if choice.codec]
-    modules = dict(uncompiled(model).named_modules())
+    modules = dict(without_compilation(model).named_modules())
     if coded and predictor.role(coded[0].strategy).names_ranks:
         return CodecReport((_of_pipeline(attached.plan, predictor, modules[""]),))
     # all layers of the tail share one crossing: the last of them has its row

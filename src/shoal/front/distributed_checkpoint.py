@@ -112,7 +112,7 @@ class Stateful:
             raise wrong_form(keyword, "nothing", "what was saved under that name")
         saved = state[keyword]
         if not isinstance(value, nn.Module):
-            saved, name = _unpacked(saved, keyword)
+            saved, name = _unpack(saved, keyword)
             check_class(value, name, keyword)
         return loadings(value, saved, modules, keyword)
 
@@ -138,7 +138,7 @@ def _packed(state: Any, name: str) -> bytes:
     return save({**tensors, **of_texts})
 
 
-def _unpacked(content: Any, keyword: str) -> tuple[Any, str]:
+def _unpack(content: Any, keyword: str) -> tuple[Any, str]:
     """Return the state that was packed, and the name of its class or ''."""
     try:
         tensors = load(content)

@@ -26,7 +26,7 @@ def foreign(error: BaseException) -> str:
     for frame in _frames(error):
         if _is_shoals(frame):
             after = frame.tb_next
-    own = after is None or all(map(_is_pythons, _from(after)))
+    own = after is None or all(map(_is_pythons, _traces_from(after)))
     if own and ran_out(error):
         return str(too_few(where=str(error)))
     what = "Shoal failed, which is a bug in it" if own else "the recipe failed"
@@ -77,10 +77,10 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:
-    yield from _from(error.__traceback__)
+    yield from _traces_from(error.__traceback__)
 
 
-def _from(trace: TracebackType | None) -> Iterator[TracebackType]:
+def _traces_from(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
         yield trace
         trace = trace.tb_next

@@ -8,7 +8,7 @@ from shoal.front import text
 from shoal.front.outcomes import outcome
 from shoal.front.planned import attached_of
 from shoal.planner.explain import explain as explain_plan
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.pending import pending_of
 
 _NO_PLAN_YET = (
@@ -44,7 +44,7 @@ def explain(model: nn.Module) -> str:
     """
     attached = attached_of(model)
     if attached is None:
-        return _NO_PLAN_YET if pending_of(uncompiled(model)) is not None else ""
+        return _NO_PLAN_YET if pending_of(without_compilation(model)) is not None else ""
     explanation = explain_plan(attached.plan, attached.profile, attached.cluster)
     reasons, measured = text.plain(text.explained(explanation, reasons=True)), outcome(model)
     return reasons if measured is None else f"{reasons}\n{measured}"

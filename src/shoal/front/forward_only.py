@@ -47,7 +47,7 @@ def mean_of_output(output: Any, target: Any) -> Tensor:
 
 
 @contextmanager
-def thawed(model: nn.Module) -> Iterator[Optimizer]:
+def thaw_all(model: nn.Module) -> Iterator[Optimizer]:
     """Have all parameters train in the context. Return an optimizer that never steps."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     for parameter, _ in before:

@@ -227,7 +227,7 @@ def _joined_ranks(
     try:
         return join(seat, timeout_s, start_timeout_s, lost_after_s)
     except ShoalError as error:  # any error of the start
-        raise error.advised("run: shoal doctor") from error.__cause__
+        raise error.with_advice("run: shoal doctor") from error.__cause__
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:

@@ -31,7 +31,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.known import KnownFigures
 from shoal.core.plan import Plan
 from shoal.front.stages import Stages
-from shoal.planner.experience import experiences, preferred
+from shoal.planner.experience import experiences, prefer
 from shoal.planner.options import known
 from shoal.planner.sharing import plan_for
 from shoal.planner.steady import strategies_of
@@ -180,7 +180,7 @@ def known_plan(profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any]
     return plan
 
 
-def learned(
+def learn_plan(
     best: Plan, profile: ModelProfile, cluster: Cluster, among: Mapping[str, Any], resumes: bool
 ) -> Plan:
     """Return the plan to take by the steps of earlier runs of this job.
@@ -199,7 +199,7 @@ def learned(
 
     say = Stages(speaks=True).say
     earlier = experiences(profile, cluster.topology, say)
-    plan, why = preferred(best, earlier, search, resumes=resumes)
+    plan, why = prefer(best, earlier, search, resumes=resumes)
     say(why)
     return plan
 

@@ -238,13 +238,13 @@ def _ends(
                     data = pipes[number].recv_bytes() if has_told else b""
                 except (EOFError, OSError):
                     data = b""
-                ended[number] = pickle.loads(data) if data else _killed(ranks[number])
+                ended[number] = pickle.loads(data) if data else _killed_end(ranks[number])
             if first is None and number in ended and ended[number].said:
                 first, deadline = number, time.monotonic() + _GRACE_S
     return [ended.get(number, _RankEnd()) for number in range(len(ranks))], first
 
 
-def _killed(rank: ForkProcess) -> _RankEnd:
+def _killed_end(rank: ForkProcess) -> _RankEnd:
     rank.join()
     code = rank.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"

@@ -31,7 +31,7 @@ from shoal.front.request import Request, request_of
 from shoal.front.spreading import job_of, spread
 from shoal.planner.options import known
 from shoal.profiling.terms import SampleTerms, agreed_terms, seen
-from shoal.profiling.untraced import untraced
+from shoal.profiling.untraced import without_traces
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session
 from shoal.strategies.copies import StaysBehind, leaves_behind
@@ -116,14 +116,14 @@ def _output(session: Session, job: TrainingJob, sample: Any) -> tuple[Any, Any]:
 
     def run() -> tuple[Any, Any]:
         checked = Sample.of(job.model, job.loss_fn, sample)
-        with untraced(checked, job.optimizers) as checked, torch.no_grad():
+        with without_traces(checked, job.optimizers) as checked, torch.no_grad():
             output = checked.output()
-            return pytree.tree_map(_detached, output), checked.y
+            return pytree.tree_map(_detach, output), checked.y
 
     return agreed(session.comm, run, _RUNNING, SampleError)
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -135,7 +135,7 @@ def _terms(session: Session, loss: nn.Module, output: Any, y: Any) -> Terms:
 
     def run() -> SampleTerms:
         sample = Sample(nn.Identity(), loss, output, y)
-        with untraced(Sample(loss, None, (output, y), None)):
+        with without_traces(Sample(loss, None, (output, y), None)):
             return seen(sample, counted=True, rank=session.comm.rank)
 
     here = agreed(session.comm, run, _RUNNING, SampleError)

@@ -48,7 +48,7 @@ def in_order_of_patterns(value: Any) -> Any:
     return list(value.items()) if isinstance(value, Mapping) else value
 
 
-def _sorted(names: Any) -> Any:
+def _sort(names: Any) -> Any:
     return "all" if names is None else sorted(names)
 
 
@@ -101,7 +101,7 @@ class Options:
     )
     strategies: Iterable[str] | None = option(
         None,
-        compared=_sorted,
+        compared=_sort,
         flag=Flag(
             "Let the planner use only these.",
             "--strategy",

@@ -8,7 +8,7 @@ from shoal.core.outcome import Outcome, Spending
 from shoal.front.planned import attached_of
 from shoal.planner.measured import has_terms, outcome_of
 from shoal.profiling.links import probe_now
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.session import Attached, Session, current
 
 
@@ -47,7 +47,7 @@ def outcome_of_ranks(model: nn.Module) -> Outcome | None:
     If ranks do not keep step, each rank returns its own outcome, and no rank waits for another.
     """
     session = current()
-    attached = session.attached.get(uncompiled(model))
+    attached = session.attached.get(without_compilation(model))
     if attached is None:
         return None
     if not has_terms(attached.plan):

@@ -36,7 +36,7 @@ from shoal.features import Lossy, Older
 from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
-from shoal.front.forward_only import for_use, mean_of_output, thawed
+from shoal.front.forward_only import for_use, mean_of_output, thaw_all
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.learning_loss import learning_loss, spread_loss
 from shoal.front.no_effect import effective, untrained
@@ -57,7 +57,7 @@ from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.session.again import kept
-from shoal.session.compiled import all_uncompiled, uncompiled
+from shoal.session.compiled import all_uncompiled, without_compilation
 from shoal.session.job import TrainingJob
 from shoal.session.pending import pending_of
 from shoal.session.session import Session, current, ranks
@@ -222,7 +222,7 @@ def parallelize(
     trained = by_options(
         lambda: Options.of(asked, lossy, features), model, loss_fn, optimizer, sample
     )
-    if pending_of(uncompiled(model)) is None and before == 0:
+    if pending_of(without_compilation(model)) is None and before == 0:
         _say_own(current())
     return trained
 
@@ -250,12 +250,12 @@ def by_options(
     """Parallelise by a record of options, which is made at the time when ranks compare it."""
     if optimizer is None and isinstance(model, nn.Module):
         loss = mean_of_output if loss_fn is None else loss_fn
-        with thawed(model) as unused:
+        with thaw_all(model) as unused:
             by_options(lambda: for_use(options()), model, loss, unused, sample)
         return model, loss_fn, None
     session, given = current(), model
     if isinstance(given, nn.Module):
-        model = uncompiled(given)
+        model = without_compilation(given)
     comm = session.comm
     if is_tail_host(session):
         serve_and_end(session, model, loss_fn, listed(optimizer))
@@ -356,7 +356,7 @@ def plan_by_options(
             got=shown(cluster),
             do="give for instance shoal.Cluster(shoal.Topology(hosts), shoal.Link(1e-4, 125e6))",
         )
-    comm, model = ranks() if cluster else current().comm, uncompiled(model)
+    comm, model = ranks() if cluster else current().comm, without_compilation(model)
     options = for_sample(options, sample)
     check_functions(options, loss_fn)
     check_ways(options.buffers, model, given_loss(options.compute_loss, loss_fn))

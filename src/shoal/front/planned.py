@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.pending import pending_of
 from shoal.session.session import Attached, current, found
 
@@ -32,7 +32,7 @@ def plan_of(model: nn.Module) -> Plan | None:
         True
     """
     session = found()
-    attached = None if session is None else session.attached.get(uncompiled(model))
+    attached = None if session is None else session.attached.get(without_compilation(model))
     return attached.plan if attached else None
 
 
@@ -53,7 +53,7 @@ def is_parallelized(model: nn.Module) -> bool:
         True
     """
     session = found()
-    return session is not None and uncompiled(model) in session.optimizers
+    return session is not None and without_compilation(model) in session.optimizers
 
 
 def attached_of(model: nn.Module) -> Attached | None:
@@ -63,7 +63,7 @@ def attached_of(model: nn.Module) -> Attached | None:
         UsageError: the model was not parallelised, or before `init`.
     """
     session = current()
-    model = uncompiled(model)
+    model = without_compilation(model)
     if model in session.released or pending_of(model) is not None:
         return None
     if model not in (session.attached if session.comm.size > 1 else session.optimizers):

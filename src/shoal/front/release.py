@@ -22,7 +22,7 @@ from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove
 from shoal.session.again import forget
-from shoal.session.compiled import all_uncompiled, uncompiled
+from shoal.session.compiled import all_uncompiled, without_compilation
 from shoal.session.pending import end_waiting
 from shoal.session.running import Running
 from shoal.session.session import Session, current
@@ -57,7 +57,7 @@ def unparallelize(model: nn.Module) -> None:
         >>> hasattr(optimizer, "accumulate")
         False
     """
-    session, model = current(), uncompiled(model)
+    session, model = current(), without_compilation(model)
     session.comm.reached("unparallelize: comparing what the ranks were given")
     running = agreed(
         session.comm, lambda: _checked(session, model), "unparallelize: checking the model"

@@ -33,13 +33,13 @@ from shoal.front.spreading import Found, chosen, follow, job_of
 from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import release as release_optimizer
-from shoal.planner.measured import corrected, outcome_of
-from shoal.planner.search import repredicted
+from shoal.planner.measured import correct_facts, outcome_of
+from shoal.planner.search import predict_again
 from shoal.profiling.identity import model_digest
 from shoal.rewrite.apply import check
 from shoal.session.additions import remove
 from shoal.session.again import Again, kept
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.session import Attached, Session, current
 
 _WORTH = 0.1  # share of the step that another plan must gain
@@ -78,7 +78,7 @@ def replan(model: nn.Module) -> bool:
         >>> shoal.replan(model)  # one process has no plan
         False
     """
-    session, model = current(), uncompiled(model)
+    session, model = current(), without_compilation(model)
     session.comm.reached("replan: comparing what the ranks were given")
     again = agreed(session.comm, lambda: _checked(session, model), "replan: checking the model")
     if again is None:
@@ -89,7 +89,7 @@ def replan(model: nn.Module) -> bool:
     outcome = _measured(session, model, attached, stages)  # 2
     if outcome is None:
         return False
-    profile, cluster = corrected(attached.profile, attached.cluster, outcome)
+    profile, cluster = correct_facts(attached.profile, attached.cluster, outcome)
     present, request = Found(attached.plan, profile, cluster), again.asked.of_model(model)
     plan = from_first(session.comm, Plan, lambda: _better(present, request, outcome))  # 3
     if plan == attached.plan:
@@ -156,7 +156,7 @@ def _better(present: Found, asked: Request, outcome: Outcome) -> Plan:
     profile, cluster = present.profile, present.cluster
     facts = replace(asked.facts, topology=cluster.topology, profile=profile, cluster=cluster)
     made = chosen(asked, facts, anew=True)
-    predicted_s = repredicted(present.plan, profile, cluster).predicted_s
+    predicted_s = predict_again(present.plan, profile, cluster).predicted_s
     present_s = min(predicted_s, outcome.measured_s)
     return made if made.predicted_s <= (1 - _WORTH) * present_s else present.plan
 

@@ -167,7 +167,7 @@ def taken(
     is_in_memory = keeping is not None and keeping.owned
     states = _random_states(objects, forms, comm, warns=not is_in_memory)  # save 9
     features: dict[str, dict[str, Any]] = {}  # states by feature name, then by the way to a model
-    for path, attached in _attached(objects):
+    for path, attached in _attached_models(objects):
         for name, attachment in attached.running.attachments.items():
             if (state := attachment.state()) is not None:  # save 10
                 features.setdefault(name, {})[path] = state
@@ -175,7 +175,7 @@ def taken(
     return State(
         objects=forms,
         random=snapshot.encoded(RANDOM, states),
-        models=_parallelised(objects),
+        models=_describe_models(objects),
         features=snapshot.encoded(FEATURES, features) if features else None,
         step=step,
         classes={path: name for path, value in members(objects) if (name := class_of(value))},
@@ -187,7 +187,7 @@ def is_whole(objects: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint would have all that models have learned, as on every rank."""
     return all(
         attachment.is_whole()
-        for attached in _concerned(objects)
+        for attached in _models_of(objects)
         for attachment in attached.running.attachments.values()
     )
 
@@ -201,7 +201,7 @@ def saving(objects: Mapping[str, Any]) -> Iterator[None]:
     together.
     """
     with ExitStack() as stack:
-        for attached in _concerned(objects):
+        for attached in _models_of(objects):
             for attachment in attached.running.attachments.values():
                 stack.enter_context(attachment.saving())  # save 2
         yield
@@ -213,14 +213,14 @@ def _random_states(
     """Gather the ranks' random states: one if all are alike. Warn of objects in unlike states."""
     drawn, numbers = randomness.drawn(), numbers_of(objects, forms)
     told = comm.gather_objects((drawn, numbers), "shoal.save: random states")
-    if warns and comm.rank == 0 and all(attached.plan.in_step for attached in _concerned(objects)):
+    if warns and comm.rank == 0 and all(attached.plan.in_step for attached in _models_of(objects)):
         warn_of_unlike([of_rank for _, of_rank in told])
     states = [state for state, _ in told]
     alike = all(randomness.is_alike(states[0], state) for state in states)
     return states[:1] if alike else states
 
 
-def _concerned(objects: Mapping[str, Any]) -> Iterator[Attached]:
+def _models_of(objects: Mapping[str, Any]) -> Iterator[Attached]:
     """Yield the parallelised models that a checkpoint of these objects concerns."""
     session, saved = found(), [value for _, value in members(objects)]
     if session is None:
@@ -233,7 +233,7 @@ def _concerned(objects: Mapping[str, Any]) -> Iterator[Attached]:
             yield attached
 
 
-def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_models(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the parallelised models among objects, without their state."""
     return {
         path: {
@@ -241,11 +241,11 @@ def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
             "usual_rows": attached.running.weigher.usual,
             "plan": json.loads(attached.plan.to_json()),
         }
-        for path, attached in _attached(objects)
+        for path, attached in _attached_models(objects)
     }
 
 
-def _attached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Attached]]:
+def _attached_models(objects: Mapping[str, Any]) -> Iterator[tuple[str, Attached]]:
     """Yield the parallelised models among objects, with the ways to them."""
     for path, model in _models(objects):
         if (attached := current().attached.get(model)) is not None:
@@ -289,13 +289,13 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
     """Put saved values into objects, and return the plain data (a collective)."""
 
     read = agreed(comm, lambda: _checked(saved, objects, comm), _READING)
-    for _, attached in _attached(objects):
+    for _, attached in _attached_models(objects):
         attached.engine.settle()
     load_all(comm, read.loadings)
     if read.random is not None:
         randomness.restore(read.random, comm.rank, comm.size)
     _go_on(saved.state.models, objects)
-    by_path = dict(_attached(objects))
+    by_path = dict(_attached_models(objects))
     for path, model in _models(objects):
         attachments = by_path[path].running.attachments if path in by_path else {}
         for name, attachment in attachments.items():
@@ -351,7 +351,7 @@ def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts
         if problem := randomness.problem(random):
             raise saved.corrupted(f"random: {problem}")
     features = _features(saved)
-    for path, attached in _attached(objects):
+    for path, attached in _attached_models(objects):
         for name, attachment in attached.running.attachments.items():
             state = features.get(name, {}).get(path)
             if state is not None and (problem := attachment.problem(state)):

@@ -134,8 +134,8 @@ class ScaledLR(LinearLR):
         if self._loaded is None:
             return
         bases, start, length = self._loaded
-        before = _warmed(start, length, self.last_epoch)
-        now = _warmed(self.start_factor, self.total_iters, self.last_epoch)
+        before = _warm_up_factor(start, length, self.last_epoch)
+        now = _warm_up_factor(self.start_factor, self.total_iters, self.last_epoch)
         groups = zip(self.optimizer.param_groups, bases, self.base_lrs, strict=False)
         for group, old, new in groups:
             is_old = isclose(float(group.get("initial_lr", new)), float(old), rel_tol=1e-9)
@@ -145,7 +145,7 @@ class ScaledLR(LinearLR):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-def _warmed(start: float, length: int, step: int) -> float:
+def _warm_up_factor(start: float, length: int, step: int) -> float:
     """Return the factor of a warm-up at a step."""
     return start + (1 - start) * min(step, length) / length
 

@@ -13,9 +13,9 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.numbers import check_truth, how_many, is_count
 from shoal.data.deal import Deal
 from shoal.data.ends import NextBatchCheck
-from shoal.data.order import proposed_seed
-from shoal.data.samplers import RankSplit, may_repeat, own_samplers, split_of, taken_over
-from shoal.data.sharded import ShardedBatches, ShardedLoader, sampler_of, sharded
+from shoal.data.order import propose_seed
+from shoal.data.samplers import RankSplit, may_repeat, own_samplers, split_of, take_whole_order
+from shoal.data.sharded import ShardedBatches, ShardedLoader, sampler_of, shard_loader
 from shoal.data.shares import FixedShares, Shares, Speed
 from shoal.front import text
 from shoal.front.joining import is_tail_host
@@ -117,7 +117,7 @@ def dealt(
         return loader
     comm = session.comm
     purpose = "shard: checking loaders"
-    own_seed = agreed(comm, lambda: proposed_seed(loader), purpose)
+    own_seed = agreed(comm, lambda: propose_seed(loader), purpose)
     seed = comm.gather_objects(own_seed, purpose)[0]
     splits = shards_itself is None and _split(loader, session)
     word = NextBatchCheck(comm) if splits or shards_itself is True else None
@@ -133,7 +133,7 @@ def dealt(
         if shards_itself is not None:
             check_truth("shards_itself is True or False", shards_itself, do=do)
         deal = Deal(comm.rank, comm.size, batch == "global", _dealt_in(shares, speed, comm.size))
-        return sharded(loader, deal, seed, session.passes, word)
+        return shard_loader(loader, deal, seed, session.passes, word)
 
     own_loader = agreed(comm, made, purpose)
     sampler = sampler_of(loader)
@@ -152,7 +152,7 @@ def _split(loader: Any, session: Session) -> bool:
     if comm.size == 1:
         return False
     own = None
-    if taken_over(sampler, comm.size) is None and sampler is not None:
+    if take_whole_order(sampler, comm.size) is None and sampler is not None:
         own = split_of(sampler, comm.rank, comm.size)
     splits = own_samplers(comm.gather_objects(own, "shard: comparing samplers", RankSplit))
     if own is not None:
@@ -160,7 +160,7 @@ def _split(loader: Any, session: Session) -> bool:
             f"the sampler {own.name} splits its rows by rank ({own.by}): each rank takes what its "
             "own gives; shard(loader, shards_itself=False) deals one order out"
         )
-    elif sampler is not None and taken_over(sampler, comm.size) is not None:
+    elif sampler is not None and take_whole_order(sampler, comm.size) is not None:
         line = (
             "DistributedSampler: shard takes its dataset, seed, shuffle, drop_last and set_epoch "
             "over, and deals its order out, in which no row comes twice"

@@ -33,7 +33,7 @@ from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
-from shoal.front.known_before import KnownModel, key_of_model, known_plan, learned
+from shoal.front.known_before import KnownModel, key_of_model, known_plan, learn_plan
 from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
@@ -41,7 +41,7 @@ from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import extend
 from shoal.planner.dealt import way_of_dealing
-from shoal.planner.search import repredicted
+from shoal.planner.search import predict_again
 from shoal.planner.search_options import Constraints
 from shoal.planner.sharing import with_sharing
 from shoal.planner.timeline import as_planned
@@ -319,7 +319,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
     if request.given_plan is not None and not anew:
         check_served(draft, profile, cluster)
         check_row_parts(draft, profile)
-        plan = with_sharing(repredicted(draft, profile, cluster), profile, cluster)
+        plan = with_sharing(predict_again(draft, profile, cluster), profile, cluster)
     else:
         among: dict[str, Any] = {
             "pins": options.pins,
@@ -334,7 +334,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
         plan = known_plan(profile, cluster, among)
         session = found()
         if session is not None and not (anew or session.others):
-            plan = learned(plan, profile, cluster, among, facts.model in session.usual_rows)
+            plan = learn_plan(plan, profile, cluster, among, facts.model in session.usual_rows)
         check_row_parts(plan, profile)
     check_buffers(plan, profile)
     return planned(plan, request.features, facts)

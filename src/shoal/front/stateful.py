@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.parts import Spread
-from shoal.checkpoint.tree import decoded, encoded, unsaved
+from shoal.checkpoint.tree import decoded, encoded, unsaved_error
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.plain import MOST_KEYS
@@ -34,7 +34,7 @@ from shoal.front.stages import LOGGER
 from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
 from shoal.optim.extend import kept_state_dict
 from shoal.optim.part import Keeping
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.session import ranks
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 
@@ -55,7 +55,7 @@ def members(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, A
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
         if depth > MOST_KEYS:
-            raise unsaved(tuple(path.split(".")[:4]))
+            raise unsaved_error(tuple(path.split(".")[:4]))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, part in items:
             yield from members(part, f"{path}.{key}" if path else str(key), depth + 1)
@@ -64,7 +64,9 @@ def members(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, A
 def modules_of(objects: Mapping[str, Any]) -> Modules:
     """Return all modules among objects, with the ways to them."""
     found = members(objects)
-    return [(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)]
+    return [
+        (path, without_compilation(value)) for path, value in found if isinstance(value, nn.Module)
+    ]
 
 
 def state_of(value: Any, modules: Modules, *, keeping: Keeping | None = None) -> Any:
@@ -77,7 +79,7 @@ def state_of(value: Any, modules: Modules, *, keeping: Keeping | None = None) ->
             for each tensor. It may leave owners' values where they are, too.
     """
     if isinstance(value, nn.Module):
-        return _of_module(uncompiled(value), spread=keeping is not None)  # save 4
+        return _of_module(without_compilation(value), spread=keeping is not None)  # save 4
     if isinstance(value, Optimizer):
         state = value.state_dict() if keeping is None else kept_state_dict(value, keeping)  # save 5
         return _named(value, state, modules)
@@ -184,12 +186,12 @@ def loadings(value: Any, saved: Any, modules: Modules, path: str) -> Iterator[Lo
         UsageError: it is the state of another object, or of none.
     """
     if isinstance(value, nn.Module):
-        module = uncompiled(value)
+        module = without_compilation(value)
         check_module(module, saved, path)
         yield Loading(module, saved, path, known=not _has_own_state(module))
     elif isinstance(value, Optimizer):
         check_optimizer(value, saved, path)
-        yield Loading(value, _numbered(value, saved, modules, path), path, known=True)
+        yield Loading(value, _number(value, saved, modules, path), path, known=True)
     elif has_state(value):
         check_plain(value, saved, path)
         yield Loading(value, saved, path, known=False)
@@ -274,7 +276,7 @@ def _named(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> 
     return {**state, "state": states, "param_groups": groups}
 
 
-def _numbered(
+def _number(
     optimizer: Optimizer, saved: Mapping[str, Any], modules: Modules, path: str
 ) -> dict[str, Any]:
     """Return a state of `_named` with the numbers that parameters have in this optimizer."""
@@ -299,7 +301,7 @@ def _numbered(
             continue
         parameter = own.parameters[number]
         check_parameter(optimizer, parameter, value, f"{path}: {key}")
-        states[number] = _laid(value, parameter)
+        states[number] = _lay_out(value, parameter)
     groups, first = [], 0
     for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=False):
         count = len(current["params"])
@@ -309,7 +311,7 @@ def _numbered(
     return {**saved, "state": states, "param_groups": groups}
 
 
-def _laid(state: Any, parameter: Tensor) -> Any:
+def _lay_out(state: Any, parameter: Tensor) -> Any:
     """Copy a parameter's state so that its tensors have the parameter's memory layout."""
 
     def laid(value: Any) -> Any:

@@ -280,10 +280,10 @@ def moved(moving: Sequence[MovingState]) -> str:
 
 
 def _norms(norms: Sequence[SyncNorm]) -> str:
-    return f"\n{synchronised(norms)}" if norms else ""
+    return f"\n{norms_in_step(norms)}" if norms else ""
 
 
-def synchronised(norms: Sequence[SyncNorm]) -> str:
+def norms_in_step(norms: Sequence[SyncNorm]) -> str:
     """Count the batch norms over all ranks, with their bytes, in one line.
 
     Examples:
@@ -393,7 +393,7 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
     state += "".join(f"; {line}" for line in lines_of(plan))
-    state += f"; {synchronised(norms)}" if norms else ""
+    state += f"; {norms_in_step(norms)}" if norms else ""
     of = f"{how_many(plan.ranks, 'rank')}, {how_many(len(plan.choices), 'layer')}"
     return f"{of}: {served}{predicted}{state}"
 

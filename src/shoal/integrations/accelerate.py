@@ -42,14 +42,14 @@ from shoal.front.together import gather
 from shoal.integrations.accelerate_loaders import (
     PreparedLoader,
     in_accelerate_s_order,
-    prepared_loader,
+    prepare_loader,
     skipping,
 )
 from shoal.integrations.checks import OPTIONS, check_model, check_version
 from shoal.optim.extend import extend
-from shoal.profiling.untraced import untraced
+from shoal.profiling.untraced import without_traces
 from shoal.session.additions import add
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.session import world
 
 check_version("accelerate", accelerate.__version__, (1, 15), (2,))
@@ -140,7 +140,7 @@ class ShoalAccelerator(Accelerator):
         trains = any(parameter.requires_grad for parameter in model.parameters())
         known = [call.model() for call in self.first_calls]
         if trains and not evaluation_mode and not any(prepared is each for each in known):
-            add(uncompiled(prepared), None)
+            add(without_compilation(prepared), None)
             self.first_calls.append(_FirstCall(prepared, self._begin))
         return prepared
 
@@ -160,7 +160,7 @@ class ShoalAccelerator(Accelerator):
             loader = in_accelerate_s_order(data_loader, self.dataloader_config)
             data_loader = shard(loader, batch="global" if self.split_batches else "rank")
         places = self.device_placement if device_placement is None else device_placement
-        prepared = prepared_loader(
+        prepared = prepare_loader(
             data_loader, self.device if places else None, self.dataloader_config
         )
         self._dataloaders.append(prepared)
@@ -176,7 +176,7 @@ class ShoalAccelerator(Accelerator):
 
         A plan may then have a cut head or a pipeline, since it knows the loss.
         """
-        function = self.functions.get(uncompiled(model))
+        function = self.functions.get(without_compilation(model))
         if function is None:
             options = dict(self.shoal_options)
             if (function := options.pop("compute_loss", None)) is None:
@@ -190,7 +190,7 @@ class ShoalAccelerator(Accelerator):
 
     def begin_with(self, model: Any, compute_loss: Callable[..., Any], **options: Any) -> Any:
         """Have a model parallelised by the first batch of a function. Return it, to train by."""
-        own = uncompiled(model)
+        own = without_compilation(model)
         optimizers = self._optimizers_of(own)
         for call in self.first_calls:
             if call.model() is model:
@@ -203,7 +203,7 @@ class ShoalAccelerator(Accelerator):
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Parallelise a model by a call of it."""
-        own, options = uncompiled(model), dict(self.shoal_options)
+        own, options = without_compilation(model), dict(self.shoal_options)
         if is_parallelized(own):  # the program itself has done it
             return
         if options.pop("compute_loss", None) is not None:
@@ -214,7 +214,7 @@ class ShoalAccelerator(Accelerator):
             )
         optimizers = self._optimizers_of(own)
         x = _as_sample(own, args, kwargs)
-        with untraced(Sample(own, mean_of_output, x, None), optimizers) as sample:
+        with without_traces(Sample(own, mean_of_output, x, None), optimizers) as sample:
             sample.renew()
             loss = own_loss(called(own, x))
             is_loss = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad

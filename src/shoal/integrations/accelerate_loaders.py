@@ -59,7 +59,7 @@ def _class_of(kind: type[Positioned[Any]]) -> type[Any]:
     return type(f"Prepared{kind.__name__}", (PreparedLoader, kind), {})
 
 
-def prepared_loader(
+def prepare_loader(
     loader: Any, device: torch.device | None, config: DataLoaderConfiguration
 ) -> Any:
     """Return a sharded loader, the same pass for pass, that tells Accelerate where it is."""

@@ -124,7 +124,7 @@ class ShoalStrategy(_Parallel):
             self._options.setdefault(SyncBatchNorm.name, True)
         self.precision_plugin.clip_grad_by_norm = _clip
         if module.automatic_optimization:
-            self._loss = self._parallelized(self._training_step)
+            self._loss = self._parallelize(self._training_step)
         else:
             self._options = _without_pipeline(self._options)
 
@@ -146,7 +146,7 @@ class ShoalStrategy(_Parallel):
             unparallelize(module)
             self._loss, self._planned, self._unsent = None, False, None
             if module.automatic_optimization:
-                self._loss = self._parallelized(self._training_step)
+                self._loss = self._parallelize(self._training_step)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of a batch, weighed by its rows. The first one makes the plan."""
@@ -248,7 +248,7 @@ class ShoalStrategy(_Parallel):
         """Return the optimizers without Lightning's wrapper."""
         return [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
 
-    def _parallelized(self, compute_loss: Callable[..., Any], sample: Any = None) -> Any:
+    def _parallelize(self, compute_loss: Callable[..., Any], sample: Any = None) -> Any:
         """Parallelise the model, and return the function that weighs."""
         optimizers = self._own_optimizers()
         _, loss, _ = parallelize(
@@ -315,7 +315,7 @@ class _ManualLoss:
                     return self._loss
                 return self._measured(batch, *rest, **kwargs)
 
-            strategy._loss = strategy._parallelized(compute_loss, sample=self._batch)
+            strategy._loss = strategy._parallelize(compute_loss, sample=self._batch)
         try:
             return module.training_step(*args, **kwargs)
         finally:

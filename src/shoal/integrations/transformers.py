@@ -25,7 +25,7 @@ from shoal.front.joining import init
 from shoal.front.together import mean
 from shoal.integrations.accelerate import ShoalAccelerator
 from shoal.integrations.checks import OPTIONS, check_model, check_version
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 
 check_version("transformers", transformers.__version__, (4, 57), (6,))
 
@@ -63,7 +63,7 @@ class ShoalMixin:
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         """Train on a batch. The first one parallelises the model."""
         own: Any = self
-        if uncompiled(model) not in own.accelerator.functions:
+        if without_compilation(model) not in own.accelerator.functions:
             items = args[0] if args else named.get("num_items_in_batch")
             divides = self._divides(model, own._prepare_inputs(inputs), items)
             options = {"weigh": "ranks" if divides else "rows", **self.shoal_options}

@@ -24,7 +24,7 @@ from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Keeping, Part, States
 from shoal.profiling.updates import part_of as part_of_state
-from shoal.tensors.cut import Cut, SpreadCut, cut_of, is_cut, laid_as, opened, part_of
+from shoal.tensors.cut import Cut, SpreadCut, cut_of, is_cut, lay_like, opened, part_of
 
 
 @final
@@ -138,7 +138,7 @@ class CutPart(Part):
             purpose = "optimizer.state_dict(): state of parameters that are cut"
             if attendance.numbers((), purpose, Wanted.STATES) is None:
                 whole = attendance.whole
-                return self.kept_state(Keeping(lambda part, cut: laid_as(cut.layout, whole(part))))
+                return self.kept_state(Keeping(lambda part, cut: lay_like(cut.layout, whole(part))))
         return self.kept_state(Keeping(_whole))
 
     def kept_state(self, keeping: Keeping) -> States:
@@ -172,7 +172,7 @@ class CutPart(Part):
 def _whole(part: Tensor, cut: SpreadCut) -> Tensor:
     """Return the whole tensor with a part on every rank, in the parameter's memory layout."""
     purpose = f"optimizer.state_dict(): state of {cut.name}"
-    return laid_as(cut.layout, cut.gathered(part, purpose))
+    return lay_like(cut.layout, cut.gathered(part, purpose))
 
 
 def _is_part(value: Any, part: Tensor) -> bool:

@@ -148,7 +148,7 @@ class _Extension:
         if not self._hooks:
             self._hooks += [
                 self._optimizer.register_step_pre_hook(self._check_step),
-                self._optimizer.register_step_post_hook(self._stepped),
+                self._optimizer.register_step_post_hook(self._note_step),
             ]
         if (trained.parts or trained.engine.follows_steps) and not self._follows_steps:
             self._stepping.replace("step", self._step)
@@ -201,7 +201,7 @@ class _Extension:
         check_known(optimizer, known)
         return changed
 
-    def _stepped(self, *_: object) -> None:
+    def _note_step(self, *_: object) -> None:
         for trained in self.trained:
             trained.engine.spent.step_ended()
 
@@ -232,7 +232,7 @@ class _Extension:
     def _enter(self, *_: object) -> None:
         self._open += 1
         if self._open == 1:  # step 3
-            self._happened(Event.STEP_BEGUN)
+            self._tell(Event.STEP_BEGUN)
             for part in self._parts:
                 part.open()
 
@@ -240,9 +240,9 @@ class _Extension:
         self._open -= 1
         if self._open == 0:
             self._close()
-            self._happened(Event.STEP_ENDED)
+            self._tell(Event.STEP_ENDED)
 
-    def _happened(self, event: Event) -> None:
+    def _tell(self, event: Event) -> None:
         for trained in self.trained:
             trained.engine.happened(event)
 

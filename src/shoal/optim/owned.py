@@ -44,7 +44,7 @@ class OwnedStates:
         self._own = own
         self._updates: dict[int, list[Event]] = {}  # updates of the last two steps, by number
 
-    def sent_off(self, steps: int, errands: Sequence[Errand]) -> None:
+    def note_sent(self, steps: int, errands: Sequence[Errand]) -> None:
         """Note the updates of a step, by the number of steps after it."""
         last = dict([*self._updates.items()][-1:])
         self._updates = {**last, steps: [errand.ended for errand in errands]}
@@ -198,7 +198,7 @@ class OwnedPart(Part):
             work = update.work(steps, captured, attributes_now, set(parameters))
             errands.append(self._owners.send_off(transfer, parameters, work))  # step 6
         if self.attendance is not None:
-            self.states.sent_off(self.attendance.steps + 1, errands)
+            self.states.note_sent(self.attendance.steps + 1, errands)
 
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Turn
-from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
+from shoal.core.pieces import line, local_gradient, set_local_gradient, shape_like
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Errand
 from shoal.remote.orders import PerServer, Tell
@@ -361,7 +361,7 @@ class _Fetch:
     def publish(self) -> None:
         for parameter in self.transfer.held:
             gradient = (
-                unlined(self._lines[parameter], parameter).detach()
+                shape_like(self._lines[parameter], parameter).detach()
                 if parameter in self._used
                 else None
             )

@@ -45,7 +45,7 @@ def state_of_pieces(
 ) -> dict[int, dict[str, Any]]:
     """Return a rank's pieces of a state in one-process form, by number, if they have a state."""
     return {
-        number: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
+        number: part_of(states[piece.parameter], piece.parameter, partial(_form_part, piece))
         for number, piece in enumerate(transfer.owned[rank])
         if piece.parameter in states
     }
@@ -59,7 +59,7 @@ def put_states(
         update.take_state(pieces)
 
 
-def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
+def _form_part(piece: Piece, whole: Tensor) -> Tensor:
     """Return a piece of a tensor of its parameter's shape, in the form that the optimizer takes."""
     return piece.formed(piece.of(whole))
 
@@ -80,7 +80,7 @@ class PieceUpdate:
         # a sum, and its form, by the number of the piece
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self._tensors = {
-            piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces
+            piece: nn.Parameter(_form_part(piece, piece.parameter)) for piece in transfer.pieces
         }
 
     def check_strides(self) -> None:
@@ -137,16 +137,16 @@ class PieceUpdate:
         for number, ((piece, tensor), gradient) in enumerate(pieces):
             begin = piece.parameter.data_ptr() + piece.start * tensor.itemsize
             if tensor.data_ptr() != begin:  # the parameter has new memory since
-                tensor.data = _formed_part(piece, piece.parameter)
+                tensor.data = _form_part(piece, piece.parameter)
             if (step := steps.get(number)) is not None:
                 flat = gradient if step.at_owner else step.gradient
-                tensor.grad = self._formed(number, piece, flat)
+                tensor.grad = self._form(number, piece, flat)
                 members[step.group].append(tensor)
         filled = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
         make_step(self._copy, filled, attributes)
         return self.values()
 
-    def _formed(self, number: int, piece: Piece, flat: Tensor | None) -> Tensor | None:
+    def _form(self, number: int, piece: Piece, flat: Tensor | None) -> Tensor | None:
         """Return a gradient in its parameter's form, which is made once for an owner's sum."""
         if flat is None:
             return None

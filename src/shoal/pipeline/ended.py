@@ -179,7 +179,7 @@ class EndedForward:
         result, grad = EndResult(expression, 0), torch.is_grad_enabled()
 
         def told() -> Tensor:
-            return _crossed(self.told_number(result, grad), given)
+            return _cross(self.told_number(result, grad), given)
 
         try:
             telling = [(result, True, grad)]
@@ -191,7 +191,7 @@ class EndedForward:
                 lambda leaf: local.of(leaf.result) if _is_output(leaf) else leaf, (args, kwargs)
             )
             loss = loss_fn(*args, **kwargs)
-            return loss if here.is_alone else _crossed(loss, given)
+            return loss if here.is_alone else _cross(loss, given)
 
     def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
@@ -206,7 +206,7 @@ class EndedForward:
             values = [local.of(result) for result in results]
             if here.is_alone:
                 return values
-            return [_crossed(v, [each]) for v, each in zip(values, outputs, strict=True)]
+            return [_cross(v, [each]) for v, each in zip(values, outputs, strict=True)]
 
     def _values(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
         """Bring each rank the values of its own rows, which the end has computed (a collective)."""
@@ -214,9 +214,9 @@ class EndedForward:
         for each in outputs:
             if not is_number(each.form):
                 value = self.told_values(each.result, each.form, grad=each.takes_grad)
-                values.append(_crossed(value, [each]) if each.takes_grad else value)
+                values.append(_cross(value, [each]) if each.takes_grad else value)
             else:
-                values.append(_crossed(self.told_number(each.result, each.takes_grad), [each]))
+                values.append(_cross(self.told_number(each.result, each.takes_grad), [each]))
         return values
 
     def _together(
@@ -462,7 +462,7 @@ def _with_kind(number: Tensor) -> Tensor:
     return torch.cat([told, code])
 
 
-def _crossed(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
+def _cross(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
     after = way_back(given)
     return after(loss) if after is not None and loss.requires_grad else loss
 

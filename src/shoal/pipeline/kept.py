@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import tensors_of
-from shoal.contracts.kept import keep, kept_by
+from shoal.contracts.kept import keep, kept_values_of
 from shoal.core.errors import UsageError
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.record import Recording
@@ -73,9 +73,9 @@ class KeptNumbers:
     def _found(self) -> dict[Place, Any]:
         """Return the attributes that hold values of this walk, all of which are absent."""
         return {
-            (name, attribute): _copied(value)
+            (name, attribute): _copy_values(value)
             for name, module in self._modules.items()
-            for attribute, value in kept_by(module).items()
+            for attribute, value in kept_values_of(module).items()
             if any(isinstance(leaf, Absent) for leaf in leaves_in(value))
         }
 
@@ -90,12 +90,12 @@ class KeptNumbers:
                 expected=str(like),
                 do="let forward begin with an empty list (self.terms = []), or return these values",
             )
-        return _copied(value)
+        return _copy_values(value)
 
     def _put(self, place: Place, value: Any) -> None:
         module, attribute = self._modules[place[0]], place[1]
         if attribute in vars(module):
-            keep(module, attribute, _copied(value))
+            keep(module, attribute, _copy_values(value))
 
 
 def _are_numbers(value: Any) -> bool:
@@ -106,7 +106,7 @@ def _are_numbers(value: Any) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy_values(value: Any) -> Any:
     """Return a list or dict of its own with the same values."""
     return pytree.tree_map(lambda leaf: leaf, value)
 

@@ -136,7 +136,7 @@ class EndOutput(Tensor):
             return first if isinstance(first, EndOutput) and done is first._bound else done
         if name not in _LOOKS and not changes_in_place(func) and kwargs.get("out") is None:
             try:
-                return _expressed(func, args, kwargs)
+                return _express(func, args, kwargs)
             except Unclear:
                 pass
             except Changing:
@@ -279,7 +279,7 @@ def _view(func: Any, arguments: Any, base: EndOutput, number: int) -> Callable[[
     return view
 
 
-def _expressed(func: Any, args: Any, kwargs: Any) -> Any:
+def _express(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a function's results as expressions, numbers and small results told.
 
     Raises:

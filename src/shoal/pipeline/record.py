@@ -25,7 +25,7 @@ from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
 from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
 from shoal.pipeline.moving import CountingBuffer
 from shoal.pipeline.trees import copied, look_into_dataclasses, tensors_in
-from shoal.pipeline.unhooked import unhooked, without_backward_hooks
+from shoal.pipeline.unhooked import without_backward_hooks, without_hooks
 from shoal.pipeline.walk import END, Name, Position, Walk, walking
 
 INPUT: Position = (-1.0,)  # the origin of the forward's inputs
@@ -306,7 +306,7 @@ class Recording(Walk):
         if written and (not given or tensors_in((args[1:], kwargs))):
             self._moved.update(map(id, written))
         if not given:
-            return self._formed(function, args, kwargs), False
+            return self._form(function, args, kwargs), False
         if written:  # a buffer, which a record leaves as it is
             self._kept.update(dict.fromkeys(written))
             self.record.countings.append(CountingBuffer(args[0], function, args[1:], kwargs))
@@ -317,7 +317,7 @@ class Recording(Walk):
                 return output, True
         return self._forms.likes(output), False
 
-    def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _form(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             return self._forms.called(function, args, kwargs)
         except Undecided as error:
@@ -351,7 +351,7 @@ class Recording(Walk):
             known = signature(args, kwargs, module)
             for tensor in used:
                 self._used(tensor, position)
-        with unhooked(module), without_backward_hooks(module):
+        with without_hooks(module), without_backward_hooks(module):
             output = self.walk_into(position, module, args, kwargs)
         look_into_dataclasses(output)
         with self.aside():

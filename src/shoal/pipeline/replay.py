@@ -30,7 +30,7 @@ from shoal.pipeline.record import (
     undecided,
 )
 from shoal.pipeline.trees import leaves_in, tensors_in
-from shoal.pipeline.unhooked import unhooked
+from shoal.pipeline.unhooked import without_hooks
 from shoal.pipeline.walk import END, Name, Position, Walk
 from shoal.tensors.cut import is_cut, opened
 
@@ -166,7 +166,7 @@ class Replay(Walk):
         if self._is_here:
             output = self._computed(function, args, kwargs)
         elif not self._can_compute(position, args, kwargs):
-            output = self._formed(function, args, kwargs)
+            output = self._form(function, args, kwargs)
         else:
             args, kwargs = present((args, kwargs))
             output = function(*args, **kwargs)
@@ -191,7 +191,7 @@ class Replay(Walk):
                 output = call(module, *args, **kwargs)
         else:
             with self.aside():
-                output = self._skipped(position, module, args, kwargs)
+                output = self._skip(position, module, args, kwargs)
         self._keep(position, tensors_in(output))
         return output
 
@@ -233,7 +233,7 @@ class Replay(Walk):
         with opened(used):  # parameters of the station itself
             return function(*args, **kwargs)
 
-    def _formed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _form(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves = leaves_in((args, kwargs))
         if function in _GETTERS and not is_empty(args[0]):
             return function(*args, **kwargs)
@@ -250,9 +250,9 @@ class Replay(Walk):
             if not any(map(is_empty, leaves)):  # inputs that decide the way are here
                 args, kwargs = present((args, kwargs))
                 return function(*args, **kwargs)
-            raise self._undecided(str(error)) from None
+            raise self._undecided_error(str(error)) from None
 
-    def _skipped(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _skip(self, position: Position, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the results of a call elsewhere, as absent tensors."""
         known = signature(args, kwargs, module)
         forms = self._record.returned.get((position, known))
@@ -281,14 +281,14 @@ class Replay(Walk):
                 for tensors in (module.named_parameters(), module.named_buffers())
                 for name, tensor in tensors
             }
-            with unhooked(module):
+            with without_hooks(module):
                 return torch.func.functional_call(module, values, args, kwargs)
 
         with self.aside():
             try:
                 output = self._forms.called(form, args, kwargs)
             except Undecided as error:
-                raise self._undecided(str(error)) from None
+                raise self._undecided_error(str(error)) from None
         return returned(args, kwargs, output)
 
     def _keep(self, position: Position, made: Sequence[Tensor]) -> None:
@@ -305,7 +305,7 @@ class Replay(Walk):
                 expected=expected if expected is not None else "no call of a module",
             )
 
-    def _undecided(self, function: str) -> UsageError:
+    def _undecided_error(self, function: str) -> UsageError:
         return undecided(function, self._record.calls.get(self._frames[-1][0], ""))
 
 

@@ -90,7 +90,7 @@ class Coming:
         """Wait for all of them."""
         self._comm.finish(self._pending)
         return [
-            self._crossing.widened(landed, dtype) if coded else landed
+            self._crossing.from_code(landed, dtype) if coded else landed
             for landed, dtype, coded in zip(self._landing, self._dtypes, self._coded, strict=True)
         ]
 

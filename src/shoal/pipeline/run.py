@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
-from shoal.core.draws import drawing_from, drawn_seed, mixed
+from shoal.core.draws import draw_seed, drawing_from, mix_seeds
 from shoal.pipeline.absent import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
@@ -88,7 +88,7 @@ class ForwardRun:
         """Tell the other ranks with rows of the call, and then hosts without (a collective)."""
         shapes, numbers = self.pipeline.tell(self.call, FORWARD)
         is_training = pipeline_mode(self.pipeline.modules.names) is not False
-        told = ToldCall(shapes, numbers, drawn_seed() if is_training else None)
+        told = ToldCall(shapes, numbers, draw_seed() if is_training else None)
         if self.pipeline.guide is not None:
             self.pipeline.guide.called(self, self.call, told)
         return told
@@ -118,7 +118,7 @@ class ForwardRun:
         mine = self.route.of(self.comm.rank)
         if self.comm.rank in self.pipeline.bringing:
             mine = self.route.of(self.comm.rank, EACH)
-        coming = self._expected(mine)
+        coming = self._begin_to_receive(mine)
         ended: dict[int, list[Any]] = {rank: [] for rank in self.pipeline.bringing}
         counters = Counters(self.route.record.countings)
         moving = MovingBuffers(self.pipeline.homes.buffers(here=True))
@@ -192,7 +192,7 @@ class ForwardRun:
         part = self.parts[micro]
         return station, self.told.numbers[part.rank], part.size
 
-    def _expected(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
+    def _begin_to_receive(self, mine: Sequence[int]) -> dict[tuple[int, int], Coming]:
         """Begin to receive values of these stations, up to one of unknown form.
 
         Messages come in order: a message behind one of unknown form is received in its turn.
@@ -221,7 +221,7 @@ class ForwardRun:
             route.spans[station],
             pipeline.forms,
             pipeline.modules,
-            partial(self._arrived, station, micro, coming, token),
+            partial(self._wait_for_flight, station, micro, coming, token),
         )
         args, kwargs = self.call.with_tensors(inputs)
         if route.record.changes_inputs:  # each replay changes its own
@@ -248,9 +248,9 @@ class ForwardRun:
         """
         if self.told.seed is None:
             return nullcontext()
-        return drawing_from(mixed(self.told.seed, station, micro), self.device)
+        return drawing_from(mix_seeds(self.told.seed, station, micro), self.device)
 
-    def _arrived(
+    def _wait_for_flight(
         self,
         station: int,
         micro: int,

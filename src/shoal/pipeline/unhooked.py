@@ -13,7 +13,7 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
+def without_hooks(module: nn.Module) -> Iterator[None]:
     """Run a module without its forward hooks, which are for values."""
     hooks, module.__dict__["_forward_hooks"] = module._forward_hooks, OrderedDict()
     try:

@@ -211,10 +211,10 @@ def _checkpoint(function: Any, *settings: Any, **kwargs: Any) -> Any:
     walk = running_walk()
     if walk is None or walk.is_aside or walk.is_checkpointed():
         return _CHECKPOINT(function, *settings, **kwargs)
-    return _unchecked(walk)
+    return _without_checks(walk)
 
 
-def _unchecked(walk: Walk) -> Iterator[None]:
+def _without_checks(walk: Walk) -> Iterator[None]:
     begin = walk.here
     yield
     walk.checkpoint_ended(begin)

@@ -17,7 +17,7 @@ from shoal.core.registry import named
 from shoal.pipeline.prices import RowPassage, stations_at, step_of
 from shoal.planner.holders import holders_of, unasked_holders
 from shoal.planner.lossy import WORTH
-from shoal.planner.options import known, unserved
+from shoal.planner.options import known, unserved_error
 from shoal.planner.search_options import Constraints
 from shoal.planner.timeline import Predictor
 from shoal.strategies.pipeline import passage_of
@@ -77,7 +77,7 @@ def dealing_of(
     is_alone, predictor = is_dealt_alone(constraints), Predictor(profile, cluster)
     for layer in profile.layers if is_alone else ():
         if (reason := predictor.refusal(layer, way)) is not None:
-            raise unserved(layer.name, {way: reason})
+            raise unserved_error(layer.name, {way: reason})
 
     def holders(passage: RowPassage) -> dict[str, int] | None:
         if is_alone:

@@ -95,7 +95,7 @@ def keep(
     cache_folder.write(_KEPT, _key(profile, topology), Experiences(kinds, kind), say)
 
 
-def preferred(
+def prefer(
     best: Plan, earlier: Experiences, search: Search, *, resumes: bool = False
 ) -> tuple[Plan, str]:
     """Return the plan to take by measurements of earlier runs, and a line to be said.

@@ -23,7 +23,7 @@ from shoal.core.registry import of
 from shoal.pipeline.prices import stations_at
 from shoal.planner.holders import holders_in, is_dealt, unasked_holders
 from shoal.planner.learning import learning_line
-from shoal.planner.local import explained_locally
+from shoal.planner.local import explain_locally
 from shoal.planner.lossy import ways
 from shoal.planner.options import PLAIN, known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
@@ -98,7 +98,7 @@ def explain(
         without_codecs=_without_codecs(plan, predictor),
         features=_parts(plan) + lines_of(plan) + learning_line(plan) + _sure(profile, cluster),
     )
-    return explained_locally(explanation, plan, profile) if plan.is_local else explanation
+    return explain_locally(explanation, plan, profile) if plan.is_local else explanation
 
 
 def _parts(plan: Plan) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def at_rate(cluster: Cluster, times: float) -> Cluster:
     )
 
 
-def stretched(profile: ModelProfile, times: float) -> ModelProfile:
+def stretch(profile: ModelProfile, times: float) -> ModelProfile:
     """Return the profile of ranks that compute so many times as long."""
     layers = tuple(
         replace(

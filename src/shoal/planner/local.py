@@ -76,7 +76,7 @@ def with_local_steps(
     return replace(plan, local_steps=steps, outer=outer, predicted_s=step_s + waits_s)
 
 
-def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfile) -> Explanation:
+def explain_locally(explanation: Explanation, plan: Plan, profile: ModelProfile) -> Explanation:
     """Turn the explanation of an exact step into one of local steps."""
     compute_s = profile.forward_s + profile.backward_s + profile.optimizer_s
     return replace(

@@ -138,11 +138,11 @@ class _CodecTrial:
         starts += [
             rows for plan in (self._exact, *starts) if (rows := self._with_rows(plan)) != plan
         ]
-        tried = [self._predicted(start) for start in starts]
+        tried = [self._predict(start) for start in starts]
         if not tried:
             return self._exact
         best = min(tried, key=seconds_to_a_loss)  # one codec may have two prices
-        sized = [self._predicted(replace(best, bucket_bytes=nbytes)) for nbytes in self._sizes]
+        sized = [self._predict(replace(best, bucket_bytes=nbytes)) for nbytes in self._sizes]
         return self._with_less(min([best, *sized], key=_seconds))
 
     def _all(self, kind: tuple[str, str], only_carried: bool) -> Plan:
@@ -153,7 +153,7 @@ class _CodecTrial:
             way = Choice(choice.layer, *kind)
             if (carried or not only_carried) and way in self._ways.get(choice.layer, ()):
                 plan = plan.with_choice(way)
-        return self._mended(plan)
+        return self._mend(plan)
 
     def _with_rows(self, plan: Plan) -> Plan:
         """Keep layers cut as they are, but send their rows as codes."""
@@ -177,7 +177,7 @@ class _CodecTrial:
                 other = plan
                 for name in names:
                     other = other.with_choice(before[name])
-                other = self._predicted(self._mended(other))
+                other = self._predict(self._mend(other))
                 if other.predicted_s <= most_s:
                     plan = other
         return plan
@@ -185,13 +185,13 @@ class _CodecTrial:
     def _is_at_tail(self, choice: Choice) -> bool:
         return self._predictor.role(choice.strategy).is_at_tail
 
-    def _mended(self, plan: Plan) -> Plan:
+    def _mend(self, plan: Plan) -> Plan:
         """Return the plan with exact choices for layers that have lost the layer they need."""
         for name in self._predictor.lone(plan.choices):
             plan = plan.with_choice(self._exact.choice(name))
         return self._exact if self._predictor.lone(plan.choices) else plan
 
-    def _predicted(self, plan: Plan) -> Plan:
+    def _predict(self, plan: Plan) -> Plan:
         if self._limit is not None:
             held = self._predictor.memory_bytes(plan.choices, plan.bucket_bytes, plan.lanes)
             if held > self._limit:

@@ -24,7 +24,7 @@ from shoal.core.outcome import (
 )
 from shoal.core.plan import Plan
 from shoal.core.registry import named
-from shoal.planner.imagined import at_rate, stretched
+from shoal.planner.imagined import at_rate, stretch
 from shoal.planner.timeline import Predictor, as_planned
 
 # limits on how many times as long, or as short, as predicted compute and links may be taken to be
@@ -76,14 +76,14 @@ def outcome_of(
     return Outcome(timeline.step_s, measured_s, steps, terms, longest, slowest, links)
 
 
-def corrected(
+def correct_facts(
     profile: ModelProfile, cluster: Cluster, outcome: Outcome
 ) -> tuple[ModelProfile, Cluster]:
     """Correct the facts by the measured step, so that they would predict it."""
     compute = _times(outcome.term(COMPUTE), outcome.predicted_s)
     optimizer = _times(outcome.term(OPTIMIZER), outcome.predicted_s)
     profile = replace(
-        stretched(profile, compute),
+        stretch(profile, compute),
         optimizer_s=profile.optimizer_s * optimizer,
         update=profile.update.times(optimizer),
     )

@@ -49,7 +49,7 @@ def options_of(
         if not names and (refused := _reason(predictor, layer, PLAIN)) is not None:
             pairs_only = "it serves pairs only"
             reasons = {n: _reason(predictor, layer, n) or pairs_only for n in allowed}
-            raise unserved(layer.name, {**reasons, PLAIN: refused})
+            raise unserved_error(layer.name, {**reasons, PLAIN: refused})
         options[layer.name] = [(name, "") for name in names or [PLAIN]]
     return options
 
@@ -124,10 +124,10 @@ def check_able(
         elif all(reasons.values()):
             raise _unable(layer, *reasons.popitem())
     if free and all(all(reasons.values()) for reasons in free.values()):
-        raise unserved(*next(iter(free.items())))
+        raise unserved_error(*next(iter(free.items())))
 
 
-def unserved(layer: str, reasons: Mapping[str, str]) -> PlanError:
+def unserved_error(layer: str, reasons: Mapping[str, str]) -> PlanError:
     """Return the error of a layer that no listed strategy serves, with the reason of each."""
     return PlanError(
         f"no allowed strategy serves layer {layer}",

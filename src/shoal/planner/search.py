@@ -165,7 +165,7 @@ class _Descent:
         _, picks, (exchange_of, bucket_bytes, lanes) = self._gone_on(best)
         choices = self._choices(picks, exchange_of)
         cluster, profile = self._predictor.cluster, self._predictor.profile
-        if self._over(choices, bucket_bytes, lanes):
+        if self._excess(choices, bucket_bytes, lanes):
             held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
             raise PlanError(
                 "no plan was found that keeps the limit of memory",
@@ -214,7 +214,7 @@ class _Descent:
         """Try these changes one by one, and then other ways to carry buckets."""
         best_s, picks, carrier = end
         for change in changes:
-            changed = self._mended({**picks, **change})
+            changed = self._mend({**picks, **change})
             if changed != picks:
                 # a plainer choice need only be as good; any other must be worth it
                 plainer = all(strategy == PLAIN for strategy, _ in change.values())
@@ -267,7 +267,7 @@ class _Descent:
                 end = other_end
         return end
 
-    def _mended(self, picks: dict[str, Option]) -> dict[str, Option]:
+    def _mend(self, picks: dict[str, Option]) -> dict[str, Option]:
         """Give layers without the partner that they need their cheapest choice."""
         lone = self._predictor.lone(Choice(name, strategy) for name, (strategy, _) in picks.items())
         return {**picks, **{name: self._cheapest(name) for name in lone}}
@@ -288,7 +288,7 @@ class _Descent:
         key = (carrier[1], carrier[2], *map(id, tried[0]))
         known_s, may_be_more = self._steps.get(key, (0.0, True))
         if may_be_more and known_s <= most_s:
-            times = self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*tried))
+            times = self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._excess(*tried))
             limit_s = most_s / times * (1 + _ROUNDING)
             least_part_bytes = self._tried.least_part_bytes
             step_s = self._predictor.step_s(*tried, least_part_bytes, limit_s)
@@ -296,7 +296,7 @@ class _Descent:
             self._steps[key] = known_s, step_s > limit_s
         return known_s
 
-    def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
+    def _excess(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """Return by how much a rank exceeds the memory limit, as a share of the limit."""
         if self._memory_limit is None:
             return 0.0
@@ -350,7 +350,7 @@ def _neighbours(
         limit = max(2 * limit, 1 << 10)
 
 
-def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+def predict_again(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """Return the plan with its step time as predicted here."""
     timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
     return replace(plan, predicted_s=timeline.step_s)

@@ -24,9 +24,9 @@ from shoal.core.way import rows_and_rest
 from shoal.planner.dealt import dealing_of, is_dealt_alone
 from shoal.planner.lossy import with_codecs
 from shoal.planner.options import micro_batches_of
-from shoal.planner.search import repredicted, search, within_memory
+from shoal.planner.search import predict_again, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
-from shoal.planner.steady import steadied
+from shoal.planner.steady import take_simpler
 from shoal.profiling.tails import tail_of
 
 # how many times as fast a pipeline must be, and the seconds that it must save
@@ -60,7 +60,7 @@ def plan_for(
         return make(micro_batches, codecs, constraints)
     try:
         dealt = make(dealing.parts, (), replace(constraints, pins=dealing.pins))
-        pipeline = repredicted(dealt, profile, cluster)
+        pipeline = predict_again(dealt, profile, cluster)
     except PlanError:  # the limit of memory may allow no pipeline
         if is_dealt_alone(constraints):
             raise
@@ -88,7 +88,7 @@ def _plan_under(
 ) -> Plan:
     """Return the plan that a search finds under these constraints, with all other settings."""
     found = partial(search, profile, cluster, options=options)
-    made = steadied(found(constraints), cluster, constraints, found)
+    made = take_simpler(found(constraints), cluster, constraints, found)
     ways = [choice.strategy for choice in made.choices]
     made = replace(made, micro_batches=micro_batches_of(micro_batches, ways))
     if codecs:
@@ -96,13 +96,13 @@ def _plan_under(
         made = with_codecs(made, profile, cluster, codecs, constraints, within)
     if any(of(Strategy)[choice.strategy].role.is_cut for choice in made.choices):
         made = min(
-            (repredicted(replace(made, chunks=c), profile, cluster) for c in options.chunks),
+            (predict_again(replace(made, chunks=c), profile, cluster) for c in options.chunks),
             key=_with_chunks_s,
         )
     if cluster.tail:
         made = min(
-            (repredicted(replace(made, joined=j), profile, cluster) for j in options.joined),
-            key=_predicted,
+            (predict_again(replace(made, joined=j), profile, cluster) for j in options.joined),
+            key=_predict,
         )
     return with_sharing(made, profile, cluster, options)
 
@@ -156,5 +156,5 @@ def _with_chunks_s(plan: Plan) -> float:
     return plan.predicted_s * (1 + _CHUNKS_WORTH * (plan.chunks > 1))
 
 
-def _predicted(plan: Plan) -> float:
+def _predict(plan: Plan) -> float:
     return plan.predicted_s

@@ -29,7 +29,7 @@ LEAD_ON_FAST = 0.10
 _FAST = 125e6  # bytes a second of a link: 1 Gbit/s
 
 
-def steadied(
+def take_simpler(
     best: Plan, cluster: Cluster, constraints: Constraints, search: Callable[[Constraints], Plan]
 ) -> Plan:
     """Return the simplest plan that is nearly as fast as the best one.

@@ -272,7 +272,7 @@ class StepSimulation:
         if late is None:
             late = sum(flight.sent.end_s == inf for flight in at_servers)
         first = at_servers[max(0, len(at_servers) - late) :]
-        return late, self._returned(flights, first, end_s)
+        return late, self._send_back(flights, first, end_s)
 
     def _least_forward_s(self) -> float:
         """Return the least seconds of forward: its compute, without any wait."""
@@ -370,7 +370,7 @@ class StepSimulation:
         self._crossing_s += max(0.0, end_s - begin_s - beside_s)
         return end_s
 
-    def _returned(
+    def _send_back(
         self, flights: Sequence[_Flight], first: Sequence[_Flight], end_s: float
     ) -> dict[_Flight, LaneJob]:
         """Send parameters back, updated by their owners, from the end of backward on."""  # 4

@@ -139,21 +139,21 @@ class Predictor:
 
     def cost(self, site: Site) -> Cost:
         """Return the cost of a site for one rank."""
-        return self._priced(site).cost
+        return self._price_site(site).cost
 
     def costs(self, plan: Plan) -> list[Cost]:
         """Return the cost of each site of a plan for one rank."""
         return [self.cost(site) for site in self._sites(plan)]
 
-    def _priced(self, site: Site) -> Priced:
+    def _price_site(self, site: Site) -> Priced:
         if site not in self._prices:
             # the tail's backward is over before the workers' begins; stations change all of it
             role = self.role(site.strategy)
             number = 0 if role.runs_elsewhere else -1
-            self._prices[site] = Priced(site, self._estimated(site), site.layers[number])
+            self._prices[site] = Priced(site, self._estimate(site), site.layers[number])
         return self._prices[site]
 
-    def _estimated(self, site: Site) -> Cost:
+    def _estimate(self, site: Site) -> Cost:
         takes_exchange = self.role(site.strategy).takes_exchange
         carrier = self.exchange(site.exchange) if takes_exchange else None
         layers = [self._layers[name] for name in site.layers]
@@ -259,7 +259,7 @@ class Predictor:
 
     def _step(self, plan: Plan, burst_s: float = 0.0) -> StepSimulation:
         """Return a step under a plan that begins with so many seconds of a burst."""
-        sites = [self._priced(site) for site in self._sites(plan)]
+        sites = [self._price_site(site) for site in self._sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes, self._speeds, burst_s)
         return StepSimulation(self._compute, sites, lanes, self._state)
 

@@ -52,7 +52,7 @@ from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
 from shoal.profiling.steps import Watching, measured_step
 from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
-from shoal.profiling.untraced import untraced
+from shoal.profiling.untraced import without_traces
 from shoal.profiling.usage import Readers, kind_of, outside_use
 from shoal.profiling.weight_use import UNUSED, WeightUse, weight_uses
 
@@ -109,7 +109,7 @@ def profile_model(
     layers = trainable_layers(model)
     asked = probes_of(of(Strategy).values()) if options.probes is None else options.probes
     probing = [kind() for kind in asked]
-    with untraced(checked, optimizers) as checked:
+    with without_traces(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
         changes, outputs = Changes(model, checked.function), Outputs()
         watching = Watching(probing, changes, outputs)
@@ -123,7 +123,7 @@ def profile_model(
         terms = _terms(checked, options, outputs, comm)
     _meet(comm)  # every rank has put the random state back
     agreed_on = agreed_terms(terms, of_batch=options.compute_loss is not None)
-    profile = completed(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
+    profile = complete_profile(_in_backward_order(_maximum(_by_the_fastest(profiles))))  # 4
     return replace(profile, terms=agreed_on, moving=moves, local=local)
 
 
@@ -356,7 +356,7 @@ def maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
     )
 
 
-def completed(profile: ModelProfile) -> ModelProfile:
+def complete_profile(profile: ModelProfile) -> ModelProfile:
     """Return the profile with the facts that follow from all of it."""
     return replace(
         profile,

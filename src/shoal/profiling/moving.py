@@ -153,7 +153,7 @@ def moving(
         tries = int(_BUDGET_S / (2 * max(slowest_s, 1e-9)))
         found = _found(sample, changes.states, unlike, comm, tries)
     found |= {name: way for name, way in asked.items() if way != _LOCAL}
-    return _described(changes, found, comm) if found else ()
+    return _describe(changes, found, comm) if found else ()
 
 
 def left_local(changes: Changes, comm: Comm, ways: Ways) -> tuple[str, ...]:
@@ -314,7 +314,7 @@ def _only_written(
 
     def is_read(tried: Sequence[str]) -> bool:
         own = any(
-            _outcome(sample, start, _disturbed(known, tried, number)) != usual[0]
+            _outcome(sample, start, _disturb(known, tried, number)) != usual[0]
             for number in range(_DISTURBANCES)
         )
         return any(comm.gather_objects(own, _CHECKING))
@@ -361,7 +361,7 @@ def _outcome(
     return digest.hexdigest()
 
 
-def _disturbed(
+def _disturb(
     known: Mapping[str, TensorSlot], names: Sequence[str], number: int
 ) -> dict[str, tuple[TensorSlot, Tensor]]:
     """Return other values to put in: far above, far below, and at random."""
@@ -379,7 +379,7 @@ def _disturbed(
     return values
 
 
-def _described(changes: Changes, found: Mapping[str, str], comm: Comm) -> tuple[MovingState, ...]:
+def _describe(changes: Changes, found: Mapping[str, str], comm: Comm) -> tuple[MovingState, ...]:
     """Describe the state that is to agree, in the order of the model."""
     in_backward = any(comm.gather_objects(changes.in_backward, _CHECKING))
     described = []

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shoal.core.facts import UpdatePace
 from shoal.core.rows import held_bytes, in_rows
 from shoal.profiling.timeline import DeviceClock
-from shoal.profiling.updates import unhooked_step
+from shoal.profiling.updates import step_without_hooks
 
 # 32 MB of float32, as much of gradients, and state: larger than caches, small next to a model's own
 _MOST_ELEMENTS = 8_000_000
@@ -120,7 +120,7 @@ def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
     clock = DeviceClock(tensors[0].device)
     try:
         copy = _like(optimizer, scratch.groups)
-        measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
+        measured, kept = clock.usual(partial(step_without_hooks, copy)), copy.state.values()
         pace = _pace(optimizer, rows, clock)
     # it may need a closure or other arguments: estimate the cost by memory traffic
     except Exception:
@@ -147,7 +147,7 @@ def _pace(optimizer: Optimizer, rows: Mapping[Tensor, int], clock: DeviceClock) 
         for group, parameter in small[:count]:
             copied = of_groups.setdefault(id(group), {**group, "params": []})
             copied["params"].append(parameter)
-        return clock.usual(partial(unhooked_step, _like(optimizer, [*of_groups.values()])))
+        return clock.usual(partial(step_without_hooks, _like(optimizer, [*of_groups.values()])))
 
     one_s = seconds(1)
     if len(small) < 2:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import tensors_of
-from shoal.contracts.kept import kept_by
+from shoal.contracts.kept import kept_values_of
 from shoal.contracts.sample import LossFn, Sample, arguments, describe
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OUTPUT, TARGET, LossOfParts, Targets, Terms
@@ -115,13 +115,13 @@ class Outputs:
 
         def keeping(output: Any, y: Any) -> Tensor:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                self.copy = _copied(output)
+                self.copy = _copy_values(output)
             return loss_fn(output, y)
 
         return replace(sample, loss_fn=keeping)
 
 
-def _copied(output: Any) -> Any:
+def _copy_values(output: Any) -> Any:
     """Copy an output without its history. None if it is large, or not of tensors alone."""
     leaves = pytree.tree_leaves(output)
     if not all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves):
@@ -142,7 +142,7 @@ def seen(
     kept = any(
         tensor.grad_fn is not None
         for module in sample.model.modules()
-        for value in kept_by(module).values()
+        for value in kept_values_of(module).values()
         for tensor in tensors_of(value)
     )
     with torch.no_grad():
@@ -233,7 +233,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -
     if output is None:
         # gradients on, as in training, because some models look (checkpointing)
         with torch.enable_grad():
-            output = pytree.tree_map(_detached, sample.output())
+            output = pytree.tree_map(_detach, sample.output())
     else:
         sample.renew()
     y = sample.y
@@ -277,7 +277,7 @@ def _shown(
     return SampleTerms(kind, places, targets=targets, targets_matter=matter, unlike=unlike)
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 

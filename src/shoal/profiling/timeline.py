@@ -120,8 +120,8 @@ def watch_step(
         middle, faults = clock.mark(), page_faults()
         sample.backward(loss)
         end, faults = clock.mark(), page_faults() - faults
-    forward_s = _billed(watch.forward_log, middle, clock)
-    backward_s = _billed(watch.backward_log, end, clock)
+    forward_s = _bill(watch.forward_log, middle, clock)
+    backward_s = _bill(watch.backward_log, end, clock)
     return MeasuredStep(
         layers={
             layer.name: MeasuredLayer(
@@ -245,7 +245,7 @@ class _Watch:
         return note
 
 
-def _billed(log: Sequence[tuple[Mark, str]], end: Mark, clock: DeviceClock) -> dict[str, float]:
+def _bill(log: Sequence[tuple[Mark, str]], end: Mark, clock: DeviceClock) -> dict[str, float]:
     """Count the seconds until the next entry for each entry's layer."""
     seconds: dict[str, float] = defaultdict(float)
     for (start, name), (stop, _) in pairwise([*log, (end, NOBODY)]):

@@ -25,7 +25,7 @@ from shoal.profiling.traces import Traces
 
 
 @contextmanager
-def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[Sample]:
+def without_traces(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[Sample]:
     """Put the sample's model and loss into training, without gradients, and back at the end.
 
     Gradients of all parameters in the optimizers are restored too, because the loss may use one.
@@ -51,7 +51,7 @@ def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[S
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with _forked(devices), torch.enable_grad():
+        with _fork_rng(devices), torch.enable_grad():
             others = [parameter for parameter, _ in gradients]
             drop_gradients([*before.leaves(), *batch.leaves(), *others])
             # a model in training may keep single modules in eval on purpose
@@ -68,7 +68,7 @@ def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[S
 
 
 @contextmanager
-def _forked(devices: Iterable[int]) -> Iterator[None]:
+def _fork_rng(devices: Iterable[int]) -> Iterator[None]:
     """Fork the random state as torch's fork_rng does. One rank at a time enters or leaves."""
     fork = torch.random.fork_rng(devices=devices)
     with RANDOM_STATE:

@@ -73,7 +73,7 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
     # methods that a user has replaced
     methods |= {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}
     return {
-        name: OrderedDict() if name.endswith("_hooks") else _captured(value)
+        name: OrderedDict() if name.endswith("_hooks") else _clone(value)
         for name, value in vars(optimizer).items()
         if name not in _ITS_OWN | methods and not name.startswith("_shoal")
     }
@@ -87,10 +87,10 @@ def make_step(
         delattr(copy, name)
     vars(copy).update(plain_attributes)
     copy.param_groups = [dict(group) for group in groups]
-    unhooked_step(copy)
+    step_without_hooks(copy)
 
 
-def unhooked_step(copy: Optimizer) -> None:
+def step_without_hooks(copy: Optimizer) -> None:
     """Run a copy's step without the hooks of register_optimizer_step_post_hook."""
     step: Any = type(copy).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
@@ -98,10 +98,10 @@ def unhooked_step(copy: Optimizer) -> None:
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a group's present settings."""
-    return {name: _captured(value) for name, value in group.items() if name != "params"}
+    return {name: _clone(value) for name, value in group.items() if name != "params"}
 
 
-def _captured(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     """Clone the tensors in a value, also in containers (a pair of betas)."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
@@ -339,8 +339,8 @@ class _TrialTensor:
                 parameter.grad = self._given(part(gradient))
             if beside:
                 vars(trial).update(attributes(real))
-                unhooked_step(real)
-            unhooked_step(trial)
+                step_without_hooks(real)
+            step_without_hooks(trial)
         first, empty = (settings(group) for group in trial.param_groups)
         if repr(first) != repr(empty):
             raise _Unfit("it counts in its groups, by what they hold")
@@ -355,7 +355,7 @@ class _TrialTensor:
             trial.state[parameter] = part_of(self.state, self.begin, lambda tensor: tensor)
         for gradient in self.gradients:
             parameter.grad = self._given(gradient)
-            unhooked_step(trial)
+            step_without_hooks(trial)
         return trial
 
     def _given(self, gradient: Tensor) -> Tensor:

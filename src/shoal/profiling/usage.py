@@ -130,7 +130,7 @@ def outside_use(
 
     `borrowed` is from `Readers`. If a layer is `rowwise`, its own forward may be any.
     """
-    tied = _tied(model)
+    tied = _tied_modules_of(model)
     return {
         layer.name: tied.get(layer.name)
         or borrowed.get(layer.name)
@@ -146,7 +146,7 @@ def unlike(layer: Layer, *, rowwise: bool, use: WeightUse = UNUSED) -> str:
     """
     is_product = use.served and type(layer.module) not in _OWN_FUNCTION
     own = "" if rowwise or is_product else _unlike_torch(layer.module, use.reason)
-    return own or _hooked(layer)
+    return own or _hook_reason(layer)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -174,7 +174,7 @@ def _is_product(module: nn.Module) -> bool:
     return isinstance(module, tuple(_OWN_FUNCTION)) or type(module).__name__ in _NAMES
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
+def _tied_modules_of(model: nn.Module) -> dict[str, str]:
     """Name the modules that hold a parameter of another module, and that module."""
     holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -189,7 +189,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _hooked(layer: Layer) -> str:
+def _hook_reason(layer: Layer) -> str:
     """Return whether a hook of the user sees or changes the gradients of its parameters."""
     for name, parameter in layer.parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

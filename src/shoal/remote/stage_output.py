@@ -149,7 +149,7 @@ class StagedRun:
         self._since_s = perf_counter()
         form = self._forms[index]
         if self.tail.feed.crossing.narrows(form):
-            gradient = self.tail.feed.crossing.widened(gradient, form.dtype)
+            gradient = self.tail.feed.crossing.from_code(gradient, form.dtype)
         return gradient
 
     def output(self) -> Tensor:

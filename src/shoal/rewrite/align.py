@@ -47,7 +47,7 @@ def of_first(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
         values = {n: torch.empty_like(t) for n, t in own.items()} if comm.rank else own
         at_host = [value for value in values.values() if value.device.type == "cpu"]
         if at_host:
-            comm.beside(partial(_passed_on, list(_pieces(at_host)), comm))
+            comm.beside(partial(_pass_on_pieces, list(_pieces(at_host)), comm))
         for value in values.values():
             if value.device.type != "cpu":
                 comm.broadcast(value, root=0)
@@ -93,7 +93,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
         yield from tensor.view(-1).view(torch.uint8).split(_PIECE)
 
 
-def _passed_on(pieces: Sequence[Tensor], comm: Comm) -> None:
+def _pass_on_pieces(pieces: Sequence[Tensor], comm: Comm) -> None:
     """Receive from the rank before, and send to the one after. Ranks of one host are neighbours."""
     line = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
     place = line.index(comm.rank)

@@ -222,7 +222,7 @@ class _TableShard:
             pushed = [*(self._pushed[worker] or ()), (ids, rows)]
             # never more than a table of them
             if sum(len(row_ids) for row_ids, _ in pushed) > len(self.weight):
-                pushed = [_folded(pushed)]
+                pushed = [_fold(pushed)]
             self._pushed[worker] = pushed
 
     def mark(self, worker: int, *, used: bool) -> None:
@@ -396,7 +396,7 @@ class _TableShard:
             self._dense.zero_()
 
 
-def _folded(pushed: _Pushed) -> tuple[Tensor, Tensor]:
+def _fold(pushed: _Pushed) -> tuple[Tensor, Tensor]:
     """Fold rows of equal ids: ids that are different, and the sums of their rows' gradients."""
     ids, place = torch.unique(torch.cat([row_ids for row_ids, _ in pushed]), return_inverse=True)
     rows = torch.cat([rows for _, rows in pushed])

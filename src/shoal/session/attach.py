@@ -106,7 +106,7 @@ def attach(
     far = [prepared.stage] if prepared.stage is not None else far_of(job.model)
     _listen(session, running, far, opening.opened_attendance)
     # 4
-    parts = _extended(opening, running)
+    parts = _extend_optimizers(opening, running)
     # 5
     if prepared.stage is not None:
         assert job.loss_fn is not None
@@ -175,7 +175,7 @@ def _running(
     session, tables, stage = opening.session, opening.tables, opening.stage
     opening.main += [tables.comm] if tables else []
     opening.main += [stage.hosts.comm] if stage else []
-    engine, at_servers = _started(opening, rewritten, buckets)
+    engine, at_servers = _start(opening, rewritten, buckets)
     owners = _owners(opening, engine, at_servers)
     running = Running(
         session.models,
@@ -233,9 +233,7 @@ def _weigher(opening: Opening) -> Weigher:
     return weigher
 
 
-def _started(
-    opening: Opening, rewritten: Rewritten, buckets: Buckets
-) -> tuple[Engine, ServersPart]:
+def _start(opening: Opening, rewritten: Rewritten, buckets: Buckets) -> tuple[Engine, ServersPart]:
     """Make the engine and the servers' part. Every rank makes their channels in the same order."""
     if is_pipeline(opening.model):
         parts = row_parts_of(opening.plan, opening.prepared.profile)
@@ -323,7 +321,7 @@ def _terms(prepared: Prepared) -> Terms:
     return terms
 
 
-def _extended(opening: Opening, running: Running) -> tuple[Part, ...]:
+def _extend_optimizers(opening: Opening, running: Running) -> tuple[Part, ...]:
     """Extend the optimizers by the parts that are not whole here, and return these parts."""
     boundary = opening.opened_boundary if cuts(opening.plan) else None
     attendance = opening.opened_attendance

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
+def without_compilation(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` was given; any other module itself."""
     while isinstance(original := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
         model = original

@@ -22,7 +22,7 @@ from shoal.contracts.sample import ComputeLoss, check_computed
 from shoal.core.errors import UsageError
 from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Count, Counting, number_of
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 
 
 @final
@@ -115,7 +115,7 @@ def called_instead(given: Any, instead: Callable[..., Any]) -> Callable[..., Any
 
 def own_model(model: Any, own: nn.Module | None) -> nn.Module:
     """Return a compute_loss's own model. Raise UsageError if it is called with another one."""
-    if own is None or uncompiled(model) is not own:
+    if own is None or without_compilation(model) is not own:
         raise UsageError(
             "compute_loss is called with another model than the one that was parallelised with it",
             got=type(model).__name__,

@@ -14,7 +14,7 @@ from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
 from shoal.core.rows import strided_in
 from shoal.optim.far_state import here
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.session import current
 from shoal.tensors.cut import cut_of, is_cut
 
@@ -86,7 +86,7 @@ def memory(model: nn.Module) -> Memory:
         >>> shoal.memory(model).parameters
         1001000
     """
-    session, model = current(), uncompiled(model)
+    session, model = current(), without_compilation(model)
     if model not in session.optimizers:
         raise UsageError(
             "the model is not parallelised",

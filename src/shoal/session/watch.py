@@ -96,7 +96,7 @@ def watch(
     if running.owners is not None:
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
     if job.compute_loss is not None:
-        hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
+        hooks += _weigh_calls(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
         # modules keep means over rows, and a loss over other terms may be added to them
         apart = count is not None and terms.kept and not (job.alike or terms.summed)
         by_loss, of_rows = terms.summed or apart, None if apart else count
@@ -112,7 +112,7 @@ def watch(
         count = partial(_rows_of_target, terms)
     rows = OF_ROWS if terms.source == TARGET else terms
     counting = _counting(job, count, partial(Counting, border, weigher, rows), terms.summed)
-    hooks += _weighed(model, calls, counting)
+    hooks += _weigh_calls(model, calls, counting)
     if not counting.by_loss:
         return job.loss_fn, Watched(hooks, ref(border))
     counted = _Counted(border, counting, count, job.loss_fn)
@@ -194,10 +194,10 @@ def _counting_loss(
     if isinstance(loss_fn, nn.Module):
         leaves_behind(type(loss_fn))
         return loss_fn, loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True)
-    return _wrapped(loss_fn, counted), None
+    return _wrap(loss_fn, counted), None
 
 
-def _weighed(model: nn.Module, calls: Calls, counting: Counting) -> list[RemovableHandle]:
+def _weigh_calls(model: nn.Module, calls: Calls, counting: Counting) -> list[RemovableHandle]:
     """Weigh calls of the model that are not inside another call."""
     before, after = _Before(calls, counting), _After(calls, counting)
     return [
@@ -210,7 +210,7 @@ def _rows_of_target(terms: Terms, output: Any, target: Any) -> float:
     return count_of(terms, target)
 
 
-def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:
+def _wrap(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:
     """Wrap a loss that is a plain function, so that it is weighed."""
 
     @functools.wraps(loss_fn)

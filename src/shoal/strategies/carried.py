@@ -142,7 +142,7 @@ def carriers(strategy: Strategy) -> list[str]:
     return [name for name, kind in of(Exchange).items() if kind.exact and strategy.takes(kind())]
 
 
-def coded_first(
+def first_coded(
     parameters: Mapping[str, nn.Parameter], exchange: Exchange
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return a bucket's parameters in their order, and the first of them, which may be coded."""

@@ -36,7 +36,7 @@ def plain(module: nn.Module, kind: type[nn.Module], slot: str) -> tuple[Any, ...
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
 
 
-def served_class(serving: Any, kind: Any, name: str, module: str | None = None) -> Any:
+def class_served_by(serving: Any, kind: Any, name: str, module: str | None = None) -> Any:
     """Return the class of served layers of a kind. It is made once and used for all of them.
 
     Args:

@@ -25,12 +25,12 @@ from shoal.core.eager import eager
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.rowwise import row_dims
 from shoal.profiling.weight_use import UNUSED, WeightUse
-from shoal.strategies.copies import kind_before, plain, served_class
+from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.tensors.boundary import CallRows, Move, call_of, linear
 from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut_output import CutOutput
 from shoal.tensors.weight_products import Product, Products
-from shoal.tensors.wholes import holding_wholes, told_numbers
+from shoal.tensors.wholes import holding_wholes, tell_numbers
 
 SLOT = "_cut_layer"  # attribute of a served layer: the part that runs it
 
@@ -146,7 +146,7 @@ class LayerPart:
             flat = x.reshape(-1, row.numel())
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"
             purpose = call_of(self._name) + form
-            told = told_numbers(self._comm, [len(flat)] * self._comm.size, purpose)
+            told = tell_numbers(self._comm, [len(flat)] * self._comm.size, purpose)
             if told is None:
                 with holding_wholes([module], self._comm):
                     return forward(x)
@@ -238,7 +238,7 @@ class _CutLayer(nn.Module):
 
 def cut_class(kind: type[nn.Module]) -> Any:
     """Return the class of layers of a kind that are cut."""
-    return served_class(_CutLayer, kind, f"Cut{kind.__name__}")
+    return class_served_by(_CutLayer, kind, f"Cut{kind.__name__}")
 
 
 def error_of_rows(layer: nn.Module) -> float | None:

@@ -53,7 +53,7 @@ from shoal.strategies.cutting import counts, move, uncut
 from shoal.tensors.boundary import call_of, dealt, refuse_second_derivative
 from shoal.tensors.cut import cut, cut_of, part_of, restore
 from shoal.tensors.over_ranks import OverRanks
-from shoal.tensors.wholes import holding_wholes, told_numbers
+from shoal.tensors.wholes import holding_wholes, tell_numbers
 
 _LOOKED_AT = 64  # number of a gradient's rows that `is_written` looks at
 _ID_BYTES = 8
@@ -206,7 +206,7 @@ class _CutTable:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
         ends = torch.searchsorted(distinct, torch.tensor(starts, device=ids.device))
         wanted = ends.diff().tolist()
-        theirs = told_numbers(comm, wanted, call_of(self.name))
+        theirs = tell_numbers(comm, wanted, call_of(self.name))
         if theirs is None:
             return None
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
@@ -243,7 +243,7 @@ class _CutTable:
             grad = grad.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
         target = local_gradient(self.weight)
         if target is None:
-            target = self._cleared()
+            target = self._empty_gradient()
             set_local_gradient(self.weight, target)
         as_left = target is self._cut.buffer and target._version == self._version
         target.index_add_(0, ids, grad.to(target.dtype))
@@ -251,7 +251,7 @@ class _CutTable:
             self._touched.append(ids)
             self._version = target._version
 
-    def _cleared(self) -> Tensor:
+    def _empty_gradient(self) -> Tensor:
         """Return a dense gradient of zeros: the last one, if free, with only its rows cleared."""
         buffer = self._cut.buffer
         if buffer is None:

@@ -40,7 +40,7 @@ from shoal.core.role import Role
 from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.weight_use import UNUSED, WeightProbe, WeightUse, unmultiplied
-from shoal.strategies.copies import kind_before, plain, served_class
+from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.strategies.factors import EmbeddingProduct, FactorProduct, FactorTransfer, LinearProduct
 from shoal.tensors.weight_products import Product, Products
 
@@ -112,7 +112,7 @@ class Factor(Strategy):
             product = LinearProduct(module, UNUSED)
         elif use.served:
             kind = type(module)
-            module.__class__ = served_class(_FactorLayer, kind, f"Factor{kind.__name__}")
+            module.__class__ = class_served_by(_FactorLayer, kind, f"Factor{kind.__name__}")
             product = LinearProduct(module, use)
         else:
             raise TypeError(f"{label}: no product of its input and its weight, but {type(module)}")

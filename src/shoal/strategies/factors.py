@@ -14,7 +14,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Mark, Round, Transfer
 from shoal.contracts.weighing import OwnHook
-from shoal.core.by_host import staged
+from shoal.core.by_host import to_host
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.profiling.weight_use import WeightUse
@@ -322,7 +322,7 @@ def _gathered(comm: Comm, packed: _PackedFactors) -> _Gathered:
         comm.receive(parts[r], r) for parts in (lefts, rights) for r in comm.others if rows[r]
     ]
     if len(left):
-        own_factors = staged(left), staged(right)  # copied from a GPU once for all peers
+        own_factors = to_host(left), to_host(right)  # copied from a GPU once for all peers
         pending += comm.send_in_turn((r, own_factors) for r in comm.others)
     lefts[comm.rank].copy_(left)
     rights[comm.rank].copy_(right)

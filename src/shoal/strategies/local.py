@@ -46,8 +46,8 @@ from shoal.contracts.exchange import (
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.outer import Outer
-from shoal.core.pieces import cut, line, unlined
-from shoal.strategies.carried import coded_first
+from shoal.core.pieces import cut, line, shape_like
+from shoal.strategies.carried import first_coded
 
 
 class RowCounter(Protocol):
@@ -135,12 +135,12 @@ class LocalTransfer(Transfer):
     ) -> None:
         (rank, ranks), self.label, self._outer = place, label, outer
         self.native = exchange.native
-        self.parameters, coded = coded_first(parameters, exchange)
+        self.parameters, coded = first_coded(parameters, exchange)
         listed = list(self.parameters.values())
         self._flat = torch.cat([line(p, p) for p in listed])
         numels = {name: p.numel() for name, p in self.parameters.items()}
         parts = self._flat.split(list(numels.values()))
-        self._views = [unlined(part, p) for part, p in zip(parts, listed, strict=True)]
+        self._views = [shape_like(part, p) for part, p in zip(parts, listed, strict=True)]
         of_codec = {name: numels[name] for name in coded}
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, of_codec, ranks))
         self._own = cut(self._flat, ranks)[rank]
@@ -248,7 +248,7 @@ class LocalTransfer(Transfer):
         flat = self._flat if packed is None else packed.before
         listed = self.parameters.items()
         parts = flat.split([p.numel() for _, p in listed])
-        return {name: unlined(part, p) for (name, p), part in zip(listed, parts, strict=True)}
+        return {name: shape_like(part, p) for (name, p), part in zip(listed, parts, strict=True)}
 
     def begin(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Begin a round with the parameters as they are, and the outer rule's state.

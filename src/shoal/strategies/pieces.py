@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.kept import keep, kept_by
+from shoal.contracts.kept import keep, kept_values_of
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.remote.stage_output import StageOutput
@@ -49,7 +49,7 @@ class Pieces:
         return {
             (module, name): value
             for module in self._modules.values()
-            for name, value in kept_by(module).items()
+            for name, value in kept_values_of(module).items()
         }
 
     @contextmanager

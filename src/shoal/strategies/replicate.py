@@ -36,9 +36,9 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Mark, Round, Transfer
 from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
-from shoal.core.pieces import lined_shape, unlined
+from shoal.core.pieces import lined_shape, shape_like
 from shoal.core.role import Role
-from shoal.strategies.carried import coded_first, profiles_coded_first
+from shoal.strategies.carried import first_coded, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark, num_shares
 from shoal.strategies.marks import can_tell, check, num_marks, put
 
@@ -130,7 +130,7 @@ class BucketTransfer(Transfer):
         self.label, self.period = label, period
         self.native = exchange.native
         self._ranks = ranks
-        parameters, coded = coded_first(parameters, exchange)
+        parameters, coded = first_coded(parameters, exchange)
         first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
         sizes = [sum(numels), len(numels), num_shares(first.itemsize), num_marks(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -143,7 +143,7 @@ class BucketTransfer(Transfer):
         self.carrier: Carrier = exchange.carrier(live)
         pieces = self._gradients.split(numels)
         self._views = {
-            p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
+            p: shape_like(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
         }
         self._used = [False] * len(numels)  # whether this rank used each parameter
         self._landing = BucketLanding(self, parameters, self._views, self._flat, ranks)

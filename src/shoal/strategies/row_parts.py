@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.kept import kept_by
+from shoal.contracts.kept import kept_values_of
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.state import TensorSlot, states
 from shoal.contracts.strategy import Strategy
@@ -156,7 +156,7 @@ def _tried(trial: Trial) -> RowFacts:
     with _kept(slots) as put_back:
         calls = _calls_of(trial)
         for name, module in model.named_modules():
-            for attribute, value in kept_by(module).items():
+            for attribute, value in kept_values_of(module).items():
                 if any(leaf.requires_grad and not leaf.dim() for leaf in tensors_in(value)):
                     place = ".".join(filter(None, (name, attribute)))
                     return RowFacts(f"forward keeps a number of all rows of a rank ({place})")
@@ -190,7 +190,7 @@ def _calls_of(trial: Trial) -> list[tuple[ModelCall, Any]]:
 
     def returned(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         args, kwargs = before.pop()
-        calls.append((ModelCall(args, kwargs, {}), copied(_detached(output))))
+        calls.append((ModelCall(args, kwargs, {}), copied(_detach(output))))
 
     hooks = [
         model.register_forward_pre_hook(called, with_kwargs=True),
@@ -274,7 +274,7 @@ class _RowTrial:
         """Return the output for these tensors, and the buffers after the call."""
         self._put_back()
         args, kwargs = self._call.with_tensors(copied(tensors))
-        output = _detached(self._model(*args, **kwargs))
+        output = _detach(self._model(*args, **kwargs))
         return output, [slot.tensor.clone() for slot in self._slots if slot.tensor is not None]
 
     @contextmanager
@@ -338,5 +338,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _detached(values: Any) -> Any:
+def _detach(values: Any) -> Any:
     return mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)

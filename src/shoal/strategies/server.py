@@ -31,7 +31,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.landing import by_kind
-from shoal.strategies.sliced import SlicedTransfer, owned_cost, refused_update
+from shoal.strategies.sliced import SlicedTransfer, owned_cost, update_refusal
 
 
 @final
@@ -46,7 +46,7 @@ class Server(Strategy):
         return isinstance(exchange, SplitExchange) and exchange.serves
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        return None if cluster.apart else refused_update(layer)  # no server updates anything then
+        return None if cluster.apart else update_refusal(layer)  # no server updates anything then
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster

@@ -72,7 +72,7 @@ class SliceBucket:
         widths = [width(row, listed[0].itemsize) for row in rows]
         self._flat = self._buckets.flat(sum(widths), listed[0])
         wholes = self._flat.split(widths)
-        self.slices = [_parted(whole, row) for whole, row in zip(wholes, self.owned, strict=True)]
+        self.slices = [_split(whole, row) for whole, row in zip(wholes, self.owned, strict=True)]
         self.everything = [
             (piece, value)
             for row, part in zip(self.owned, self.slices, strict=True)
@@ -107,7 +107,7 @@ class SliceBucket:
 
     def new_slice(self, rank: int) -> Slice:
         """Make a slice of zeros for a rank's pieces, with memory of its own."""
-        return _parted(torch.zeros_like(self.slices[rank].whole), self.owned[rank])
+        return _split(torch.zeros_like(self.slices[rank].whole), self.owned[rank])
 
     def open(self) -> None:
         """Make sure that the bucket has memory."""
@@ -118,7 +118,7 @@ class SliceBucket:
         self._buckets.close(self._flat)
 
 
-def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
+def _split(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
     """Divide a flat tensor into a slice: each piece's values in order, then its control.
 
     Control is the flags, the shares, the marks, and the turn.

@@ -48,7 +48,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.carried import coded_first, profiles_coded_first
+from shoal.strategies.carried import first_coded, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark
 from shoal.strategies.marks import can_tell
 from shoal.strategies.own_sums import OwnSums
@@ -78,7 +78,7 @@ class Sliced(Strategy):
                 return (
                     f"only workers own here, but the placement gives {parameter.name} to a server"
                 )
-        return refused_update(layer)
+        return update_refusal(layer)
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
@@ -95,7 +95,7 @@ class Sliced(Strategy):
         ]
 
 
-def refused_update(layer: LayerProfile) -> str | None:
+def update_refusal(layer: LayerProfile) -> str | None:
     """Return why owners cannot update the layer, or None.
 
     An optimizer may need whole tensors; a placement can give owners whole parameters.
@@ -215,7 +215,7 @@ class SlicedTransfer(OwnedTransfer):
         shares: Sequence[float],
         label: str,
     ) -> None:
-        parameters, coded = coded_first(parameters, exchange)
+        parameters, coded = first_coded(parameters, exchange)
         bucket = SliceBucket(parameters, place, shares)
         own = bucket.slices[place.rank]
         self.label, self.period = label, place.period

@@ -32,7 +32,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Round, Transfer
-from shoal.core.by_host import staged
+from shoal.core.by_host import to_host
 from shoal.core.cost import Cost, Phase, Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
@@ -189,7 +189,7 @@ class SparseTransfer(Transfer):
             all_ids[r], all_values[r] = ids.new_empty(num_ids), values.new_empty(num_values)
             pending += [comm.receive(p, r) for p in (all_ids[r], all_values[r]) if len(p)]
         # copied from a GPU once for all peers
-        own = [staged(part) for part in (ids, values) if len(part)]
+        own = [to_host(part) for part in (ids, values) if len(part)]
         pending += comm.send_in_turn((r, own) for r in comm.others if own)
         comm.finish([*pending, *sends])
         return headers, (all_ids, all_values)

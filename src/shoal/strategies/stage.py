@@ -47,7 +47,7 @@ from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_parameters import AtTail
 from shoal.remote.far_tail import FarTail
 from shoal.remote.stage_output import StagedRun, StageOutput, in_micro_batches, micro_batch_sizes
-from shoal.strategies.copies import kind_before, plain, served_class
+from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.strategies.pieces import Pieces
 from shoal.tensors.cut import cut
 
@@ -95,10 +95,10 @@ class Stage(Strategy):
         pace = cluster.move_pace
         # if ranks share cores, waiting workers leave theirs to the tail
         turn = cluster.turn
-        forward_s = _piped(
+        forward_s = _pipe_s(
             tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served, joined
         )
-        backward_s = _piped(
+        backward_s = _pipe_s(
             tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served, joined
         )
         shown = 1 / count  # part of the bytes that does not hide while workers compute
@@ -137,7 +137,7 @@ class Stage(Strategy):
 def run_by(module: nn.Module, stage: Any) -> None:
     """Make calls of the module call `stage.called(forward, …)` instead."""
     kind = type(module)
-    module.__class__ = served_class(_Staged, kind, f"Staged{kind.__name__}")
+    module.__class__ = class_served_by(_Staged, kind, f"Staged{kind.__name__}")
     module.__dict__[_SLOT] = stage
 
 
@@ -303,7 +303,7 @@ def _coded(tail: Tail, codec: str, cluster: Cluster) -> Tail:
     )
 
 
-def _piped(
+def _pipe_s(
     tail: Tail, body_s: float, link_s: float, own_s: float, workers: int, joined: bool
 ) -> float:
     """Return the seconds until the last micro-batch is through body, link and tail.

@@ -28,10 +28,10 @@ from shoal.core.cost import Phase, Traffic, total
 from shoal.core.eager import eager
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile, SyncNorm, Topology
-from shoal.strategies.copies import kind_before, plain, served_class
+from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.strategies.cutting import move
 from shoal.tensors.guarded import ComingParameter, keeper
-from shoal.tensors.sync_norm import NormOfRanks, Synchronised, normalised, sums_kind
+from shoal.tensors.sync_norm import NormOfRanks, Synchronised, normalise, sums_kind
 
 _SLOT = "_shoal_sync_norm"  # attribute of a module: what it asks of the ranks
 
@@ -175,7 +175,7 @@ class _SyncNormLayer(Synchronised):
         if self.track_running_stats and self.running_mean is not None:
             unbiased = statistics.var * (statistics.count / (statistics.count - 1))
             self._follow(statistics.mean, unbiased)
-        return normalised(x, weight, bias, self.eps, statistics, asked.ranks)
+        return normalise(x, weight, bias, self.eps, statistics, asked.ranks)
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor) -> None:
@@ -199,4 +199,4 @@ class _SyncNormLayer(Synchronised):
 
 def _class_of(kind: Any) -> Any:
     """Return the class of synchronised norms of a kind, with the name by which plans know them."""
-    return served_class(_SyncNormLayer, kind, kind.__name__, kind.__module__)
+    return class_served_by(_SyncNormLayer, kind, kind.__name__, kind.__module__)

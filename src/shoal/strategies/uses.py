@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.kept import keep, kept_by
+from shoal.contracts.kept import keep, kept_values_of
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.sample import Sample
 from shoal.core.errors import PlanError, ShoalError
@@ -62,7 +62,12 @@ def _record(sample: Sample) -> ForwardRecord:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore the attributes that a model's forward changes while it is recorded."""
     before = [
-        (module, {**vars(module)}, {**module._buffers}, pytree.tree_map(_same, kept_by(module)))
+        (
+            module,
+            {**vars(module)},
+            {**module._buffers},
+            pytree.tree_map(_same, kept_values_of(module)),
+        )
         for module in model.modules()
     ]
     try:

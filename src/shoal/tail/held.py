@@ -117,13 +117,13 @@ class HeldParameters(ABC):
         parameter.grad = mean if before is None else before + mean
 
     def norm(self, asked: Mapping[int, TailNorm]) -> None:
-        first = self._prepared(asked)
+        first = self._prepare(asked)
         optimizer: Any = self._optimizers[first.optimizer]  # which has been extended
         self._answer_all(optimizer.clip_grad_norm_(math.inf, first.order))
 
     @torch.no_grad()
     def scale(self, asked: Mapping[int, TailScale]) -> None:
-        first = self._prepared(asked)
+        first = self._prepare(asked)
         for group in self._optimizers[first.optimizer].param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is not None:
@@ -131,13 +131,13 @@ class HeldParameters(ABC):
 
     def read_state(self, asked: Mapping[int, ReadTailState]) -> None:
         """Answer with the state of every parameter, in one-process form."""
-        number = self._prepared(asked).optimizer
+        number = self._prepare(asked).optimizer
         state = self._optimizers[number].state_dict()["state"]
         names = enumerate(self._held(number))
         self._answer_all(Data({name: state[place] for place, name in names if place in state}))
 
     def write_state(self, asked: Mapping[int, WriteTailState]) -> None:
-        first = self._prepared(asked)
+        first = self._prepare(asked)
         optimizer, states = self._optimizers[first.optimizer], first.states.value
         whole = optimizer.state_dict()
         for place, name in enumerate(self._held(first.optimizer)):
@@ -146,7 +146,7 @@ class HeldParameters(ABC):
                 whole["state"][place] = states[name]
         optimizer.load_state_dict(whole)
 
-    def _prepared(self, asked: Mapping[int, About]) -> About:
+    def _prepare(self, asked: Mapping[int, About]) -> About:
         """Return the first worker's message about an optimizer, and take its groups."""
         first = asked[self._workers[0]]
         self._clear(first.cleared)

@@ -120,7 +120,7 @@ class ServedTail(HeldParameters):
             if activation is not None:
                 coded = message.wide is not None
                 if message.wide is not None:
-                    activation = self._crossing.widened(activation, message.wide)
+                    activation = self._crossing.from_code(activation, message.wide)
                 block = Block(worker, first.index, len(activation), message.back, coded)
                 run.waiting.append((block, activation))
         if self._joined and first.index + 1 < self._micro_batches:

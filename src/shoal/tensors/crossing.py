@@ -85,7 +85,7 @@ class RowCrossing:
         shape = *rows.shape, self._codec.nbytes(1, rows.itemsize)
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
-    def widened(self, code: Tensor, dtype: torch.dtype) -> Tensor:
+    def from_code(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows of a code from `narrowed`, in this type."""
         assert self._codec is not None
         rows = torch.empty(code.shape[:-1], dtype=dtype, device=code.device)

@@ -289,12 +289,12 @@ def restore(parameter: nn.Parameter) -> None:
     parameter.grad = None
     del parameter.__dict__[CUT]
     parameter.__class__ = nn.Parameter
-    _replace_memory(parameter, laid_as(its_cut.layout, whole))
+    _replace_memory(parameter, lay_like(its_cut.layout, whole))
     if gradient is not None:
-        parameter.grad = laid_as(its_cut.layout, gradient)
+        parameter.grad = lay_like(its_cut.layout, gradient)
 
 
-def laid_as(layout: Tensor, whole: Tensor) -> Tensor:
+def lay_like(layout: Tensor, whole: Tensor) -> Tensor:
     """Return a tensor with the strides of `layout`: itself, if it has them already."""
     if whole.layout is not torch.strided or whole.stride() == layout.stride():
         return whole

@@ -245,7 +245,7 @@ class CutOutput(Tensor):
         except ReadsLocally as local:
             return self._local(local)
         self._note_use()
-        return self._after(self._shaped(rows))
+        return self._after(self._shape(rows))
 
     def hold(self) -> None:
         """Keep this rank's part until the layer's next call, for ranks that read it alone."""
@@ -313,9 +313,9 @@ class CutOutput(Tensor):
         """Return the values of this output, given the values of the layer's output."""
         for step in self._recipe:
             rows = step.function(rows, *step.args, **step.kwargs)
-        return self._shaped(rows)
+        return self._shape(rows)
 
-    def _shaped(self, rows: Tensor) -> Tensor:
+    def _shape(self, rows: Tensor) -> Tensor:
         shape = (*self._numbers.shape, sum(self._widths))
         return shaped(rows[self._numbers.reshape(-1)], shape)
 
@@ -333,7 +333,7 @@ class CutOutput(Tensor):
         if name in ("softmax", "log_softmax"):
             return self._softmax(func, args, kwargs)
         if func is F.dropout:
-            return self._dropped_out(*args, **kwargs)
+            return self._drop_out(*args, **kwargs)
         if func in DETACH:
             return self._like(part=self._part.detach())._seen_as(self, Tensor.detach)
         if name in ELEMENTWISE and not any(map(has_a_part, pytree.tree_leaves((args, kwargs)))):
@@ -352,7 +352,7 @@ class CutOutput(Tensor):
         """Return the output with another part; the same object if the part is the same."""
         return self if part is self._part else self._like(part=part, step=step)
 
-    def _dropped_out(self, *args: Any, **kwargs: Any) -> CutOutput:
+    def _drop_out(self, *args: Any, **kwargs: Any) -> CutOutput:
         """Return the output after dropout. Its call is new, as no rank can compute it alone."""
         part = dropout(self._part, self._rows.comm.rank, *args, **kwargs)
         if part is self._part:

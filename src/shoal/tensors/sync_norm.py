@@ -91,7 +91,7 @@ class NormOfRanks:
         return Statistics(mean, squares / total, total)
 
 
-def normalised(
+def normalise(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

@@ -117,11 +117,11 @@ class Products(TorchFunctionMode):
                 return sign
         product = self._product(func, args, kwargs)
         if product is None or not self.takes(product):
-            result = func(*self._meant(args), **kwargs)
+            result = func(*self._fill_in(args), **kwargs)
             if isinstance(result, Tensor | tuple | list):
                 self.reads(func, args)
             return result
-        result = self.multiply(product, lambda: func(*self._meant(args), **kwargs))
+        result = self.multiply(product, lambda: func(*self._fill_in(args), **kwargs))
         if self.bias is not None and not product.adds:
             self._due = result
         return result
@@ -130,7 +130,7 @@ class Products(TorchFunctionMode):
         """Return whether the transposed weight is among these arguments."""
         return any(_has(values, sign) for sign in self._turned)
 
-    def _meant(self, args: Sequence[Any]) -> list[Any]:
+    def _fill_in(self, args: Sequence[Any]) -> list[Any]:
         """Return arguments with the transposed weight in place of its stand-ins."""
         return [self.weight.t() if _has(self._turned, arg) else arg for arg in args]
 

@@ -12,7 +12,7 @@ from shoal.contracts.comm import Comm
 from shoal.tensors.cut import cut_of, is_cut
 
 
-def told_numbers(comm: Comm, numbers: Sequence[int], purpose: str) -> list[int] | None:
+def tell_numbers(comm: Comm, numbers: Sequence[int], purpose: str) -> list[int] | None:
     """Tell rank r `numbers[r]` before a call, and return the numbers from the other ranks.
 
     Return None if this rank makes a call without gradients alone. In training all ranks call.

@@ -180,7 +180,7 @@ def run(recipe: Recipe, options: Options, wanted: BenchRun) -> dict[str, Any]:
         if name == EXACT:
             contenders[name] = _shoal(work, options.without_codecs(), recipe.count, "shoal, exact")
         else:
-            contenders[name] = ready(name, _seeded(work))
+            contenders[name] = ready(name, _seed(work))
     turns = _turns(contenders, batch, wanted.rounds, wanted.steps)
     outcome = outcome_of_ranks(shoal.model)
     report = _report(shoal, attached, contenders, turns, outcome)
@@ -362,7 +362,7 @@ def _shoal(
     count: Callable[[Any], Any] | None,
     name: str = "shoal",
 ) -> Peer:
-    peer = Peer(name, _seeded(work).model(), work)
+    peer = Peer(name, _seed(work).model(), work)
     sample = work.batch if work.compute_loss is None else work.batch[0]
     asked = replace(options, compute_loss=work.compute_loss, count=count)
     peer.model, loss, peer.optimizer = by_options(
@@ -372,7 +372,7 @@ def _shoal(
     return peer
 
 
-def _seeded(work: Workload) -> Workload:
+def _seed(work: Workload) -> Workload:
     """Seed a workload, so that it builds its model from the same random numbers as the others."""
     torch.manual_seed(_SEED)
     return work

@@ -13,7 +13,7 @@ from shoal.core.errors import UsageError
 from shoal.front import text
 from shoal_tools.commands.options import Finite, bytes_per_s
 from shoal_tools.doctor import meet
-from shoal_tools.doctor.examine import examined
+from shoal_tools.doctor.examine import examine
 from shoal_tools.doctor.finding import CHECKS
 from shoal_tools.doctor.judge import judged
 from shoal_tools.doctor.meet import Met
@@ -91,7 +91,7 @@ def doctor(
     met = _met((*peers, *more), port, wait_s)
     if not met.takes_part:
         sys.exit(_as_told(met))
-    survey = examined(met, rendezvous.token(), expected)
+    survey = examine(met, rendezvous.token(), expected)
     findings = judged(survey, met.findings, ignore)
     if met.speaks or met.hosts[0].id in survey.lost:
         took_s = time.monotonic() - began

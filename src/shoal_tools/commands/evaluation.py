@@ -44,7 +44,7 @@ def test(recipe: Recipe, weights: Path | None) -> tuple[float, float | None]:
     Returns:
         The mean loss over all rows, and the share of right answers if the recipe counts them.
     """
-    recipe, model, loader = _prepared(recipe, weights, of_training=False)
+    recipe, model, loader = _prepare(recipe, weights, of_training=False)
     objective = recipe.objective()
     loss, rows, right, total = 0.0, 0, 0.0, 0
     for batch in map(recipe.batch, shard(loader)):
@@ -79,9 +79,9 @@ def features(
     Raises:
         UsageError: there is no such layer, or its output is no tensor with the rows first.
     """
-    recipe, model, loader = _prepared(recipe, weights, of_training=of_training)
-    outputs = _watched(model, layers)
-    numbered = shard(_numbered(loader))
+    recipe, model, loader = _prepare(recipe, weights, of_training=of_training)
+    outputs = _watch_layers(model, layers)
+    numbered = shard(_number(loader))
     with _Parquet(out, layers) as file:
         for ids, batch in numbered:
             sample = recipe.batch(batch)
@@ -95,7 +95,7 @@ def features(
         text.console().print(f"{file.count} rows of {', '.join(layers)}: {out}", soft_wrap=True)
 
 
-def _prepared(
+def _prepare(
     recipe: Recipe, weights: Path | None, *, of_training: bool
 ) -> tuple[Recipe, nn.Module, DataLoader[Any]]:
     """Return the model with its weights, and its data."""
@@ -116,7 +116,7 @@ def _prepared(
     return recipe, model.eval(), loader
 
 
-def _watched(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
+def _watch_layers(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
     """Watch layers; return a dict where each call leaves a layer's output under its name."""
     outputs: dict[str, Any] = {}
     modules = dict(model.named_modules())
@@ -152,7 +152,7 @@ def _flat(name: str, output: Any, rows: int) -> Tensor:
     return first.detach().float().cpu().reshape(rows, -1)
 
 
-def _numbered(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _number(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader of the same rows in their order, each batch with its rows' numbers."""
     dataset: Any = loader.dataset
     stream = isinstance(dataset, IterableDataset)

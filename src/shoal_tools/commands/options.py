@@ -229,7 +229,7 @@ def model_command(
         compares: whether the command makes several copies of a script's model, and compares them.
     """
 
-    def decorated(function: Callable[..., None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(
             recipe: str,
@@ -253,7 +253,7 @@ def model_command(
             command = argument(command)
         return _with_flags(command, plans=True)
 
-    return decorated
+    return decorate
 
 
 def with_plan(asked: Mapping[str, Any], plan: str) -> dict[str, Any]:

@@ -111,13 +111,13 @@ class Run:
                 checked, rows = world().size > 1 or progress.num_steps > 0, num_rows(batch)
                 if self.history is not None:
                     self.history.step_begins()
-                seconds, loss = timed_step(
+                seconds, loss = time_step(
                     self.model,
                     self.objective,
                     self.optimizer,
                     batch,
                     checked=checked,
-                    note=self.history.note if self.history else _unnoted,
+                    note=self.history.note if self.history else _note_nothing,
                 )
                 progress.count(epoch, seconds, loss, rows=rows)
                 if self.history is not None:
@@ -128,7 +128,7 @@ class Run:
         return False
 
 
-def _unnoted(what: str, thread: str, begin_s: float) -> None:
+def _note_nothing(what: str, thread: str, begin_s: float) -> None:
     """Note nothing about a step."""
 
 
@@ -142,14 +142,14 @@ def num_rows(batch: Any) -> int:
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 1)
 
 
-def timed_step(
+def time_step(
     model: nn.Module,
     objective: Objective,
     optimizer: Optimizer,
     batch: Any,
     *,
     checked: bool = True,
-    note: Callable[[str, str, float], None] = _unnoted,
+    note: Callable[[str, str, float], None] = _note_nothing,
 ) -> tuple[float, float]:
     """Run one ordinary training step; return its seconds, and its loss over this rank's rows.
 

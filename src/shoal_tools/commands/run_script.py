@@ -85,10 +85,10 @@ def run(script: tuple[str, ...], hosts: str, hosts_file: Path | None, **wanted: 
 
     For instance: shoal run --hosts a,b train.py --epochs 3
     """
-    sys.exit(launched(script, _named(hosts, hosts_file), **wanted))
+    sys.exit(launch_script(script, _named(hosts, hosts_file), **wanted))
 
 
-def launched(
+def launch_script(
     script: tuple[str, ...],
     hosts: tuple[SshHost, ...],
     *,

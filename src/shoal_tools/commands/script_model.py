@@ -40,7 +40,7 @@ from shoal.front.options import Options
 from shoal.front.recipe import Recipe, execute, line_in, load
 from shoal.front.request import listed
 from shoal.front.stages import Stages
-from shoal.session.compiled import uncompiled
+from shoal.session.compiled import without_compilation
 from shoal.session.session import world
 
 _BUILDERS = {"data", "model", "loss", "compute_loss", "optimizer"}
@@ -90,7 +90,7 @@ class ScriptModel(Recipe):
     def model(self) -> nn.Module:
         """Return the script's model, or a copy of it."""
         model = self.given.model
-        return copy.deepcopy(uncompiled(model)) if self.compares else model
+        return copy.deepcopy(without_compilation(model)) if self.compares else model
 
     def loss(self) -> Callable[..., Tensor] | None:
         """Return the script's loss_fn."""
@@ -100,7 +100,7 @@ class ScriptModel(Recipe):
         """Return the script's optimizer, or a copy of it for other parameters in the same order."""
         if not self.compares:
             return self.given.optimizer
-        own = list(uncompiled(self.given.model).parameters())
+        own = list(without_compilation(self.given.model).parameters())
         like = {id(old): new for old, new in zip(own, params, strict=True)}
         (optimizer,) = listed(self.given.optimizer)
         return copy.deepcopy(optimizer, like)
@@ -431,7 +431,7 @@ def _check(call: ParallelizeCall, name: str, *, compares: bool) -> None:
             got=f"{len(optimizers)} optimizers",
             do=do,
         )
-    own = set(uncompiled(call.model).parameters())
+    own = set(without_compilation(call.model).parameters())
     held = [p for group in optimizers[0].param_groups for p in group["params"]]
     if not set(held) <= own:
         raise UsageError(

@@ -47,7 +47,7 @@ from shoal.rewrite.apply import cuts
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 from shoal_tools.commands.recording import History, report_training
-from shoal_tools.commands.run import Run, num_rows, timed_step
+from shoal_tools.commands.run import Run, num_rows, time_step
 from shoal_tools.report.compared import as_ddp
 from shoal_tools.simulate import ddp_step_s
 
@@ -276,10 +276,10 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     loader = dealt(recipe.data()[0])
     model, objective = recipe.model(), recipe.objective()
     # convert before the optimizer sees the parameters
-    options = replace(options, plan=_retyped(options.plan, model, wanted.dtype))
+    options = replace(options, plan=_convert(options.plan, model, wanted.dtype))
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, wanted.dtype) for batch in _take(recipe, loader, wanted.steps)]
-    local = _evaluated(model, options)
+    local = _set_to_evaluation(model, options)
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     _, loss, _ = by_options(lambda: asked, model, objective.loss_fn, optimizer, batches[0])
     single = copy.deepcopy(model)  # taken after the ranks were aligned; a copy is an ordinary model
@@ -287,7 +287,7 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     if comm.rank == 0 and attached is not None:
         _show_beside_ddp(attached.plan, attached.profile, attached.cluster, reasons=False)
     for batch in batches:
-        timed_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
+        time_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
     with global_weights(model):
         trained = [parameter.detach() for parameter in model.parameters()]
     everyone = comm.gather_objects(
@@ -302,7 +302,7 @@ def check(recipe: Recipe, options: Options, wanted: Comparison = Comparison()) -
     return max(differences)
 
 
-def _evaluated(model: nn.Module, options: Options) -> list[str]:
+def _set_to_evaluation(model: nn.Module, options: Options) -> list[str]:
     """Set layers that are local on purpose to evaluation, and return their kinds."""
     is_shared = any(isinstance(feature, SyncBatchNorm) for feature in options.features)
     kinds = _DROPOUT if is_shared else _DROPOUT | _BATCHNORM
@@ -353,7 +353,7 @@ def _differences(
     optimizer = recipe.optimizer(single.parameters())
     before = [parameter.detach().clone() for parameter in single.parameters()]
     for parts in zip(*everyone, strict=True):
-        timed_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
+        time_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
 
     def relative(a: Tensor, b: Tensor) -> float:
@@ -367,7 +367,7 @@ def _differences(
     ]
 
 
-def _retyped(plan: Plan | str | Path, model: nn.Module, dtype: torch.dtype) -> Plan | str | Path:
+def _convert(plan: Plan | str | Path, model: nn.Module, dtype: torch.dtype) -> Plan | str | Path:
     """Convert the model, and return the plan for it: a saved plan names the model's digest."""
     before = model_digest(model)
     model.to(dtype)

@@ -204,14 +204,14 @@ def step_times(
     """
     dist.barrier()
     for _ in range(num_warm_up):
-        _finished(peer, batch)
+        _finish_step(peer, batch)
     for _ in range(num_steps):
         start = time.perf_counter()
-        _finished(peer, batch)
+        _finish_step(peer, batch)
         yield time.perf_counter() - start
 
 
-def _finished(peer: Peer, batch: tuple[Any, Any]) -> None:
+def _finish_step(peer: Peer, batch: tuple[Any, Any]) -> None:
     """Run one step, on a GPU to its end."""
     peer.step(*batch)
     if torch.accelerator.is_available():

@@ -36,7 +36,7 @@ def firewall(survey: Survey) -> Iterator[Finding]:
     """Find hosts that do not reach another one at any address."""
     blocked = dict[str, list[Host]]()
     for first, second in _once(survey):
-        for sender, receiver in _blocked(survey, first, second):
+        for sender, receiver in _blocked_ways(survey, first, second):
             blocked.setdefault(receiver.id, []).append(sender)
     for id, senders in blocked.items():
         yield _shut(survey, survey.host(id), senders)
@@ -163,7 +163,7 @@ def _reached_at(survey: Survey, host: Host) -> str:
     return next((name for a in addresses if (name := host.interface_of(a))), "")
 
 
-def _blocked(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, Host]]:
+def _blocked_ways(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, Host]]:
     """Yield the senders of two hosts from which nothing comes, each with its receiver."""
     both = [(first, second), (second, first)]
     failed = [

@@ -22,7 +22,7 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
     Raises:
         TimeoutError: it did not end in time.
     """
-    results = _started({0: work})
+    results = _start({0: work})
     try:
         _, value, error = results.get(timeout=timeout_s)
     except queue.Empty:
@@ -37,7 +37,7 @@ def all_within(timeout_s: float, works: Mapping[K, Callable[[], T]]) -> dict[K, 
 
     Return the results of all that end in time without an error.
     """
-    results = _started(works)
+    results = _start(works)
     deadline, found = time.monotonic() + timeout_s, dict[K, T]()
     for _ in works:
         try:
@@ -49,7 +49,7 @@ def all_within(timeout_s: float, works: Mapping[K, Callable[[], T]]) -> dict[K, 
     return found
 
 
-def _started(
+def _start(
     works: Mapping[K, Callable[[], T]],
 ) -> queue.SimpleQueue[tuple[K, T | None, Exception | None]]:
     results: queue.SimpleQueue[tuple[K, T | None, Exception | None]] = queue.SimpleQueue()

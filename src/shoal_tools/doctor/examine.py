@@ -35,7 +35,7 @@ _RATE_S, _ALL_RATES_S = 0.4, 8.0
 _AGAIN = 2  # number of repetitions
 
 
-def examined(met: Met, secret: str, expected_bytes_per_s: float) -> Survey:
+def examine(met: Met, secret: str, expected_bytes_per_s: float) -> Survey:
     """Let the hosts that have met examine each other. Return the results.
 
     Args:

@@ -131,12 +131,12 @@ def here(
         name=name,
         machine=machine(),
         addresses=addresses,
-        announced=_announced(wanted, towards, addresses),
+        announced=_own_address(wanted, towards, addresses),
         interfaces=Interfaces(
             names=all_names,
             asked=wanted,
             mtus={each: mtu(each) or 0 for each in all_names},
-            shaped=tuple(_shaped(all_names)),
+            shaped=tuple(_shape(all_names)),
         ),
         names=resolved(known),
         port=port,
@@ -161,7 +161,7 @@ def _addresses(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(plain(str(place[0])) for *_, place in found))
 
 
-def _announced(asked: tuple[str, ...], towards: str, addresses: tuple[Address, ...]) -> str:
+def _own_address(asked: tuple[str, ...], towards: str, addresses: tuple[Address, ...]) -> str:
     """Choose the address to tell others: of the requested interface, or of the way towards a
     host.
     """
@@ -210,7 +210,7 @@ def _chains() -> Iterator[Chain]:
             yield Chain(chain["family"], chain["table"], chain["name"], chain["hook"])
 
 
-def _shaped(interfaces: Iterable[str]) -> Iterator[str]:
+def _shape(interfaces: Iterable[str]) -> Iterator[str]:
     for line in _said("tc", "qdisc", "show").splitlines():
         words = line.split()  # qdisc KIND HANDLE dev INTERFACE …
         if len(words) > 4 and words[1] in _SHAPERS and words[4] in interfaces:

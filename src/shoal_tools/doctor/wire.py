@@ -222,7 +222,7 @@ def reach(
     source = ""
     for _ in range(_TRIES):
         try:
-            connection = _connected(door, timeout_s, SEGMENT)
+            connection = _connect(door, timeout_s, SEGMENT)
         except OSError as error:
             return outcome(error), source
         with connection:
@@ -242,7 +242,7 @@ def reach(
 def connects(door: Door, timeout_s: float = TIMEOUT_S) -> str:
     """Return the outcome of a connection to any port: "" if it is made."""
     try:
-        _connected(door, timeout_s, SEGMENT).close()
+        _connect(door, timeout_s, SEGMENT).close()
     except OSError as error:
         return outcome(error)
     return ""
@@ -354,7 +354,7 @@ class _Call:
         self, door: Door, request: _PeerRequest, secret: str, segment: int | None = SEGMENT
     ) -> None:
         for left in reversed(range(_TRIES)):
-            connection = _connected(door, TIMEOUT_S, segment)
+            connection = _connect(door, TIMEOUT_S, segment)
             try:
                 self.line, _ = _opened(connection, request, secret, TIMEOUT_S)
                 return
@@ -396,7 +396,7 @@ def _key(secret: str, greeting: _Greeting, opening: _CallersNumber) -> bytes:
     return hmac.new(secret.encode(), DOMAIN + told, "sha256").digest()
 
 
-def _connected(door: Door, timeout_s: float, segment: int | None) -> socket.socket:
+def _connect(door: Door, timeout_s: float, segment: int | None) -> socket.socket:
     for place in _places(door):
         family = socket.AF_INET6 if door.is_ipv6 else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)

@@ -101,7 +101,7 @@ class _Rank:
         """Return the exit code. A signal counts as in a shell."""
         mark = f"{_TASK}={uuid.uuid4().hex}"
         try:
-            process = _started(order, seat, folder, mark)
+            process = _start(order, seat, folder, mark)
         except OSError as error:
             self._say(ERR + f"shoal: the command cannot be started: {error}\n".encode())
             code = _NOT_FOUND
@@ -143,7 +143,7 @@ class _Rank:
             self._desk.send_bytes(message)
 
 
-def _started(order: TaskOrder, seat: TaskSeat, folder: Path, mark: str) -> subprocess.Popen[bytes]:
+def _start(order: TaskOrder, seat: TaskSeat, folder: Path, mark: str) -> subprocess.Popen[bytes]:
     sent = {path: str(folder / Path(path).name) for path in order.files}
     for path, data in order.files.items():
         Path(sent[path]).write_bytes(data)

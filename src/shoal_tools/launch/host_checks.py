@@ -104,7 +104,7 @@ def ready_hosts(
     """
     problems = _Problems()
     problems, all_hosts = _Problems(), len(connections)
-    facts = _looked(connections, needs, problems, interrupts)
+    facts = _look_at_hosts(connections, needs, problems, interrupts)
     _judge_alike(facts, needs, problems)
     sound = [connection for connection in facts if connection not in problems.found]
     if not sound or len(sound) < least or facts[sound[0]].get("port") is None:
@@ -149,7 +149,7 @@ def _sources(
     return sources
 
 
-def _looked(
+def _look_at_hosts(
     connections: Sequence[Connection],
     needs: HostNeeds,
     problems: _Problems,

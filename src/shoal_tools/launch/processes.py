@@ -246,7 +246,7 @@ class _RankProcesses:
                     lines = Lines(command.before_lines, sink)
                     self._lines.append((pipe, lines))
                     self._selector.register(
-                        pipe, selectors.EVENT_READ, (self._printed, pipe, lines)
+                        pipe, selectors.EVENT_READ, (self._print_lines, pipe, lines)
                     )
 
     def turn(self) -> None:
@@ -309,7 +309,7 @@ class _RankProcesses:
                 os.close(key.fileobj)
         self._selector.close()
 
-    def _printed(self, pipe: IO[bytes], lines: Lines) -> None:
+    def _print_lines(self, pipe: IO[bytes], lines: Lines) -> None:
         data = os.read(pipe.fileno(), 1 << 16)
         if data:
             lines.feed(data)

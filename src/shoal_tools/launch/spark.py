@@ -155,7 +155,7 @@ class _RankTasks:
         if kind in (OUT, ERR):
             self._lines[rank, kind].feed(data)
         elif kind == HELLO:
-            self._arrived(rank, *data.decode(errors="replace").split(" ", 1))
+            self._wait_for_flight(rank, *data.decode(errors="replace").split(" ", 1))
         elif kind == EXIT:
             code = int(data)
             how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -163,7 +163,7 @@ class _RankTasks:
         elif kind == LOST and rank not in self._codes:
             self._ended(rank, _KILLED, "nothing more is heard of its executor")
 
-    def _arrived(self, rank: int, host: str, executor: str) -> None:
+    def _wait_for_flight(self, rank: int, host: str, executor: str) -> None:
         self._executors[rank] = executor
         self._hosts.append(host)
         for kind, sink in ((OUT, sys.stdout), (ERR, sys.stderr)):

@@ -177,7 +177,7 @@ def environment_of(job: Job, host: SshHost, label: str, *, alone: bool) -> dict[
     """Return the variables of a job on one host, but for the job's id and token."""
     prefix = "" if alone else f"[{label}] "
     return {
-        **shipped(os.environ),
+        **shipped_variables(os.environ),
         "COLUMNS": str(shutil.get_terminal_size().columns - len(prefix)),
         "SHOAL_HOST": host_name() if host.is_here else label,
         **job.roles,
@@ -198,7 +198,7 @@ def start_order(
     }
 
 
-def shipped(environment: Mapping[str, str]) -> dict[str, str]:
+def shipped_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that go to every host.
 
     Examples:

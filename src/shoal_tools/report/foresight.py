@@ -26,7 +26,13 @@ def foresight(answer: Foresight) -> RenderableType:
 
 def notes(answer: Foresight) -> list[str]:
     """Return notes on DDP, on gains beyond the hosts, flips, helps and assumptions, a line each."""
-    return [*_ddp(answer), *_beyond(answer), *_flips(answer), *_helps(answer), *_assumed(answer)]
+    return [
+        *_ddp(answer),
+        *_beyond(answer),
+        *_flips(answer),
+        *_helps(answer),
+        *_assumptions(answer),
+    ]
 
 
 def verdict(answer: Foresight) -> str:
@@ -102,13 +108,13 @@ def _table(answer: Foresight) -> Table:
             duration(scale.p95_s),
             f"{scale.times:.2f}",
             f"{scale.efficiency:.0%}",
-            limited(scale),
+            limit_words(scale),
             _ways(scale),
         )
     return table
 
 
-def limited(scale: Scale) -> str:
+def limit_words(scale: Scale) -> str:
     """Say which part limits the step, and how much of it that part takes."""
     if scale.limit == COMPUTE:
         return COMPUTE
@@ -147,7 +153,7 @@ def _helps(answer: Foresight) -> list[str]:
     return [f"with {last} hosts, so many times as fast: {', '.join(told)}"]
 
 
-def _assumed(answer: Foresight) -> list[str]:
+def _assumptions(answer: Foresight) -> list[str]:
     question = answer.question
     return [
         f"taken to be: hosts' step times vary by {question.straggler:.1%}, links are shared "

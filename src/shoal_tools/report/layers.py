@@ -106,7 +106,7 @@ def picture_of(explanation: Explanation) -> ModelPicture:
         _overview(rows) if len(rows) > _NAMED else Markup(),
         sum(row.layer.plain_bytes for row in rows),
         sum(row.layer.chosen.sent_bytes for row in rows),
-        drawn_stations(explanation.step.stations),
+        draw_stations(explanation.step.stations),
     )
 
 
@@ -203,7 +203,7 @@ def _overview(rows: Sequence[LayerRow]) -> Markup:
     return picture("the model, a column a layer", parts, _WIDTH, _HEIGHT)
 
 
-def drawn_stations(stations: Sequence[StationExplanation]) -> Markup:
+def draw_stations(stations: Sequence[StationExplanation]) -> Markup:
     """Draw the way of one rank's rows. A box is as wide as the seconds of forward and backward.
 
     Args:

@@ -20,7 +20,7 @@ from shoal.core.record import Contender, Curve, Record, Training
 from shoal_tools.report import drawing, scaling, tracks
 from shoal_tools.report.compared import in_words
 from shoal_tools.report.figures import measured_step, predicted_step_s
-from shoal_tools.report.foresight import limited, notes, verdict
+from shoal_tools.report.foresight import limit_words, notes, verdict
 from shoal_tools.report.layers import ModelPicture, picture_of, strategies_of
 from shoal_tools.report.step_table import recorded_steps, step_table
 
@@ -65,7 +65,7 @@ def page(record: Record) -> str:
             record.contenders, strategies_of(explanation) if explanation is not None else ()
         ),
         training=_training(record.training, predicted_step_s(record)),
-        scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars, "limit": limited},
+        scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars, "limit": limit_words},
         told=notes(simulation) if simulation is not None else (),
     )
 

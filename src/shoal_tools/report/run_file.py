@@ -85,14 +85,14 @@ def load(path: Path) -> Record:
 
 def from_json(text: str, source: str = "the text") -> Record:
     """Read a record from the text of `to_json`. UsageError if it is something else."""
-    head = _decoded(text, _FileHead, source)
+    head = _decode(text, _FileHead, source)
     if head.written_by != WRITTEN_BY:
         by = f"written by {head.written_by}" if head.written_by else "nobody's word who wrote it"
         raise _unread(source, by)
     if head.format != FORMAT:
         kind = "an older" if head.format < FORMAT else "a newer"
         raise _unread(source, f"format {head.format}, of {kind} version of Shoal")
-    plain = _with_nested_step(_decoded(text, dict[str, Any], source))
+    plain = _with_nested_step(_decode(text, dict[str, Any], source))
     try:
         run: Record = msgspec.convert(plain, _File).run
     except msgspec.ValidationError as error:
@@ -120,7 +120,7 @@ def _with_nested_step(plain: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _decoded(text: str, kind: type[Any], source: str) -> Any:
+def _decode(text: str, kind: type[Any], source: str) -> Any:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -33,7 +33,7 @@ from shoal.core.errors import UsageError
 from shoal_tools.spark.batches import columns_of
 from shoal_tools.spark.parts import Parts, Sums
 from shoal_tools.spark.pickles import dumps, loads
-from shoal_tools.spark.run import arrays, as_array, run, selected
+from shoal_tools.spark.run import arrays, as_array, run, select_columns
 from shoal_tools.spark.summary import Summary
 from shoal_tools.spark.trained import OUTPUT, TrainedModel
 from shoal_tools.spark.training import FitFunction
@@ -178,7 +178,7 @@ class ShoalModel(Model, _Settings):
             UsageError: no rows, or a missing column.
         """
         names, of = self.columns(self.trained.parts), self.getOrDefault
-        frame = arrays(selected(df, names))
+        frame = arrays(select_columns(df, names))
         summing = _summing(self.trained, of("featuresCol"), of("labelCol"), of("batchSize"))
         sums = sum((Sums(*row) for row in frame.mapInArrow(summing, _SUMS).collect()), Sums())
         if not sums.rows:
@@ -196,7 +196,7 @@ class ShoalModel(Model, _Settings):
                 got=", ".join(map(repr, taken)),
                 do='choose another name: setOutputCols({"layer": "column"})',
             )
-        selected(df, [features])
+        select_columns(df, [features])
         kind = "double" if self.trained.is_double else "float"
         fields = ", ".join(f"v{number}: array<{kind}>" for number in range(len(outputs)))
         computing = _computing(self.trained, tuple(outputs), self.getOrDefault("batchSize"))
@@ -280,7 +280,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
                 do="leave one of them out",
             )
         names = self.columns(self.payload)
-        rows, others = (selected(df, names) for df in (dataset, validation))
+        rows, others = (select_columns(df, names) for df in (dataset, validation))
         both = rows.withColumn(_MARK, lit(False)).unionByName(others.withColumn(_MARK, lit(True)))
         return self.copy({self.validationIndicatorCol: _MARK}).fit(both, params)
 

@@ -90,7 +90,7 @@ def run(
     check_slots(spark, num_tasks, f"num_ranks={num_ranks}{beside}")
     if num_tail:
         pickled = dumps(replace(work, sample=_sample(frame, batch_size)), "fn")
-    frame = _parted(frame, num_ranks, num_others, repartition, work)
+    frame = _split(frame, num_ranks, num_others, repartition, work)
     start = Start(pickled, secrets.token_hex(16), roles(num_servers, num_tail))
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
     stage = stage.repartition(1)  # Spark restarts a barrier stage only if it is not the last one
@@ -139,7 +139,7 @@ def _check(work: Work, num_ranks: int, num_servers: int, num_tail: int) -> None:
         raise UsageError("start_timeout_s is more than 0 s", got=repr(work.timeout_s)[:80])
 
 
-def selected(df: Any, columns: Sequence[str] | None) -> Any:
+def select_columns(df: Any, columns: Sequence[str] | None) -> Any:
     """These columns of a DataFrame.
 
     Raises:
@@ -165,9 +165,9 @@ def selected(df: Any, columns: Sequence[str] | None) -> Any:
 def _marked(df: Any, columns: Sequence[str] | None, validation: str) -> Any:
     """These columns, and the one that marks rows, where it has a null as false."""
     if not validation:
-        return selected(df, columns)
+        return select_columns(df, columns)
     sent = None if columns is None else list(dict.fromkeys([*columns, validation]))
-    frame = selected(df, [validation] if sent is None else sent)
+    frame = select_columns(df, [validation] if sent is None else sent)
     kind = frame.schema[validation].dataType.simpleString()
     if kind != "boolean":
         raise UsageError(
@@ -199,7 +199,7 @@ def _is_vector(field: Any) -> bool:
     return type(field.dataType).__name__ == "VectorUDT"
 
 
-def _parted(df: Any, num_ranks: int, num_others: int, repartition: bool, work: Work) -> Any:
+def _split(df: Any, num_ranks: int, num_others: int, repartition: bool, work: Work) -> Any:
     """A partition for each rank, and an empty one for each that does not train.
 
     Behind a shuffle rows come in any order: by a hash it is one, the same when the stage starts

@@ -138,12 +138,12 @@ class FaultyComm(Around):
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Suffer, then send."""
-        dropped = self._suffered(tensor.nbytes)
+        dropped = self._suffer(tensor.nbytes)
         return DONE if dropped else self.inner.send(tensor, to)
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Suffer, then receive."""
-        self._suffered(tensor.nbytes)
+        self._suffer(tensor.nbytes)
         return self.inner.receive(tensor, source)
 
     def channel(self, name: str, *, idle: bool = False) -> FaultyComm:
@@ -154,7 +154,7 @@ class FaultyComm(Around):
         """Return a group of ranks with the same faults. Its operations count on from this one's."""
         return FaultyComm(self.inner.group(ranks), (), self._state)
 
-    def _suffered(self, nbytes: int) -> bool:
+    def _suffer(self, nbytes: int) -> bool:
         """Apply the faults of the next operation; return whether a message sent now is lost."""
         late_s, dropped = 0.0, False
         with self._state.lock:

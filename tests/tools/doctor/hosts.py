@@ -18,7 +18,7 @@ import pytest
 from shoal.contracts.launcher import Meeting, Seat
 from shoal.contracts.store import open_store
 from shoal_tools.doctor import facts, meet
-from shoal_tools.doctor.examine import examined
+from shoal_tools.doctor.examine import examine
 from shoal_tools.doctor.finding import Finding
 from shoal_tools.doctor.judge import judged
 from shoal_tools.doctor.survey import Survey
@@ -126,7 +126,7 @@ class Hosts:
         def one(host: int) -> None:
             standing_in.facts = self.stand_ins.get(host, {})
             met = work[host]()
-            survey = examined(met, "", 1e8 / 8)
+            survey = examine(met, "", 1e8 / 8)
             found[host] = Heard(survey, judged(survey, met.findings))
             met.responder.close()
 

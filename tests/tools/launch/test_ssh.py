@@ -24,7 +24,7 @@ from shoal.core.errors import UsageError
 from shoal_tools.launch import ssh
 from shoal_tools.launch.agent import HostPlace
 from shoal_tools.launch.host_end import RANK_SCRIPT
-from shoal_tools.launch.ssh import Ssh, shipped
+from shoal_tools.launch.ssh import Ssh, shipped_variables
 
 pytestmark = [
     pytest.mark.lab,
@@ -253,7 +253,7 @@ def test_a_host_that_dies_ends_the_others(
 
 
 def test_variables_that_are_shipped() -> None:
-    found = shipped(
+    found = shipped_variables(
         {
             "PYTHONPATH": "x",
             "NCCL_A": "1",

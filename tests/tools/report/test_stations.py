@@ -10,7 +10,7 @@ from made_records import explanation
 
 from shoal.core.explanation import StationExplanation
 from shoal.core.record import Record
-from shoal_tools.report.layers import drawn_stations
+from shoal_tools.report.layers import draw_stations
 from shoal_tools.report.page import page
 from shoal_tools.report.run_file import from_json, to_json
 
@@ -23,7 +23,7 @@ STATIONS = (
 
 
 def test_boxes_are_as_wide_as_stations_take_and_in_the_rows_of_ranks() -> None:
-    drawn = ElementTree.fromstring(drawn_stations(STATIONS))
+    drawn = ElementTree.fromstring(draw_stations(STATIONS))
     boxes = list(drawn.iter(f"{SPACE}rect"))
     widths = [float(box.get("width", "")) for box in boxes]
     rows = [box.get("y") for box in boxes]
@@ -32,7 +32,7 @@ def test_boxes_are_as_wide_as_stations_take_and_in_the_rows_of_ranks() -> None:
     assert len(list(drawn.iter(f"{SPACE}polyline"))) == 2
     told = [box.findtext(f"{SPACE}title") for box in boxes]
     assert told[0] == "rank 0 (h0): <in> … up, 4 MB; forward 100 ms, backward 200 ms, sends 1 MB"
-    assert drawn_stations(()) == ""
+    assert draw_stations(()) == ""
 
 
 def test_a_page_has_the_picture_and_a_file_the_stations() -> None:
