@@ -1,7 +1,10 @@
 """Plain English, measured: README, pages, docstrings of public names, and error messages.
 
 A page's sentences have 18 words on average and none has more than 35. In 100 sentences there are 5
-semicolons at most. What is code, a table or a heading is not counted.
+semicolons at most. Code, tables and headings are not counted.
+
+The users' pages together have few of the words "what", "who", "whose" and "those", because these
+words mostly stand for a noun that is missing. Their number may only fall.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ BOOK = {ROOT / "docs" / "lab" / f"{name}.md" for name in (*FIGURES, "decisions",
 PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - BOOK)
 MEAN, LONGEST, SEMICOLONS = 18, 35, 0.05
 _FEW = 12  # sentences of which a mean says something
+
+# "what", "who", "whose" and "those" in 1,000 words of the users' pages; lower it when it has fallen
+RARE_IN_1000 = 2.6
+_PLAY = 0.8  # a rate below this share of RARE_IN_1000 has to be written there
+_RARE = re.compile(r"\b(what|who|whose|those)\b", re.IGNORECASE)
+USERS = [page for page in PAGES if page.parent.name in ("guide", "extend", "start")]
 
 pytestmark = pytest.mark.quick
 
@@ -84,6 +93,25 @@ def _words(sentence: str) -> list[str]:
     return re.findall(r"[\w'’.,/%-]*\w[\w'’.,/%-]*", sentence)
 
 
+def _plain(text: str) -> str:
+    """Return a page with its lines, but without code, comments and addresses of links."""
+    for pattern in (r"<!--.*?-->", r"(?m)^(```|~~~)(?s:.*?)^\1", r"`[^`]*`", r"(?<=\])\([^)]*\)"):
+        text = re.sub(f"(?s){pattern}", lambda found: "\n" * found[0].count("\n"), text)
+    return text
+
+
+def _rare_words(texts: dict[str, str]) -> tuple[list[str], float]:
+    """List the lines with a rare word, once for each, and return their number in 1,000 words."""
+    lines = [
+        (f"{name}:{number} {line.strip()}", line)
+        for name, text in texts.items()
+        for number, line in enumerate(_plain(text).splitlines(), 1)
+    ]
+    places = [where for where, line in lines for _ in _RARE.findall(line)]
+    num_words = sum(len(re.findall(r"[A-Za-z]+", line)) for _, line in lines)
+    return places, 1000 * len(places) / num_words
+
+
 def _docstrings() -> Iterator[tuple[str, str]]:
     """Public functions and classes of the package, and their public methods."""
     for name in shoal.__all__:
@@ -129,6 +157,16 @@ def test_pages(page: Path) -> None:
     Prose.of(page.read_text()).check()
 
 
+def test_rare_words_of_the_users_pages_only_become_fewer() -> None:
+    """Page by page there is no limit, so that an ordinary question may have its "what"."""
+    places, rate = _rare_words({str(page.relative_to(ROOT)): page.read_text() for page in USERS})
+    if round(rate, 1) > RARE_IN_1000:
+        rose = f"{rate:.1f} rare words in 1,000, but at most {RARE_IN_1000}: name the noun"
+        pytest.fail("\n  ".join([rose, *places]), pytrace=False)
+    if rate < _PLAY * RARE_IN_1000:
+        pytest.fail(f"well done. Write this line here: RARE_IN_1000 = {rate:.1f}", pytrace=False)
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [*_docstrings()], ids=[name for name, _ in _docstrings()]
 )
@@ -157,3 +195,10 @@ def test_what_is_measured() -> None:
         Prose.of("word " * 36 + ".").check()
     with pytest.raises(AssertionError):
         Prose.of("This one has; two; of them. " * 12).check()
+
+
+def test_rare_words_are_counted_outside_code() -> None:
+    page = "# What it is\n\n`what`\n```\nwho\n```\n[a link](#who) to\n<!-- whose -->\nthose, who\n"
+    places, rate = _rare_words({"a.md": page})
+    assert places == ["a.md:1 # What it is", "a.md:9 those, who", "a.md:9 those, who"]
+    assert rate == 1000 * 3 / 8

@@ -3,11 +3,11 @@
     run             on the driver: checks, and starts a barrier stage with one task a rank
     task            in each task: where ranks meet, a process for the rank, and rows into it
     rank            in that process: the session, the loader, the function
-    rows, together  a rank's rows; how those of all ranks make steps
+    rows, together  the rows of one rank, and the steps that all ranks make of their rows
 
-    parts           a user's functions, and what they make of a batch
-    training        what an estimator's ranks run
-    trained         what a fitted model does with rows
+    parts           a user's functions: model, loss, optimizer, and the batch they are called with
+    training        the training loop that an estimator's ranks run
+    trained         a fitted model, which evaluates and transforms rows
     estimator       stages of Spark ML's pipelines
 
 It needs the extra `spark` of this package, and Java 17 or newer.
@@ -34,7 +34,7 @@ __all__ = ["Parts", "ShoalEstimator", "ShoalModel", "run", "session"]
 
 
 def __getattr__(name: str) -> Any:
-    """Stages need pyspark as soon as they are read; executors that run a function do not."""
+    """Import the stages when they are first used, because only they need pyspark at once."""
     if name in ("ShoalEstimator", "ShoalModel"):
         return getattr(importlib.import_module("shoal_tools.spark.estimator"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""From Arrow tables to what a model takes: tensors where a column has numbers, else lists."""
+"""Convert Arrow tables to batches: a column of numbers is a tensor, any other column a list."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shoal.core.errors import UsageError
 
 
 def columns_of(table: pa.Table) -> dict[str, Any]:
-    """A batch, by column.
+    """Convert a table to a batch: a dict of its columns.
 
     Args:
         table: the rows of one batch.
 
     Returns:
-        Of numbers a tensor of shape (rows,). Of arrays of one length a tensor of shape (rows,
-        length), and so on for arrays of arrays. Of arrays of unlike lengths a list of tensors. Of
-        everything else a list of Python values: `bytes`, `str`.
+        Numbers are a tensor of shape (rows,). Arrays of one length are a tensor of shape (rows,
+        length), and so on for arrays of arrays. Arrays of unlike lengths are a list of tensors.
+        Every other column is a list of Python values: `bytes`, `str`.
 
     Raises:
         UsageError: a column of numbers has a null, or an array in it has one.
@@ -35,7 +35,7 @@ def columns_of(table: pa.Table) -> dict[str, Any]:
 
 
 def _column(column: Any, name: str) -> Any:
-    if isinstance(column, pa.ChunkedArray):  # of no chunk, or too long for one
+    if isinstance(column, pa.ChunkedArray):  # it has no chunk, or is too long for one
         column = pa.concat_arrays(column.chunks) if column.chunks else pa.array([], column.type)
     kind = column.type
     while _is_list(kind):
@@ -59,7 +59,7 @@ def _numbers(column: Any, name: str, depth: int = 0) -> Any:
 
     Args:
         column: numbers, or arrays of them.
-        name: of the whole column.
+        name: the name of the whole column, for errors.
         depth: the number of arrays that these values stand in.
     """
     if column.null_count:
@@ -80,7 +80,7 @@ def _numbers(column: Any, name: str, depth: int = 0) -> Any:
 
 
 def _without_nulls(name: str, depth: int) -> str:
-    """The expression of Spark's that drops rows with a null."""
+    """Return the expression of Spark's that drops rows with a null."""
     if not depth:
         return f"drop such rows, or fill them: df.dropna(subset=[{name!r}])"
     found = "F.isnull"

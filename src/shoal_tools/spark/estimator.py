@@ -1,4 +1,4 @@
-"""`ShoalEstimator` and `ShoalModel`: stages of Spark ML's pipelines. Imported with pyspark only."""
+"""`ShoalEstimator` and `ShoalModel`: stages of Spark ML's pipelines. The module needs pyspark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shoal_tools.spark.trained import OUTPUT, TrainedModel
 from shoal_tools.spark.training import FitFunction
 
 _OUTPUTS = "shoal outputs"  # a column while transform computes
-_MARK = "shoal validation"  # a column that says which of two DataFrames a row is of
+_MARK = "shoal validation"  # a column: true if a row comes from the validation DataFrame
 _SUMS = "losses double, weight double, right double, of_all double, rows long"
 
 
@@ -51,7 +51,7 @@ class _Writer(MLWriter):
         self._stage, self._payload = stage, payload
 
     def saveImpl(self, path: str) -> None:
-        """Into a folder, of any file system that Spark has."""
+        """Save to a folder, in any file system that Spark has."""
         DefaultParamsWriter.saveMetadata(self._stage, path, self.sparkSession)
         rows = [(bytearray(dumps(self._payload, "the model")),)]
         frame = self.sparkSession.createDataFrame(rows, "data binary")
@@ -59,14 +59,14 @@ class _Writer(MLWriter):
 
 
 class _Reader(MLReader):
-    """Reads what `_Writer` wrote."""
+    """Loads a stage from the folder that `_Writer` saved it to."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self._kind = kind
 
     def load(self, path: str) -> Any:
-        """The stage."""
+        """Load the stage from a folder."""
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         (row,) = self.sparkSession.read.parquet(f"{path}/shoal").collect()
         stage = self._kind(loads(bytes(row.data), "the saved model"))
@@ -90,7 +90,7 @@ class _Settings(HasFeaturesCol, HasLabelCol, HasInputCols, HasSeed, MLReadable, 
 
     def __init__(self, payload: Any, **params: Any) -> None:
         super().__init__()
-        self.payload = payload  # what is not Spark's own kind of parameter
+        self.payload = payload  # the stage's own value, which is no parameter of Spark's
         self._setDefault(batchSize=32, seed=0, inputCols=[], outputCols={OUTPUT: "output"})
         self.setParams(**params)
 
@@ -98,7 +98,7 @@ class _Settings(HasFeaturesCol, HasLabelCol, HasInputCols, HasSeed, MLReadable, 
         """Set parameters by name.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: there is no parameter of that name.
         """
         unknown = [name for name in params if not self.hasParam(name)]
         if unknown:
@@ -112,28 +112,28 @@ class _Settings(HasFeaturesCol, HasLabelCol, HasInputCols, HasSeed, MLReadable, 
         return self
 
     def setOutputCols(self, columns: dict[str, str]) -> Self:
-        """Choose what `transform` adds, by layer; "" is the model's own output."""
+        """Choose the columns that `transform` adds, by layer; "" is the model's own output."""
         self._set(outputCols=dict(columns))
         return self
 
     def columns(self, parts: Parts) -> list[str]:
-        """Those that the loss is computed of."""
+        """Return the names of the columns that the loss needs."""
         of = self.getOrDefault
         return parts.columns(of("featuresCol"), of("labelCol"), of("inputCols"))
 
     def write(self) -> Any:
-        """Spark ML's writer."""
+        """Return Spark ML's writer."""
         return _Writer(self, self.payload)
 
     @classmethod
     def read(cls) -> Any:
-        """Spark ML's reader."""
+        """Return Spark ML's reader."""
         return _Reader(cls)
 
 
 @final
 class ShoalModel(Model, _Settings):
-    """A trained model as a stage of a pipeline: `ShoalEstimator.fit` gives it.
+    """A trained model as a stage of a pipeline, returned by `ShoalEstimator.fit`.
 
     Its parameters are `featuresCol`, `labelCol`, `batchSize` and `outputCols`.
     """
@@ -153,10 +153,10 @@ class ShoalModel(Model, _Settings):
 
     @property
     def summary(self) -> Summary:
-        """How training went.
+        """The losses and validations of the training.
 
         Raises:
-            UsageError: the model was loaded.
+            UsageError: the model was loaded, so it has no summary.
         """
         if self._summary is None:
             raise UsageError(
@@ -166,16 +166,16 @@ class ShoalModel(Model, _Settings):
         return self._summary
 
     def evaluate(self, df: Any) -> dict[str, float]:
-        """The mean loss over rows, and what of them is right if there is a metric.
+        """Compute the mean loss over rows, and the share of right rows if there is a metric.
 
         Args:
             df: rows with the features and labels.
 
         Returns:
-            `{"loss": …, "rows": …}`, and `"right"` as a part of 1.
+            `{"loss": …, "rows": …}`, and with a metric `"right"`, from 0 to 1.
 
         Raises:
-            UsageError: no rows, or a missing column.
+            UsageError: there are no rows, or a column is missing.
         """
         names, of = self.columns(self.trained.parts), self.getOrDefault
         frame = arrays(select_columns(df, names))
@@ -216,11 +216,11 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
         params: Spark ML's own parameters: `featuresCol`, `labelCol`, `inputCols` (further columns
             for `Parts.to_batch`), `batchSize` (rows of each rank in a step), `epochs`, `numRanks`,
             `seed`, `outputCols`.
-            `validationIndicatorCol`: rows where this column is true are not trained on, but
-            validated at the end of each epoch, and every `validationInterval` steps.
-            `checkpointFolder`, a path that all executors see, or an address of a store as
-            "s3://bucket/run" (fsspec): a run is saved there after each epoch, and gone on with.
-            `checkpointInterval`: it is saved every so many steps, too.
+            `validationIndicatorCol`: rows where this column is true are not trained on. They
+            validate the model at the end of each epoch, and every `validationInterval` steps.
+            `checkpointFolder`: a path that all executors see, or the address of a store, such as
+            "s3://bucket/run" (fsspec). A run is saved there after each epoch, and resumes from it.
+            `checkpointInterval`: the run is also saved after every so many steps.
     """
 
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
@@ -268,7 +268,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             A `ShoalModel`, or a list of them for a list of params.
 
         Raises:
-            UsageError: as for `run`; both a second DataFrame and a column of marks.
+            UsageError: the same errors as `run`, or both a second DataFrame and a column of marks.
         """
         if validation is None:
             return super().fit(dataset, params)
@@ -317,7 +317,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
         return model
 
     def _check_intervals(self, mark: str) -> None:
-        """Refuse validations and checkpoints that cannot be, before anything starts."""
+        """Check the intervals of validations and checkpoints before anything starts."""
         of = self.getOrDefault
         interval, folder = of("validationInterval"), of("checkpointFolder")
         if interval < 0 or (interval and not mark):
@@ -342,7 +342,7 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
 
 
 def _folder(path: str) -> str:
-    """The same on every executor, whose own folders differ."""
+    """Return an absolute path, because executors have other working folders, or the address."""
     if not path:
         return ""
     place = place_of(path, "checkpointFolder")
@@ -350,7 +350,7 @@ def _folder(path: str) -> str:
 
 
 def _summing(trained: TrainedModel, features: str, label: str, batch_size: int) -> Any:
-    """For mapInArrow: one row of sums for each partition that has rows."""
+    """Return a function for mapInArrow: it gives one row of sums for each partition with rows."""
 
     def summing(batches: Iterator[Any]) -> Iterator[Any]:
         sums = Sums()
@@ -364,7 +364,7 @@ def _summing(trained: TrainedModel, features: str, label: str, batch_size: int) 
 
 
 def _computing(trained: TrainedModel, names: tuple[str, ...], batch_size: int) -> Any:
-    """For arrow_udf: a struct of the layers' outputs for every row."""
+    """Return a function for arrow_udf: it gives a struct of the layers' outputs for every row."""
     kind = pa.float64() if trained.is_double else pa.float32()
 
     def computing(parts: Iterator[pa.Array]) -> Iterator[pa.Array]:

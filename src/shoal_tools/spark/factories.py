@@ -1,7 +1,8 @@
 """Checks of the functions in `Parts`: each is a function, and takes the arguments that it gets.
 
-A module or optimizer in place of a function that makes one can be called as well. So without these
-checks it fails on the executors, behind the start of a stage, with an error of PyTorch's.
+A user may give a module or an optimizer in place of the function that makes it. Both can be called
+as well, so without these checks the stage would start and fail on the executors, with an error of
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORMS = {
 
 
 def check_function(field: str, value: Any) -> None:
-    """Look whether a field of `Parts` is a function of the right arguments.
+    """Check that a field of `Parts` is a function of the right arguments.
 
     Raises:
         UsageError: it is an object, or takes other arguments.
@@ -40,7 +41,7 @@ def check_function(field: str, value: Any) -> None:
         raise _refusal(field, repr(value)[:80], "…")
     try:
         inspect.signature(value).bind(*filter(None, arguments.split(", ")))
-    except TypeError as error:  # other arguments
+    except TypeError as error:  # it takes other arguments
         name = getattr(value, "__name__", type(value).__name__)
         made = f"{name}(…)" if isinstance(value, type) else name if field == "loss" else "…"
         raise _refusal(field, f"{name}, called so: {error}", made) from error
@@ -49,7 +50,7 @@ def check_function(field: str, value: Any) -> None:
 
 
 def check_made(field: str, value: Any) -> None:
-    """Look whether a function has made a module.
+    """Check that a function has made a module.
 
     Raises:
         UsageError: it is something else.

@@ -1,4 +1,4 @@
-"""What the driver asks of a rank, and what comes of it."""
+"""The data that driver, task and rank hand each other: the work, its start, its outcome."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# a variable of a rank's process: the descriptor that rows come by
+# environment variable of a rank's process: the file descriptor to read rows from
 ROWS = "SHOAL_SPARK_ROWS"
-# files in its folder: what it is to do, and how it ended
+# files in the rank's folder: its work, and its outcome
 WORK, OUTCOME = "work", "outcome"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank does."""
+    """Work of a rank: a function, and how its rows become batches. It is the same on all ranks."""
 
-    fn: Callable[..., Any]  # of one loader, or of two where rows are marked
-    batch_size: int  # rows of each rank in a step
+    fn: Callable[..., Any]  # takes one loader, or two if rows are marked
+    batch_size: int  # number of rows of each rank in a step
     epochs: int  # 1: rows are read once, and not kept
     to_batch: Callable[[dict[str, Any]], Any] | None
     shuffle: bool
     seed: int
     timeout_s: float
-    sample: bytes = b""  # rows for tail hosts to look at, as an Arrow stream
-    validation: str = ""  # the column of rows that are not trained on
+    sample: bytes = b""  # a few rows for tail hosts, as an Arrow stream
+    validation: str = ""  # the column that marks rows to validate with
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a task needs to start a rank."""
+    """Pickled work, token and roles, which a task needs to start a rank."""
 
     work: bytes  # a pickled Work
     token: str = field(repr=False)
-    roles: Mapping[str, str] = field(default_factory=dict)  # variables
+    roles: Mapping[str, str] = field(default_factory=dict)  # environment variables
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """How a rank ended: a result, or an error in its parts."""
+    """End of a rank: the result of its function, or the parts of its error."""
 
     rank: int
     executor: str
-    kind: str = ""  # of the error: the name of its class; "" for none
+    kind: str = ""  # class name of the error, or "" if there was none
     what: str = ""
     where: str = ""
     got: str = ""

@@ -1,4 +1,4 @@
-"""Labels as PyTorch's own losses take them, whatever type their column has.
+"""Convert labels to the type that PyTorch's own losses take, whatever type their column has.
 
 Spark's columns of labels are doubles mostly: StringIndexer and LIBSVM files give nothing else.
 PyTorch takes classes in int64 only, and numbers in the type of the output.
@@ -49,7 +49,7 @@ _FUNCTIONS = {
 
 
 def label_kind(make_loss: Callable[[], Any] | None) -> str:
-    """Return CLASSES or NUMBERS, as the loss takes them; "" where nobody knows."""
+    """Return CLASSES or NUMBERS, as the loss takes them, or "" if the loss is unknown."""
     if make_loss is None:
         return ""
     with torch.random.fork_rng(devices=[]):  # a loss with weights of its own draws them
@@ -65,7 +65,7 @@ def converted(label: Any, kind: str, x: Any, column: str) -> Any:
     """Return labels in the type that the loss takes.
 
     Args:
-        label: of the rows of a batch.
+        label: the labels of a batch, one for each row.
         kind: CLASSES, NUMBERS or "".
         x: the model's input; numbers take its type.
         column: the name of the labels' column.

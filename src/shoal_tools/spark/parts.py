@@ -1,4 +1,4 @@
-"""`Parts`: the functions that a stage of a pipeline is made of, and what they do with a batch."""
+"""`Parts`: the functions that a stage of a pipeline calls, and the batch made with them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from shoal.front.options import keywords
 from shoal_tools.spark.factories import check_function
 from shoal_tools.spark.labels import converted, label_kind
 
-# `Parts` has fields of its own for these
+# options of `parallelize` that `Parts` has fields of its own for
 _OWN = ("model", "loss_fn", "optimizer", "sample", "compute_loss")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a user's own functions make: these, and no objects, are sent to the executors.
+    """Functions of a user that make model, loss and optimizer. Executors are sent no objects.
 
     A batch is (input, label), or the input alone where `labelCol` is "" or the model returns its
     own loss.
 
     Args:
         model: makes the module.
-        loss: makes the loss, of (output, target). None: the model returns its own loss, as for
-            `parallelize`. Where it is one of PyTorch's own, labels get the type that it takes:
+        loss: makes the loss, a function of (output, target). None: the model returns its own loss,
+            as for `parallelize`. If it is one of PyTorch's own, labels get the type that it takes:
             classes int64, numbers the type of the input.
-        optimizer: makes the optimizer, or a list of them, of the parameters.
-        to_input: makes the model's input of the features of a batch: a tensor or, of text and
-            bytes, a list. By default those themselves, as float32 where they are numbers.
-        to_batch: makes the whole batch of all its columns, as {"x": tensor}, in place of the above.
-            `transform` still takes features by `to_input`.
-        compute_loss: in place of a loss, of (model, batch).
-        metric: of (output, target): how many are right, of how many. Where the model returns its
-            own loss, of (output, input). With a `compute_loss`, of (model, batch).
-        options: for `shoal.parallelize`, as {"strategies": ["factor"]}; or a function of the model
-            that makes them.
+        optimizer: takes the parameters, and makes the optimizer or a list of them.
+        to_input: takes the features of a batch, and makes the model's input. Features are a tensor
+            or, if they are text or bytes, a list. By default they are the input, with numbers as
+            float32.
+        to_batch: takes all columns, as {"x": tensor}, and makes the whole batch. It replaces
+            `to_input`, except in `transform`.
+        compute_loss: takes (model, batch) and returns the loss. It replaces `loss`.
+        metric: takes (output, target), and returns how many are right, of how many. If the model
+            returns its own loss, it takes (output, input). With a `compute_loss`, (model, batch).
+        options: options of `shoal.parallelize`, as {"strategies": ["factor"]}, or a function that
+            takes the model and makes them.
 
     Raises:
-        UsageError: an object in place of a function that makes it, a loss beside a `compute_loss`,
-            or an option that `parallelize` does not take.
+        UsageError: you gave an object in place of a function that makes it, both a loss and a
+            `compute_loss`, or an option that `parallelize` does not take.
 
     Examples:
         >>> from torch import nn
@@ -83,23 +84,23 @@ class Parts:
 
     @property
     def returns_loss(self) -> bool:
-        """Whether the model itself does."""
+        """Whether the model itself returns the loss."""
         return self.loss is None and self.compute_loss is None
 
     def options_for(self, model: nn.Module) -> dict[str, Any]:
-        """What else goes to `parallelize`."""
+        """Return the further options for `parallelize`, and check their names."""
         options = self.options(model) if callable(self.options) else self.options
         check_options(options)
         return dict(options)
 
     def objective(self) -> Objective:
-        """The loss, however it is computed."""
+        """Return the loss function or `compute_loss`; neither if the model returns its loss."""
         if self.compute_loss is not None or self.loss is None:
             return Objective(None, self.compute_loss)
         return Objective(self.loss())
 
     def columns(self, features: str, label: str, more: Iterable[str]) -> list[str]:
-        """Which columns are sent."""
+        """List the columns to send: features, `more`, and the label if a loss or batch needs it."""
         if not label and self.loss is not None and not (self.compute_loss or self.to_batch):
             raise UsageError("a loss needs a target", got='labelCol=""', do="name the label column")
         is_alone = self.returns_loss and self.to_batch is None
@@ -122,7 +123,7 @@ class Parts:
         return features.float() if isinstance(features, Tensor) else features
 
     def batch_of(self, columns: dict[str, Any], features: str, label: str) -> Any:
-        """What a loss is computed of."""
+        """Make the batch that the loss is computed from."""
         if self.to_batch is not None:
             return self.to_batch(columns)
         x = self.input_of(columns[features])
@@ -131,11 +132,11 @@ class Parts:
         return x, converted(columns[label], self._label_kind, x, label)
 
     def sample_of(self, batch: Any) -> Any:
-        """A batch as `parallelize` takes it."""
+        """Return a batch as a sample for `parallelize`."""
         return (batch, None) if self.returns_loss else batch
 
     def found(self, objective: Objective, model: nn.Module, batch: Any) -> BatchResult:
-        """The loss of a batch, with what metrics need."""
+        """Compute the loss of a batch; return it with the arguments for metric and count."""
         if objective.compute_loss is not None:
             return BatchResult(objective.compute_loss(model, batch), (model, batch), (batch,))
         x, target = self.sample_of(batch)
@@ -158,22 +159,22 @@ class BatchResult:
     """Loss and outputs of one batch."""
 
     loss: Tensor
-    judged: tuple[Any, Any]  # what a metric takes
-    counted: tuple[Any, ...]  # what a count takes
+    judged: tuple[Any, Any]  # arguments of the metric
+    counted: tuple[Any, ...]  # arguments of the count
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of losses, of what is right, and of how many: of one process, or of several together."""
+    """Sums of losses, right answers and rows. Sums of several processes can be added."""
 
     losses: float = 0.0
-    weight: float = 0.0  # of those losses: rows, or what `count` gives
+    weight: float = 0.0  # sum of the losses' weights: their rows, or the result of `count`
     right: float = 0.0
     of_all: float = 0.0
     rows: int = 0
 
     def __add__(self, other: Sums) -> Sums:
-        """Both together."""
+        """Add two sums, field by field."""
         return Sums(
             self.losses + other.losses,
             self.weight + other.weight,
@@ -190,7 +191,7 @@ def summed(
     batches: Iterable[tuple[int, Any]],
     count: Callable[..., Any] | None,
 ) -> Sums:
-    """Over batches, each beside its number of rows. The model is as it is, and learns nothing."""
+    """Sum over batches, given as (number of rows, batch). No gradient is computed."""
     sums = Sums()
     with torch.no_grad():
         for rows, batch in batches:
@@ -202,10 +203,10 @@ def summed(
 
 
 def check_nulls(features: list[Any]) -> None:
-    """Look whether all rows have features: a picture, a text.
+    """Check that all rows have features: a picture, a text.
 
     Raises:
-        UsageError: one has a null.
+        UsageError: a row has a null.
     """
     row = next((row for row, each in enumerate(features) if each is None), None)
     if row is not None:
@@ -217,10 +218,10 @@ def check_nulls(features: list[Any]) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Look whether `parallelize` takes these.
+    """Check that `parallelize` takes these options.
 
     Raises:
-        UsageError: it does not, or they have a place of their own in `Parts`.
+        UsageError: it does not take one, or `Parts` has a field of its own for it.
     """
     if not isinstance(options, Mapping):
         raise UsageError(

@@ -1,6 +1,6 @@
-"""Functions and results between driver and ranks, by Spark's own pickler.
+"""Pickle functions and results between driver and ranks, with Spark's own pickler.
 
-Both ends are one user's, and Spark itself moves pickles between them.
+Both ends belong to one user, and Spark itself moves pickles between them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from shoal.core.errors import UsageError
 
 
 def dumps(value: Any, what: str) -> bytes:
-    """A value as bytes, functions of a notebook too.
+    """Pickle a value. It may hold functions that are defined in a notebook.
 
     Raises:
-        UsageError: it holds what cannot be sent, such as an open file.
+        UsageError: it holds an object that cannot be sent, such as an open file.
     """
     try:
         return bytes(importlib.import_module("pyspark.cloudpickle").dumps(value))
-    except Exception as error:  # whatever a user's object raises
+    except Exception as error:  # a user's object may raise anything
         raise UsageError(
             f"{what} cannot be pickled",
             got=f"{type(error).__name__}: {error}",
@@ -30,7 +30,7 @@ def dumps(value: Any, what: str) -> bytes:
 
 
 def loads(data: bytes, what: str) -> Any:
-    """The value again.
+    """Load a pickled value.
 
     Raises:
         UsageError: a module that it needs is not here.

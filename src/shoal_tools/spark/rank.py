@@ -1,8 +1,8 @@
 """The process of one rank, which a task starts: python -m shoal_tools.spark.rank FOLDER.
 
-It reads the work from the folder, rows as an Arrow stream from the pipe that ROWS names, and leaves
-the outcome in the folder. A process of its own, since Spark keeps its Python workers for later
-tasks, and a session lasts as long as its process.
+It reads the work from the folder and rows as an Arrow stream from the pipe that ROWS names. It
+leaves the outcome in the folder. It is a process of its own because Spark keeps its Python workers
+for later tasks, and a session lasts as long as its process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEPT, _MARKED = "rows.arrow", "marked.arrow"
 
 
 def main(folder: Path) -> None:
-    """Be the rank; errors are left in the folder, and then raised."""
+    """Run the rank, and leave its outcome in the folder. An error is left there, then raised."""
     rank, executor = int(os.environ["RANK"]), os.environ[EXECUTOR]
     try:
         work = loads((folder / WORK).read_bytes(), "what the driver sent")
@@ -62,7 +62,7 @@ def _failed(rank: int, executor: str, error: BaseException) -> TaskOutcome:
 
 
 def done(work: Work, folder: Path) -> Any:
-    """Join the others, and call the function; None on servers and tail hosts, which serve."""
+    """Join the other ranks and call the function; a server or tail host serves, for None."""
     try:
         init(start_timeout_s=work.timeout_s)
         if is_tail_host(current()):
@@ -73,7 +73,7 @@ def done(work: Work, folder: Path) -> Any:
 
 
 class _SampleLoader:
-    """The loader of a tail host, which has no rows: one batch, as what the model is called with."""
+    """Loader of a tail host, which has no rows: it gives one sample batch for `parallelize`."""
 
     def __init__(self, work: Work) -> None:
         self._table = pa.ipc.open_stream(work.sample).read_all()
@@ -83,11 +83,11 @@ class _SampleLoader:
         yield self._convert(self._table)
 
     def set_epoch(self, epoch: int) -> None:
-        """It is the same in every epoch."""
+        """Do nothing, because the batch is the same in every epoch."""
 
 
 def loaders_of(work: Work, stream: Iterator[Any], folder: Path) -> list[Any]:
-    """The loader of this rank, and that of its marked rows (a collective)."""
+    """Make the loader of this rank, and a second one if rows are marked (a collective)."""
     file = folder / _KEPT if work.epochs > 1 else None
     if not work.validation:
         return [loader_of(work, RankRows(stream, file))]
@@ -101,7 +101,7 @@ def loaders_of(work: Work, stream: Iterator[Any], folder: Path) -> list[Any]:
 
 
 def loader_of(work: Work, rows: RankRows) -> ShardedBatches[Any]:
-    """The loader of this rank's rows, in a session (a collective)."""
+    """Make the loader of this rank's rows, in a session (a collective)."""
     convert = _Convert(work.to_batch)
     channel = current().comm.channel("rows from Spark")
     seed = work.seed if work.shuffle else None
@@ -110,7 +110,7 @@ def loader_of(work: Work, rows: RankRows) -> ShardedBatches[Any]:
 
 
 class _Convert:
-    """Makes a batch of a table, by the user's function if there is one."""
+    """Converter of tables to batches, with the user's function if there is one."""
 
     def __init__(self, to_batch: Callable[[dict[str, Any]], Any] | None) -> None:
         self._to_batch = to_batch
@@ -121,14 +121,14 @@ class _Convert:
 
 
 def _stream(descriptor: int) -> Iterator[Any]:
-    """Record batches from the pipe; nothing at all comes where there are no rows."""
+    """Yield the record batches from the pipe. The pipe is empty if there are no rows."""
     with os.fdopen(descriptor, "rb") as pipe:
         if pipe.peek(1):
             yield from pa.ipc.open_stream(pipe)
 
 
 def _leave(folder: Path, outcome: TaskOutcome) -> None:
-    """Leave the outcome there at once, whole."""
+    """Write the outcome to another name and rename it, so that a reader sees it whole."""
     part = folder / f"{OUTCOME}.part"
     part.write_bytes(dumps(outcome, "the outcome"))
     part.rename(folder / OUTCOME)

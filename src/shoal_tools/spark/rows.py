@@ -1,7 +1,7 @@
 """The rows of one rank: a stream that is read once, and from then on a file on local disk.
 
-    epoch 0      as they come. What is read is written beside, unless one epoch is all
-    later ones   from that file, mapped into memory: the system keeps of it what fits
+    epoch 0      rows are read as they come, and written to a file unless this is the only epoch
+    later ones   rows are read from the file, which is mapped into memory: the system caches it
 
 An epoch's order follows from the seed, the epoch and the rank. Epoch 0 is shuffled inside each
 batch that Spark sends, so that it can begin at once. Later ones are shuffled as a whole.
@@ -18,37 +18,37 @@ import pyarrow as pa
 
 from shoal.core.errors import UsageError
 
-_ROWS_AT_ONCE = 1024  # of a shuffled epoch, taken from the file
+_ROWS_AT_ONCE = 1024  # number of rows of a shuffled epoch that are read from the file at once
 
 
 @final
 class RankRows:
-    """Rows that one rank was given.
+    """Rows of one rank, which can be read in every epoch.
 
     Args:
-        stream: its Arrow record batches, each of them once.
-        file: where they are kept for later epochs; None: they are read once only.
+        stream: the rank's Arrow record batches. It can be read once.
+        file: a file to keep rows in for later epochs; None if they are read once only.
     """
 
     def __init__(self, stream: Iterator[Any], file: Path | None) -> None:
         self._stream, self._file = stream, file
         self._writer: Any = None
-        self._kept: list[Any] | None = None  # the file's, once the stream is over
+        self._kept: list[Any] | None = None  # batches of the file, once the stream has ended
         self._is_begun = False
 
     def keep(self) -> None:
-        """Read the stream to its end, into the file."""
+        """Read the stream to its end, and write it to the file."""
         self._all()
 
     def in_order(self, epoch: int, seed: list[int] | None) -> Iterator[Any]:
-        """The epoch's rows as Arrow tables.
+        """Return an iterator over the epoch's rows, as Arrow tables.
 
         Args:
-            epoch: 0 is read off the stream if nothing has been.
-            seed: of the order; None for the order in which rows came.
+            epoch: number of the epoch. Epoch 0 is read from the stream if that is still unread.
+            seed: seed of the order; None for the order in which rows came.
 
         Raises:
-            UsageError: they were to be read once, and are gone.
+            UsageError: the rows were not kept, and have been read already.
         """
         if epoch == 0 and not self._is_begun:
             return self._first(self._read(), seed)
@@ -80,7 +80,7 @@ class RankRows:
                 yield batch
 
     def _all(self) -> list[Any]:
-        """The file's record batches; what is still to come is read first."""
+        """Return the file's record batches, after reading the stream to its end."""
         if self._kept is None:
             for _ in self._read():
                 pass
@@ -96,19 +96,19 @@ class RankRows:
 
 @final
 class Split:
-    """A stream of which a column marks the first rows: those, and then the others.
+    """Stream split in two: its first rows, which a column marks, and the rows after them.
 
     Args:
-        stream: record batches.
-        column: the name of that column, of truth values. It is taken out.
+        stream: record batches, in which marked rows come first.
+        column: the name of the column of truth values. Both parts leave it out.
     """
 
     def __init__(self, stream: Iterator[Any], column: str) -> None:
         self._stream, self._column = stream, column
-        self._begun: list[Any] = []  # in which the others begin
+        self._begun: list[Any] = []  # the batch in which unmarked rows begin
 
     def marked(self) -> Iterator[Any]:
-        """Record batches of marked rows; to be read first, to their end."""
+        """Yield record batches of marked rows. Read these to their end before the others."""
         for batch in self._stream:
             num = batch.column(self._column).true_count
             if num:
@@ -118,7 +118,7 @@ class Split:
                 return
 
     def others(self) -> Iterator[Any]:
-        """Those of the other rows."""
+        """Yield record batches of the rows that are not marked."""
         yield from self._begun
         self._begun.clear()
         yield from map(self._without, self._stream)
@@ -128,7 +128,7 @@ class Split:
 
 
 def no_rows() -> UsageError:
-    """Say that there is nothing to train on."""
+    """Return the error for a DataFrame without rows to train on."""
     return UsageError(
         "there are no rows to train on",
         do="give a DataFrame that has some; rows that are marked to validate with do not count",
@@ -146,7 +146,7 @@ def _later(batches: list[Any], epoch: int, seed: list[int] | None) -> Iterator[A
 
 
 def _taken(batches: list[Any], starts: Any, rows: Any) -> Any:
-    """These rows, in this order: one batch after the other, and then put in order."""
+    """Return these rows in this order: take them batch by batch, then sort them back."""
     which = numpy.searchsorted(starts, rows, side="right") - 1
     parts, places = [], []
     for number in numpy.unique(which):

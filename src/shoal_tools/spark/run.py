@@ -1,4 +1,4 @@
-"""`run`, on the driver: what can be checked there is checked before anything starts."""
+"""`run`, on the driver. It checks arguments, columns and free cores before anything starts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shoal_tools.spark.rows import no_rows
 from shoal_tools.spark.task import SCHEMA, task_of
 
 T = TypeVar("T")
-# errors that tell of another rank, which says more
+# errors that report another rank; the error of that rank itself says more
 _OF_OTHERS = [kind.__name__ for kind in (errors.PeerLost, errors.MissingRank)]
-_RANK = "shoal rank"  # a column, while rows are dealt
+_RANK = "shoal rank"  # a column that says which rank a row goes to
 
 
 def run(
@@ -51,31 +51,32 @@ def run(
     disk.
 
     Args:
-        fn: a function of the loader, which is sent to the executors. What it returns comes back.
+        fn: a function of the loader. It is sent to the executors, and its result comes back.
         df: a Spark DataFrame.
-        num_ranks: how many train. As many tasks run at once, so as many free cores are needed.
-        num_servers: tasks beside those, for servers (strategy "server"). They do not call `fn`.
-        num_tail: tasks beside those, for the end of the model (strategy "stage"). They call `fn`
-            with one batch, and serve as soon as it comes to `parallelize`.
+        num_ranks: number of ranks that train. Their tasks run at once, so each needs a free core.
+        num_servers: number of further tasks for servers (strategy "server"). They do not call `fn`.
+        num_tail: number of further tasks for the end of the model (strategy "stage"). They call
+            `fn` with one batch, and begin to serve when it calls `parallelize`.
         batch_size: rows of each rank in a step.
-        epochs: how many passes `fn` makes. With 1 nothing is written to disk.
-        columns: those to send, by default all.
-        to_batch: a function of a batch by column, as `{"x": tensor}`, that makes what the loader
-            gives. By default that itself.
+        epochs: number of passes that `fn` makes. With 1 nothing is written to disk.
+        columns: names of the columns to send; by default all.
+        to_batch: a function that takes the columns of a batch, as `{"x": tensor}`, and makes the
+            loader's batch of them. By default the dict itself is the batch.
         shuffle: whether rows are shuffled on each rank, anew in every epoch.
-        seed: of that order.
-        repartition: whether rows are spread evenly over the ranks first, and put in an order that
-            follows from them and the seed. Without, each rank has one partition, whatever its size,
-            as it is, and there must be as many of those as ranks.
+        seed: seed of the shuffle.
+        repartition: whether rows are first spread evenly over the ranks, and put in an order that
+            follows from them and the seed. If False, each rank reads one partition as it is,
+            whatever its size, and the DataFrame must have as many partitions as there are ranks.
         validation: the name of a column of truth values. Rows where it is true are not trained on:
-            `fn` takes a second loader, which gives those in each pass. They are kept on disk.
+            `fn` takes a second loader, which gives these rows in each pass. They are kept on disk.
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
-        What `fn` returned, by rank, on those that train.
+        The results of `fn` on the ranks that train, in the order of ranks.
 
     Raises:
-        UsageError: more ranks than free cores, a missing column, no rows, or an error of a rank.
+        UsageError: there are more ranks than free cores, a column is missing, there are no rows, or
+            a rank raised it.
         WorldError: a rank was lost, or `fn` raised an error that is not Shoal's.
     """
     work = Work(
@@ -104,7 +105,7 @@ def run(
 
 
 def raise_first(outcomes: Iterable[TaskOutcome]) -> None:
-    """Raise the error that came first, by what ranks tell: one that tells of no other rank."""
+    """Raise the error that caused the others: one that does not report the loss of another rank."""
     failed = [outcome for outcome in outcomes if outcome.kind]
     if not failed:
         return
@@ -143,7 +144,7 @@ def select_columns(df: Any, columns: Sequence[str] | None) -> Any:
     """These columns of a DataFrame.
 
     Raises:
-        UsageError: it is none, or lacks one.
+        UsageError: it is no DataFrame, or lacks a column.
     """
     if not (hasattr(df, "mapInArrow") and hasattr(df.sparkSession, "sparkContext")):
         raise UsageError(
@@ -163,7 +164,7 @@ def select_columns(df: Any, columns: Sequence[str] | None) -> Any:
 
 
 def _marked(df: Any, columns: Sequence[str] | None, validation: str) -> Any:
-    """These columns, and the one that marks rows, where it has a null as false."""
+    """Select these columns, and the one that marks rows, in which a null counts as false."""
     if not validation:
         return select_columns(df, columns)
     sent = None if columns is None else list(dict.fromkeys([*columns, validation]))
@@ -183,13 +184,13 @@ def _marked(df: Any, columns: Sequence[str] | None, validation: str) -> Any:
 
 
 def arrays(df: Any) -> Any:
-    """A DataFrame with Spark ML's vectors as arrays, which Arrow has a type for."""
+    """Convert columns of Spark ML's vectors to arrays, because Arrow has no type for vectors."""
     names = [field.name for field in df.schema.fields if _is_vector(field)]
     return df.withColumns({name: as_array(df, name) for name in names}) if names else df
 
 
 def as_array(df: Any, name: str) -> Any:
-    """A column, of Spark ML's vectors as arrays."""
+    """Return a column; if it has Spark ML's vectors, convert them to arrays."""
     if not _is_vector(df.schema[name]):
         return df[name]
     return importlib.import_module("pyspark.ml.functions").vector_to_array(df[name])
@@ -202,8 +203,8 @@ def _is_vector(field: Any) -> bool:
 def _split(df: Any, num_ranks: int, num_others: int, repartition: bool, work: Work) -> Any:
     """A partition for each rank, and an empty one for each that does not train.
 
-    Behind a shuffle rows come in any order: by a hash it is one, the same when the stage starts
-    again. Marked rows come first.
+    After a shuffle, rows come in any order. So they are sorted by a hash, which gives the same
+    order when the stage starts again. Marked rows come first.
     """
     there = num_ranks if repartition else df.rdd.getNumPartitions()
     if there != num_ranks:
@@ -220,14 +221,14 @@ def _split(df: Any, num_ranks: int, num_others: int, repartition: bool, work: Wo
         ]
         order.append(functions.xxhash64(functions.lit(work.seed), *(df[name] for name in named)))
         df = df.repartition(num_ranks)
-    if num_others:  # a shuffle more: a stage has as many partitions as tasks
+    if num_others:  # one more shuffle: a stage has as many partitions as tasks
         df = df.withColumn(_RANK, functions.spark_partition_id())
         df = df.repartitionById(num_ranks + num_others, _RANK).drop(_RANK)
     return df.sortWithinPartitions(*order) if order else df
 
 
 def _sample(df: Any, num_rows: int) -> bytes:
-    """The first rows, as an Arrow stream."""
+    """Return the first rows as an Arrow stream."""
     table = df.limit(num_rows).toArrow()
     if not len(table):
         raise no_rows()

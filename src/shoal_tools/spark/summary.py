@@ -1,4 +1,4 @@
-"""How training went, as Spark ML's own summaries tell it."""
+"""The losses of a training, with the names that Spark ML's own summaries have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SCHEMA = "epoch long, step long, loss double, right double, rows long"
 
 @final
 class Summary:
-    """What `ShoalModel.summary` is.
+    """Losses and validations of a training, as `ShoalModel.summary` returns them.
 
     Args:
         losses: the mean loss of each epoch.

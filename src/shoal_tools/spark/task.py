@@ -1,7 +1,7 @@
-"""One task of the barrier stage: it starts its rank's process, feeds it, and tells how it ended.
+"""One task of the barrier stage: it starts its rank's process, feeds it, and reports its outcome.
 
-What goes wrong in the function is an outcome, which the driver reads: to do the same once more is
-of no use. A process that was killed is an error of the task, so that Spark starts the whole stage
+An error in the function is an outcome, which the driver reads, because running the function again
+would not help. If the process was killed, the task fails, so that Spark starts the whole stage
 again.
 """
 
@@ -35,7 +35,7 @@ SCHEMA = ", ".join(["rank int", *(f"`{name}` string" for name in _TEXTS), "resul
 
 
 def task_of(start: Start) -> Any:
-    """The function that Spark calls in each task, with its partition as Arrow batches."""
+    """Return the function that Spark calls in each task, with its partition as Arrow batches."""
 
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         outcome = hold(start, batches)
@@ -50,7 +50,7 @@ def hold(start: Start, batches: Iterable[Any]) -> TaskOutcome:
     """Run this task's rank to its end.
 
     Raises:
-        PeerLost: its process was killed.
+        PeerLost: the rank's process was killed.
     """
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
     with closing(seat_of(context)) as place:
@@ -77,9 +77,9 @@ def _hold(start: Start, batches: Iterable[Any], place: TaskSeat) -> TaskOutcome:
 
 
 def _run(folder: Path, settings: Mapping[str, str], batches: Iterable[Any]) -> int:
-    """The exit code of the rank's process, which ends with this one."""
+    """Run the rank's process, which ends with this one, and return its exit code."""
     away, here = os.pipe()
-    path = os.pathsep.join(each for each in sys.path if each)  # with what Spark was given to send
+    path = os.pathsep.join(each for each in sys.path if each)  # has files from Spark, too
     command = (sys.executable, "-m", "shoal_tools.spark.rank", str(folder))
     process = subprocess.Popen(
         (*DIE_WITH_PARENT, *command) if shutil.which(DIE_WITH_PARENT[0]) else command,
@@ -90,7 +90,7 @@ def _run(folder: Path, settings: Mapping[str, str], batches: Iterable[Any]) -> i
     )
     os.close(away)
     try:
-        with suppress(BrokenPipeError):  # it has ended, or wants no more
+        with suppress(BrokenPipeError):  # the rank has ended, or reads no more rows
             _feed(here, batches)
         return process.wait()
     finally:

@@ -1,17 +1,17 @@
-"""Uneven rows of all ranks as steps that all ranks make: each row once, in every step as many on
-each rank.
+"""Make steps of the ranks' uneven rows: each row comes once, and in every step all ranks have as
+many rows.
 
     rows left   rank 0: 9   rank 1: 2   rank 2: 0       batches of 2 rows
     step 0      2 of its own, gives 2   2 of its own    2 of rank 0's
     step 1      2 of its own, gives 3   2 of rank 0's   1 of rank 0's
 
-Before each step ranks tell how many rows they have ahead, as far as two steps of all ranks: 80
-bytes to every other rank. From those numbers all find alike who gives whom what. Rows cross the
-network only to ranks that have none left of their own. A last step with fewer rows than ranks is
-joined with the one before.
+Before each step every rank tells how many rows it has ahead, up to two steps of all ranks. That
+takes 80 bytes to every other rank. From these numbers all ranks compute the same moves of rows.
+Rows cross the network only to ranks that have no rows left. A last step with fewer rows than ranks
+is joined with the one before.
 
-A position is the number of rows that each rank has given of its own. So as many ranks go on in the
-middle of an epoch, also with batches of another size.
+A position is the number of its own rows that each rank has given. So training can resume in the
+middle of an epoch on the same number of ranks, also with another batch size.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class JointBatches:
 
     Args:
         comm: a channel of its own among the ranks.
-        rows: this rank's.
+        rows: the rows of this rank.
         batch_size: rows of each rank in a step.
-        seed: of the order; None for the order in which rows came.
+        seed: seed of the order; None for the order in which rows came.
         convert: makes a batch of a table.
-        what: these rows, in words.
+        what: a name for these rows in messages.
     """
 
     def __init__(
@@ -57,22 +57,22 @@ class JointBatches:
         self._total = batch_size * comm.size
         self._seed = None if seed is None else [seed, comm.rank]
         self._epoch = 0
-        self._start: int | None = None  # own rows before the next pass; None: it begins the epoch
-        self._given = 0  # own rows up to the batch that came last
-        self._peeked: tuple[int, Ahead] | None = None  # a pass that nobody took a second batch of
+        self._start: int | None = None  # own rows to skip next; None: the epoch begins
+        self._given = 0  # own rows given up to the last batch
+        self._peeked: tuple[int, Ahead] | None = None  # a pass of which only one batch was read
 
     def set_epoch(self, epoch: int) -> None:
-        """Let this be the epoch of the passes that begin."""
+        """Set the epoch of the next passes."""
         if epoch != self._epoch:
             self._peeked = None
         self._epoch, self._start = epoch, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the batch that came last: how many rows this rank has given."""
+        """Return the position after the last batch: how many rows this rank has given."""
         return {"given": self._given, "order": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass of this epoch begin at such a place.
+        """Let the next pass of this epoch begin at a saved position.
 
         Raises:
             UsageError: rows are in another order now.
@@ -108,7 +108,7 @@ class JointBatches:
             step += 1
 
     def _ahead(self, behind: int) -> Ahead:
-        """Return the own rows of the coming pass, without so many that were given before."""
+        """Return the own rows of the coming pass, after skipping the rows already given."""
         (there, ahead), self._peeked = self._peeked or (0, None), None
         if ahead is None or there > behind:
             there, ahead = 0, Ahead(self._rows.in_order(self._epoch, self._seed))
@@ -123,7 +123,7 @@ class JointBatches:
         return ahead
 
     def _step(self, ahead: Ahead, step: int, *, is_start: bool) -> tuple[Any, Any] | None:
-        """What this rank gave of its own, and its batch; None behind the last step."""
+        """Return the own rows that this rank gives, and its batch; None after the last step."""
         comm = self._comm
         have = comm.numbers([ahead.look(2 * self._total)] * comm.size, _PURPOSE)
         num = rows_of_step(have, self._total)
@@ -144,7 +144,7 @@ class JointBatches:
         return own, self._exchanged(own, moved) if moved else own
 
     def _exchanged(self, own: Any, moved: Sequence[tuple[int, int, int]]) -> Any:
-        """The own rows without those that go to others, and those that come."""
+        """Send rows to other ranks; return the own rows that stay, then the rows that arrive."""
         comm = self._comm
         out = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(comm.size)]
         keep = len(own) - sum(num for source, _, num in moved if source == comm.rank)
@@ -163,20 +163,20 @@ class JointBatches:
 
 
 class Ahead:
-    """Rows that come, of which one may look at the next ones."""
+    """Queue of coming rows, which can count the next ones before they are taken."""
 
     def __init__(self, tables: Iterator[Any]) -> None:
         self._tables, self._parts, self._num = tables, list[Any](), 0
 
     def look(self, most: int) -> int:
-        """How many there are still, if fewer than `most`."""
+        """Return how many rows are left, counted up to `most`."""
         while self._num < most and (table := next(self._tables, None)) is not None:
             self._parts.append(table)
             self._num += len(table)
         return min(self._num, most)
 
     def take(self, num: int) -> Any:
-        """The next ones as a table; an empty list for none."""
+        """Take the next rows as a table; return an empty list for 0 rows."""
         taken, left = [], num
         while left:
             first = self._parts[0]
@@ -187,7 +187,7 @@ class Ahead:
         return pa.concat_tables(taken) if taken else []
 
     def skip(self, num: int) -> int:
-        """Leave out the next ones, and return how many there were."""
+        """Skip the next rows, and return how many there were."""
         skipped = 0
         while skipped < num and (part := self.look(1)):
             part = min(num - skipped, self._num)
@@ -196,17 +196,17 @@ class Ahead:
         return skipped
 
     def put_back(self, table: Any) -> None:
-        """Let these come again, first."""
+        """Put rows back at the front."""
         if len(table):
             self._parts.insert(0, table)
             self._num += len(table)
 
 
 def rows_of_step(have: Sequence[int], total: int) -> int:
-    """How many rows the coming step has on all ranks together.
+    """Return how many rows the coming step has on all ranks together.
 
     Args:
-        have: how many each rank has ahead; twice the total stands for any number.
+        have: number of rows that each rank has ahead; twice the total means that or more.
         total: rows of a full step.
 
     >>> rows_of_step([9, 2, 0], 6), rows_of_step([5, 0, 0], 6), rows_of_step([4, 2, 2], 6)
@@ -219,7 +219,7 @@ def rows_of_step(have: Sequence[int], total: int) -> int:
 
 
 def given(have: Sequence[int], num: int) -> list[int]:
-    """How many of `num` rows each rank gives: its own part if it has it, then who has most.
+    """Return how many of `num` rows each rank gives: its share, then more from the richest ranks.
 
     >>> given([9, 2, 0], 6)
     [4, 2, 0]
@@ -234,7 +234,7 @@ def given(have: Sequence[int], num: int) -> list[int]:
 
 
 def moves(gives: Sequence[int], takes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Who sends whom how many rows.
+    """Return the moves of rows, as (source, destination, number of rows).
 
     >>> moves([4, 2, 0], [2, 2, 2])
     [(0, 2, 2)]
@@ -253,7 +253,7 @@ def moves(gives: Sequence[int], takes: Sequence[int]) -> list[tuple[int, int, in
 
 
 def packed(table: Any) -> torch.Tensor:
-    """A table as bytes."""
+    """Serialize a table to bytes."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table.combine_chunks())
@@ -261,5 +261,5 @@ def packed(table: Any) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """The table that `packed` made bytes of."""
+    """Read a table from the bytes that `packed` made."""
     return pa.ipc.open_stream(pa.py_buffer(data.numpy())).read_all()

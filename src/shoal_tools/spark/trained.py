@@ -1,4 +1,4 @@
-"""A model that was trained, and what it does with rows. Nothing here needs Spark."""
+"""A trained model, which computes outputs and losses of rows. Nothing here needs Spark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT = ""  # the name of the model's own output among the layers
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with its weights, by which rows are computed."""
+    """Trained weights, and the functions that make their model and its batches."""
 
     parts: Parts
     state: Mapping[str, Tensor]
@@ -29,16 +29,16 @@ class TrainedModel:
         return any(value.dtype == torch.float64 for value in self.state.values())
 
     def model(self) -> nn.Module:
-        """The module, to evaluate."""
+        """Make the module with its weights, in evaluation mode."""
         model = self.parts.model()
         model.load_state_dict(dict(self.state))
         return model.eval()
 
     def check_layers(self, names: Iterable[str]) -> None:
-        """Look whether the model has these layers.
+        """Check that the model has these layers.
 
         Raises:
-            UsageError: it lacks one.
+            UsageError: it lacks a layer.
         """
         there = {name for name, _ in self.parts.model().named_modules()}
         absent = [name for name in names if name not in there]
@@ -53,9 +53,9 @@ class TrainedModel:
     def computed(
         self, model: nn.Module, features: Any, names: Sequence[str], batch_size: int
     ) -> dict[str, Tensor]:
-        """Outputs of layers, by name: a tensor of shape (rows, values of a row) each."""
+        """Compute outputs of layers, by name: each is a tensor of shape (rows, values of a row)."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
-        now: dict[str, list[Any]] = {}  # of one batch, an output for each call of the layer
+        now: dict[str, list[Any]] = {}  # outputs for one batch, one for each call of the layer
 
         def keep(name: str) -> Callable[..., None]:
             def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -79,7 +79,7 @@ class TrainedModel:
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def sums(self, columns: dict[str, Any], features: str, label: str, batch_size: int) -> Sums:
-        """Over these rows."""
+        """Sum losses and metrics over these rows."""
         objective = self.parts.objective()
         model = self.model()
         count = self.parts.options_for(model).get("count")
@@ -95,11 +95,11 @@ class TrainedModel:
             yield min(batch_size, num - start), self.parts.batch_of(part, features, label)
 
 
-Trained = TrainedModel  # the name in pickles of models that were saved before
+Trained = TrainedModel  # the class's former name, which older saved models have
 
 
 def _flat(outputs: list[Any], name: str, rows: int) -> Tensor:
-    """The layer's one output, with a row for each of the batch's."""
+    """Return the layer's one output, flattened to (rows, values of a row)."""
     fits = [
         each for each in outputs if isinstance(each, Tensor) and each.dim() and len(each) == rows
     ]

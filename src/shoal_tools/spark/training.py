@@ -1,8 +1,8 @@
-"""What an estimator's ranks run. Nothing here needs Spark.
+"""The training loop that an estimator's ranks run. Nothing here needs Spark.
 
 A checkpoint has weights, states of optimizers, the loader's position, and the values of `_start`.
-In the middle of an epoch each rank knows the losses of its own rows. So a checkpoint has their sum
-over the ranks, and rank 0 takes it up again.
+In the middle of an epoch each rank knows the losses of its own rows only. So a checkpoint has their
+sum over the ranks, and rank 0 goes on from that sum.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shoal_tools.spark.parts import Parts, summed
 class FitResult:
     """Weights and losses that one rank of `fit` returns."""
 
-    state: dict[str, Tensor]  # the weights; of rank 0 only
-    losses: list[float]  # the mean of each epoch
+    state: dict[str, Tensor]  # the weights; empty except on rank 0
+    losses: list[float]  # mean loss of each epoch
     validations: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class FitFunction:
-    """The work of every rank of `fit`, as a function of its loaders."""
+    """Work of every rank of `fit`, as a function of its loaders."""
 
     parts: Parts
     features: str
@@ -50,7 +50,7 @@ class FitFunction:
     save_every: int = 0  # steps from one checkpoint to the next; 0: at the end of epochs only
 
     def batch(self, columns: dict[str, Any]) -> tuple[int, Any]:
-        """What the loader gives: a batch beside its number of rows."""
+        """Make a batch of columns; return the number of rows, and the batch."""
         rows = len(next(iter(columns.values())))
         return rows, self.parts.batch_of(columns, self.features, self.label)
 
@@ -60,8 +60,8 @@ class FitFunction:
         model, objective = self.parts.model(), self.parts.objective()
         check_made("model", model)
         optimizer = self.parts.optimizer(model.parameters())
-        torch.manual_seed(self.seed + 1 + world().rank)  # each rank drops out on its own
-        sample = self.parts.sample_of(next(iter(loader))[1])  # behind a last batch there is none
+        torch.manual_seed(self.seed + 1 + world().rank)  # each rank has its own dropout
+        sample = self.parts.sample_of(next(iter(loader))[1])  # a finished loader gives none
         with ExitStack() as stack:
             checkpoints = self._checkpoints(stack, model, optimizer, loader)
             at = checkpoints.resume() if checkpoints is not None else _start()
@@ -99,7 +99,7 @@ class FitFunction:
 
 
 def _start() -> dict[str, Any]:
-    """What a checkpoint has beside weights, before the first step."""
+    """Return a checkpoint's further values, as they are before the first step."""
     return {"epoch": 0, "step": 0, "losses": [], "validations": [], "begun": _nothing_begun()}
 
 
@@ -109,7 +109,7 @@ def _nothing_begun() -> dict[str, Any]:
 
 
 class _Learning:
-    """Epochs of one model, with what is validated in them."""
+    """Epochs of one model, with their losses and validations."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class _Learning:
         self.at, self._checkpoints = _start(), None  # type: tuple[dict[str, Any], Any]
 
     def go_on(self, at: Mapping[str, Any], checkpoints: Checkpoints | None) -> None:
-        """Go on from the values of a checkpoint, and save to these ones."""
+        """Go on from the values of a checkpoint, and save to these checkpoints."""
         self.at, self._checkpoints = dict(at), checkpoints
-        if at["begun"]["ranks"] != world().size:  # then the loader begins the epoch anew
+        if at["begun"]["ranks"] != world().size:  # other ranks: the loader restarts the epoch
             self.at["begun"] = _nothing_begun()
 
     def learn(self, loader: Any) -> None:
@@ -157,13 +157,13 @@ class _Learning:
             self._checkpoints.save(wait=wait)
 
     def _validate(self) -> None:
-        """Validate, unless that was done behind this step."""
+        """Validate, unless that was done after this step already."""
         told = self.at["validations"]
         if self._validation is not None and not (told and told[-1]["step"] == self.at["step"]):
             self.at["validations"] = [*told, self._validated()]
 
     def _steps(self, loader: Any) -> Iterator[tuple[Tensor, float]]:
-        """The loss of each step, and what it counts."""
+        """Train step by step; yield the loss of each step, and its weight."""
         for rows, batch in loader:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
@@ -177,7 +177,7 @@ class _Learning:
         return float(rows if self._count is None else self._count(*counted))
 
     def _validated(self) -> dict[str, Any]:
-        """Means over the validation rows of all ranks, on every rank the same (a collective)."""
+        """Compute the means over the validation rows of all ranks (a collective)."""
         parts = self._training.parts
         self._model.eval()
         own = summed(parts, self._objective, self._model, self._validation, self._count)
