@@ -54,8 +54,8 @@ from shoal.contracts.launcher import Job
 from shoal.core.plan import Plan
 from shoal.core.trace import Recorder
 from shoal.front.cluster import with_codings
-from shoal.planner.imagined import stretch
-from shoal.planner.sharing import plan_for
+from shoal.planner.imagined_hosts import stretch
+from shoal.planner.plan_details import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob

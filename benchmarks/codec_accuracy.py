@@ -16,7 +16,7 @@ from functools import partial
 from accuracy import HERE, RANKS, Runs, Task, parser, task_named, trained
 from torch import nn
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.contracts.codec import Codec, LinearCodec
 from shoal.core.registry import of
 

@@ -41,7 +41,7 @@ from shoal.session.session import current
 from shoal_tools.launch import processes
 from shoal_tools.launch.lab import Lab
 from shoal_tools.launch.namespaces import enter
-from shoal_tools.testing import faulty
+from shoal_tools.testing import planned_faults
 
 INTERFACE = "interface"
 TIMEOUT_S = 120.0  # of an exchange: no fault may have to wait for it
@@ -124,7 +124,7 @@ def strike(kind: str) -> None:
         print("fault at", time.time(), flush=True)
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     else:
-        faulty.strike(kind, faulty.Victim(), "planted")
+        planned_faults.strike(kind, planned_faults.Victim(), "planted")
 
 
 class Moments:

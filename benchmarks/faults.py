@@ -12,13 +12,13 @@ that rank's, and what happens:
     exception   one that nobody catches
     interface   GLOO_SOCKET_IFNAME names no interface of this host
 
-The first four are kinds of `shoal_tools.testing.faulty`. Each fault is a job of its own in a lab of
-its own, so a link that is down cuts off a host as a pulled cable would. The moments are found by a
-run without a fault, which counts the groups of connections that each rank makes and the messages
-that it waits for. A fault has passed when all other ranks have ended by themselves within 30 s,
-each of them naming the rank and its host, and neither a process nor a network namespace is left. A
-host that is cut off cannot know who else is: it has to end too, and that is all. A fault at the
-very end may be nobody's loss.
+The first four are kinds of `shoal_tools.testing.planned_faults`. Each fault is a job of its own in
+a lab of its own, so a link that is down cuts off a host as a pulled cable would. The moments are
+found by a run without a fault, which counts the groups of connections that each rank makes and the
+messages that it waits for. A fault has passed when all other ranks have ended by themselves within
+30 s, each of them naming the rank and its host, and neither a process nor a network namespace is
+left. A host that is cut off cannot know who else is: it has to end too, and that is all. A fault at
+the very end may be nobody's loss.
 
 Needs root and Linux (the lab). `tests/faults/test_every_moment.py` runs a few of them, and
 `make test-proof` the twelve that are `CHOSEN`: every plan and every kind.

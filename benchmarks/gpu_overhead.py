@@ -37,7 +37,7 @@ from shoal.contracts.exchange import Bucket, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 from shoal.core.plan import Choice, Plan
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob

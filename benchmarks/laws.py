@@ -38,9 +38,9 @@ from shoal.contracts.launcher import Job
 from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
 from shoal.core.foresight import Network, Question
 from shoal.core.plan import Site
-from shoal.planner.imagined import imagined
+from shoal.planner.imagined_hosts import imagined
 from shoal.planner.timeline import Predictor
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal.session.session import current
 from shoal_tools.contenders.peers import Peer, Workload, slowest_rank, step_times
 from shoal_tools.launch.lab import Lab

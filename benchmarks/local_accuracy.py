@@ -20,7 +20,7 @@ from typing import Any
 from accuracy import HERE, Runs, parser, task_named, trained
 
 import shoal
-from shoal.core.outer import RULES
+from shoal.core.outer_step import RULES
 
 EXACT = "exact"
 PART = 0.01  # of the loss

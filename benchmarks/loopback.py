@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 from shoal.contracts.comm import Comm, Pending
 from shoal.core.facts import Topology
 from shoal.core.plan import Choice, Plan
-from shoal.front.joining import using
 from shoal.front.recipe import load
+from shoal.front.session_start import using
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob

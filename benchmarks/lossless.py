@@ -22,7 +22,7 @@ import accuracy
 import torch
 from torch import Tensor
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.codecs.runs import Runs
 
 CODECS = "bfloat16", "int8", "int4", "one_bit", "top_k"

@@ -48,7 +48,7 @@ import transformers
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import current
 
 ROWS, STEPS, LEARNING_RATE = 6, 3, 0.05

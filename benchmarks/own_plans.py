@@ -25,7 +25,7 @@ from cell_models import MODELS
 from cells import OWN, Cell, measured
 
 import shoal
-from shoal.planner.steady import KINDS, strategies_of
+from shoal.planner.simpler_plans import KINDS, strategies_of
 
 SEED = 55
 LABS = (

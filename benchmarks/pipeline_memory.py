@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.contracts.launcher import Job
-from shoal.core.freed import give_back_freed
+from shoal.core.freed_memory import give_back_freed
 from shoal_tools.launch.local import Local
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

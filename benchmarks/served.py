@@ -38,7 +38,7 @@ def be_one() -> None:
     import shoal  # noqa: PLC0415
     from shoal.comm.threads import ThreadComm, run  # noqa: PLC0415
     from shoal.core.facts import Cluster, Link, Topology  # noqa: PLC0415
-    from shoal.front.joining import using  # noqa: PLC0415
+    from shoal.front.session_start import using  # noqa: PLC0415
     from shoal.servers.servers import serve  # noqa: PLC0415
     from shoal.tensors.cut import cut_of  # noqa: PLC0415
 

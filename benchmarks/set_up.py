@@ -50,10 +50,10 @@ PHASES = {
     "pace of packing": (("shoal.front.cluster", "probe_pack"),),
     "pace of landing": (("shoal.front.cluster", "probe_landing"),),
     "paces of codecs": (("shoal.front.cluster", "probe_codings"),),
-    "search": (("shoal.front.known_before", "plan_for"),),
-    "waiting for the plan": (("shoal.front.spreading", "from_first"),),
-    "comparing weights, beside the search": (("shoal.front.spreading", "of_first"),),
-    "rewrite": (("shoal.front.spreading", "attach"),),
+    "search": (("shoal.front.earlier_figures", "plan_for"),),
+    "waiting for the plan": (("shoal.front.parallel_ranks", "from_first"),),
+    "comparing weights, beside the search": (("shoal.front.parallel_ranks", "of_first"),),
+    "rewrite": (("shoal.front.parallel_ranks", "attach"),),
 }
 
 

@@ -25,7 +25,7 @@ from torch import nn
 import shoal
 from shoal.contracts.launcher import Job
 from shoal_tools.launch.lab import Lab
-from shoal_tools.testing.faulty import Victim, strike
+from shoal_tools.testing.planned_faults import Victim, strike
 
 _RATE = "200mbit"
 _WIDTH, _ROWS = 384, 256

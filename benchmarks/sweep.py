@@ -41,9 +41,9 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.front.recipe import load
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search import predict_again
 from shoal.planner.search_options import DEFAULT
-from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob

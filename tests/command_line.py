@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling import paces
 from shoal.session import session
 from shoal_tools.cli import main

@@ -24,6 +24,62 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 MOST_ATTRIBUTES = 15
 SMALL_FILE = 60  # a file with fewer lines is small
+IRREGULAR = set(
+    [
+        "begun",
+        "bought",
+        "brought",
+        "built",
+        "caught",
+        "chosen",
+        "dealt",
+        "done",
+        "drawn",
+        "fed",
+        "felt",
+        "found",
+        "given",
+        "gone",
+        "held",
+        "heard",
+        "kept",
+        "known",
+        "laid",
+        "lost",
+        "made",
+        "meant",
+        "met",
+        "paid",
+        "said",
+        "seen",
+        "sent",
+        "shown",
+        "spent",
+        "taken",
+        "taught",
+        "thought",
+        "thrown",
+        "told",
+        "unsent",
+        "won",
+        "written",
+    ]
+)
+NO_PARTICIPLES = set(["need", "feed", "seed", "speed", "bed", "red", "reed", "embed", "shed"])
+ADVERBS = set(
+    [
+        "again",
+        "ahead",
+        "alone",
+        "around",
+        "aside",
+        "elsewhere",
+        "inside",
+        "outside",
+        "together",
+        "apart",
+    ]
+)
 REMOTE_ROOMS = ("shoal/remote", "shoal/servers", "shoal/tail")  # the way to other hosts, both sides
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -280,6 +336,29 @@ def _ancestors(name: str, by_module: Mapping[str, SourceFile]) -> Iterator[ast.C
         yield from _ancestors(above, by_module)
 
 
+def is_participle(name: str) -> bool:
+    """Say whether a name ends in a participle: it names a result, and no thing and no act."""
+    last = name.strip("_").rpartition("_")[2]
+    return last in IRREGULAR or (last.endswith("ed") and last not in NO_PARTICIPLES)
+
+
+def find_files_named_by_participles(files: Iterable[SourceFile]) -> list[str]:
+    """List files named by a participle, an adverb or a preposition, such as `spent` or `aside`."""
+    return [f.path for f in files if is_participle(s := PurePosixPath(f.path).stem) or s in ADVERBS]
+
+
+def find_functions_named_by_participles(files: Iterable[SourceFile]) -> list[str]:
+    """List functions, but no properties, named by a participle, such as `mended`."""
+    return [
+        f"{file.path}:{node.lineno} {node.name}"
+        for file in files
+        for node in file.nodes
+        if isinstance(node, Function)
+        and is_participle(node.name)
+        and not any("property" in ast.unparse(each) for each in node.decorator_list)
+    ]
+
+
 def find_message_classes(files: Iterable[SourceFile]) -> list[str]:
     """List classes that may cross to another host by themselves: all that descend from Message."""
     classes = {node.name: (file, node) for file in files for node in _top_classes(file)}
@@ -446,6 +525,12 @@ MEASURES = {
     ),
     "small_files_with_one_importer": Measure(
         find_crumbs, "Merge the small file into the file that imports it."
+    ),
+    "files_named_by_participles": Measure(
+        find_files_named_by_participles, "Name the file by the thing that it is about."
+    ),
+    "functions_named_by_participles": Measure(
+        find_functions_named_by_participles, "Name the function by what it does: a verb."
     ),
     "message_classes": Measure(
         find_message_classes, "Say it with a verb of remote/verbs.py that is there already."

@@ -236,6 +236,17 @@ def test_class_names_are_the_same_with_and_without_underscore() -> None:
     assert find_shared_class_names([one, other]) == ["Rows: a/b.py, c/d.py"]
 
 
+def test_names_that_are_participles() -> None:
+    text = "def mended(): ...\ndef _as_told(): ...\ndef mend(): ...\ndef seed(): ...\n"
+    text += "class A:\n    @property\n    def used(self): ...\n"
+    files = [parse(f"a/{name}.py", text) for name in ("unsent", "aside", "known_figures")]
+    assert MEASURES["files_named_by_participles"].find(files) == ["a/unsent.py", "a/aside.py"]
+    assert MEASURES["functions_named_by_participles"].find(files[:1]) == [
+        "a/unsent.py:1 mended",
+        "a/unsent.py:2 _as_told",
+    ]
+
+
 def test_importers_of_every_spelling() -> None:
     named = parse("a/x/named.py", "")
     house = [

@@ -12,7 +12,7 @@ from shoal.core.beginning import Beginning
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outcome import Outcome, Term
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
 from shoal.core.registry import register, unregister
@@ -33,18 +33,18 @@ from shoal.features import (
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.codec_report import CodecReport, codec_report
 from shoal.front.distributed_checkpoint import Stateful
-from shoal.front.explaining import explain
-from shoal.front.joining import Served, init, serve
-from shoal.front.launching import launch
+from shoal.front.explain import explain
+from shoal.front.launch import launch
 from shoal.front.outcomes import outcome
 from shoal.front.parallel import parallelize, plan
-from shoal.front.planned import is_parallelized, plan_of
+from shoal.front.plan_queries import is_parallelized, plan_of
+from shoal.front.rank_values import gather, mean
 from shoal.front.release import unparallelize
-from shoal.front.replanning import replan
-from shoal.front.saving import load, save
+from shoal.front.replan import replan
+from shoal.front.save_and_load import load, save
 from shoal.front.scaled_lr import scaled_lr
-from shoal.front.sharding import shard
-from shoal.front.together import gather, mean
+from shoal.front.session_start import Served, init, serve
+from shoal.front.shard import shard
 from shoal.moved import install as _install
 from shoal.planner.search_options import SearchOptions
 from shoal.session.memory import Memory, memory

@@ -17,9 +17,9 @@ from typing import final
 
 NEW_NAMES = {
     "shoal.cli": "shoal_tools.cli",
-    "shoal.comm.around": "shoal_tools.testing.around",
-    "shoal.comm.faulty": "shoal_tools.testing.faulty",
-    "shoal.comm.traced": "shoal_tools.testing.traced",
+    "shoal.comm.around": "shoal_tools.testing.comm_wrapper",
+    "shoal.comm.faulty": "shoal_tools.testing.planned_faults",
+    "shoal.comm.traced": "shoal_tools.testing.byte_counts",
     "shoal.commands": "shoal_tools.commands",
     "shoal.commands.ddp_hooks": "shoal_tools.contenders.ddp_hooks",
     "shoal.commands.peers": "shoal_tools.contenders.peers",

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.explanation import Explanation
 from shoal.core.facts import Cluster, Excerpt, ModelProfile
@@ -41,9 +41,9 @@ from shoal.core.foresight import (
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
 from shoal.planner.holders import is_dealt
-from shoal.planner.imagined import imagined, stretch
-from shoal.planner.lossy import ways
-from shoal.planner.sharing import plan_for
+from shoal.planner.imagined_hosts import imagined, stretch
+from shoal.planner.lossy_plans import ways
+from shoal.planner.plan_details import plan_for
 from shoal.planner.step import Timeline
 from shoal.planner.timeline import Predictor, as_planned
 

@@ -25,8 +25,8 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.engine import attendance, shared_parts
 from shoal.engine.shared_parts import SharedParts
-from shoal.front.joining import using
-from shoal.tensors.over_ranks import OverRanks
+from shoal.front.session_start import using
+from shoal.tensors.sharded_parameter import OverRanks
 
 LAYERS = ("0", "2", "4")
 WAYS = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shoal.checkpoint.extents import Extent, Joining, Owned
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.pieces import Piece
-from shoal.tensors.on_rank import OnRank
-from shoal.tensors.over_ranks import OverRanks
+from shoal.tensors.rank_parameter import OnRank
+from shoal.tensors.sharded_parameter import OverRanks
 
 pytestmark = pytest.mark.quick
 WHOLE = torch.arange(60.0, dtype=torch.float64).reshape(5, 12)

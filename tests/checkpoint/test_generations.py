@@ -24,7 +24,7 @@ from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Topology
-from shoal.tensors.over_ranks import OverRanks
+from shoal.tensors.sharded_parameter import OverRanks
 
 pytestmark = pytest.mark.quick
 HOSTS = ("a", "a", "b", "c")

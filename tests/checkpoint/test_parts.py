@@ -13,7 +13,7 @@ from shoal.checkpoint.parts import Bringing, Spread
 from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.threads import ThreadComm, run
-from shoal.tensors.over_ranks import OverRanks
+from shoal.tensors.sharded_parameter import OverRanks
 
 WHOLES = [torch.arange(60.0).reshape(5, 12), torch.arange(15).reshape(5, 3) % 2 == 0]
 SIZES = {0: [2, 0, 3], 1: [1, 1, 10]}

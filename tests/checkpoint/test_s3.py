@@ -19,7 +19,7 @@ from shoal.checkpoint.store import Store
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")

@@ -18,7 +18,7 @@ from shoal.checkpoint.store import Store
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.commands.options import NamedPath
 
 fsspec = pytest.importorskip("fsspec")

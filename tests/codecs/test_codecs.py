@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded import Coded, codec_named, exchange_named
+from shoal.codecs.coded_exchange import Coded, codec_named, exchange_named
 from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.top_k import threshold
 from shoal.comm.threads import ThreadComm, run
@@ -16,7 +16,7 @@ from shoal.contracts.exchange import Bucket, LiveBucket
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Topology
 from shoal.core.registry import of
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 OWN = sorted(of(Codec))
 FED_BACK = [name for name, kind in of(Codec).items() if kind.feedback]

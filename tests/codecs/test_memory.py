@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 torch.set_num_threads(1)
 RANKS, WIDTH, LAYERS = 2, 512, 16

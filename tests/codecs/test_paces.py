@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs import paces
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded_exchange import exchange_named
 from shoal.codecs.paces import probe_codings
 from shoal.codecs.runs import RUN
 from shoal.comm.threads import ThreadComm, run

@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded import codec_named, exchange_named
+from shoal.codecs.coded_exchange import codec_named, exchange_named
 from shoal.codecs.runs import Runs
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import LiveBucket
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 CODECS = sorted(of(Codec))
 NUMEL, ROUNDS = 700, 12

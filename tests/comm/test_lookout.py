@@ -11,7 +11,7 @@ from shoal.comm import lookout
 from shoal.comm.beats import BEATING, Beat, BeatBoard, Verdict
 from shoal.comm.lookout import Lookout
 from shoal.comm.patience import Patience
-from shoal.comm.places import ChannelRecord, ChannelWait, Journal, RankPlace, missed
+from shoal.comm.wait_places import ChannelRecord, ChannelWait, Journal, RankPlace, missed
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer
 
 LOOKS = 40  # in ten seconds

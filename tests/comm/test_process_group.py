@@ -14,10 +14,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from shoal.comm import process_group
-from shoal.comm.inside import is_timeout
-from shoal.comm.places import Journal
 from shoal.comm.process_group import ProcessGroupComm, join
 from shoal.comm.rendezvous import seat
+from shoal.comm.torch_calls import is_timeout
+from shoal.comm.wait_places import Journal
 from shoal.contracts.launcher import Job
 from shoal.core.errors import MissingRank, UsageError
 from shoal.core.facts import Topology

@@ -14,8 +14,8 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer
 from shoal.core.facts import Topology
-from shoal_tools.testing.faulty import FaultyComm
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
+from shoal_tools.testing.planned_faults import FaultyComm
 
 SESSION: ContextVar[str] = ContextVar("SESSION", default="none")
 

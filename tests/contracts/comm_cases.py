@@ -23,7 +23,7 @@ from shoal.comm.rendezvous import seat
 from shoal.contracts.comm import Comm
 from shoal.core.cost import Pace, Price
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 HOSTS = "aab"
 RANKS = len(HOSTS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.contracts.comm import Comm, Pending
-from shoal_tools.testing.around import Around
+from shoal_tools.testing.comm_wrapper import Around
 
 _HOOKS = (
     "_forward_hooks",

@@ -13,8 +13,8 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.exchange import Exchange
 from shoal.core.facts import Topology
-from shoal_tools.testing.faulty import FaultyComm, NetworkFault
-from shoal_tools.testing.traced import Counts, TracedComm
+from shoal_tools.testing.byte_counts import Counts, TracedComm
+from shoal_tools.testing.planned_faults import FaultyComm, NetworkFault
 
 RANKS = [1, 2, 3, 4, 5, 8]
 

@@ -30,12 +30,12 @@ from shoal.core.plan import Plan
 from shoal.core.role import Role
 from shoal.engine.engine import Engine
 from shoal.exchange.direct import Direct
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
-from shoal_tools.testing.faulty import FaultyComm, RandomDelay
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
+from shoal_tools.testing.planned_faults import FaultyComm, RandomDelay
 
 RANKS, STEPS = 2, 8
 THIRD = Cadence(Event.STEP_ENDED, every=3)
@@ -213,7 +213,7 @@ def test_bytes_are_sent_every_third_step(monkeypatch: pytest.MonkeyPatch) -> Non
     # ranks tell how long steps take after so many
     monkeypatch.setattr("shoal.engine.stragglers._WINDOW", (STEPS + 1, 500))
     # and compare what they have in common now and then
-    monkeypatch.setattr("shoal.engine.common.NowAndThen.backward_ended", lambda self: None)
+    monkeypatch.setattr("shoal.engine.common_state.NowAndThen.backward_ended", lambda self: None)
     counts: dict[int, int] = {}
 
     def work(comm: ThreadComm) -> float:

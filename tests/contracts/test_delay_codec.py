@@ -40,8 +40,8 @@ from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import StateDict
 from shoal.core import registry
 from shoal.core.plan import Plan
-from shoal.front.joining import using
-from shoal_tools.testing.traced import TracedComm
+from shoal.front.session_start import using
+from shoal_tools.testing.byte_counts import TracedComm
 
 PIN = "replicate:direct+delay(ms=1)"
 STEPS = 5

@@ -24,8 +24,8 @@ from shoal.core.pieces import cut
 from shoal.core.registry import of
 from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
-from shoal_tools.testing.faulty import RandomDelay
-from shoal_tools.testing.traced import Counts, TracedComm
+from shoal_tools.testing.byte_counts import Counts, TracedComm
+from shoal_tools.testing.planned_faults import RandomDelay
 
 pytestmark = pytest.mark.quick
 

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.facts import Cluster
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WORDS, CLASSES, STEPS = 19, 5, 3
 WAYS = list(HERE)

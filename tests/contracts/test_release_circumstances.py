@@ -38,7 +38,7 @@ from with_tail import together
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import Session, current
 
 # layers in several transfers

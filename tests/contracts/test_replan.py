@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.plan import Plan
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 RANKS = 3
 PINS = [{"*": "replicate:ring"}, {"*": "sliced"}, {"0": "column", "2": "factor"}, {"2": "head"}]

@@ -21,13 +21,13 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.core.way import strategy_and_exchange
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
 from shoal.servers.servers import Servers, serve
-from shoal_tools.testing.traced import Counts, TracedComm
+from shoal_tools.testing.byte_counts import Counts, TracedComm
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank

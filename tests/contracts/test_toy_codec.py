@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.coded import Coded, exchange_named
+from shoal.codecs.coded_exchange import Coded, exchange_named
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts import codec as contract
 from shoal.contracts.codec import Codec
@@ -40,10 +40,10 @@ from shoal.core import registry
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Topology
 from shoal.exchange.direct import Direct
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search import search
 from shoal.planner.search_options import Constraints
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from shoal.core import registry
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search import search
 from shoal.planner.search_options import Constraints
 

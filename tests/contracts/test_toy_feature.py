@@ -27,7 +27,7 @@ from shoal.core import registry
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import current

@@ -40,7 +40,7 @@ from shoal.core.cost import Cost, Phase, total
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.strategies.replicate import Replicate
 
 RANKS = 2

@@ -13,7 +13,7 @@ import pytest
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
 from shoal.core.regular_files import read_bytes, read_text, require_regular
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal_tools.report.run_file import load
 
 

@@ -25,7 +25,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 pytestmark = pytest.mark.quick
 Batches = list[list[int]]

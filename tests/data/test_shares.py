@@ -18,7 +18,7 @@ from shoal.core.passes import Passes
 from shoal.data.deal import Deal, cut_by
 from shoal.data.sharded import shard_loader
 from shoal.data.shares import Speed
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 pytestmark = pytest.mark.quick
 WHOLE = 24  # rows of a global batch

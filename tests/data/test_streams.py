@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 pytestmark = pytest.mark.quick
 

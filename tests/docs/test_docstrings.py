@@ -17,7 +17,7 @@ from pages import PAGES, ROOT
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.lab import Lab
 
 
@@ -54,13 +54,13 @@ def examples() -> Iterator[doctest.DocTest]:
 EXAMPLES = {example.name: example for example in examples() if example.examples}
 
 
-FORKS = "shoal.front.launching.launch"  # a process that has called shoal.init() starts no ranks
+FORKS = "shoal.front.launch.launch"  # a process that has called shoal.init() starts no ranks
 
 
 def test_an_example_that_starts_ranks_gives_what_it_shows() -> None:
     run_one = (
-        "import doctest, shoal; from shoal.front import launching;"
-        "(example,) = doctest.DocTestFinder().find(launching.launch, globs={});"
+        "import doctest, shoal; from shoal.front import launch;"
+        "(example,) = doctest.DocTestFinder().find(launch.launch, globs={});"
         "result = doctest.DocTestRunner().run(example);"
         "raise SystemExit(result.failed or not result.attempted)"
     )

@@ -23,11 +23,11 @@ from shoal.core.errors import PeerLost, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
 from shoal.engine.engine import Engine
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.optim.owners import Owners
 from shoal.servers.servers import serve
-from shoal.tensors.guarded import ComingParameter
-from shoal_tools.testing.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
+from shoal.tensors.guarded_parameters import ComingParameter
+from shoal_tools.testing.planned_faults import Delay, FaultyComm, Kill, Killed, RandomDelay
 
 
 class Scripted(Transfer):

@@ -15,11 +15,11 @@ import torch
 from test_replicas import EVERY, Script, on_ranks
 from torch import Tensor
 
-from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.carrier_memory import coded_carriers
 from shoal.codecs.runs import LOST
 from shoal.comm.threads import ThreadComm
 from shoal.session.session import current
-from shoal_tools.testing.faulty import flip
+from shoal_tools.testing.planned_faults import flip
 
 AT = 11  # an element
 Flip = Callable[[Script, int], None]

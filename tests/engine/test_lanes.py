@@ -17,7 +17,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import WorldError
 from shoal.engine.lanes import Lane, streaming
 from shoal.engine.weights import Weigher
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import Servers
 from shoal.session.session import Session, Threads
 

@@ -15,8 +15,8 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.engine.replicas import Odd, digests_of, judged
-from shoal.front.joining import using
-from shoal_tools.testing.faulty import flip
+from shoal.front.session_start import using
+from shoal_tools.testing.planned_faults import flip
 
 ROWS = torch.arange(24 * 6, dtype=torch.float32).reshape(24, 6).sin()
 EVERY = 4

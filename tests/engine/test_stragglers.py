@@ -28,8 +28,8 @@ from shoal.engine.stragglers import (
     slow_ranks,
     window_of,
 )
-from shoal.front.joining import using
-from shoal_tools.testing.faulty import Delay, FaultyComm
+from shoal.front.session_start import using
+from shoal_tools.testing.planned_faults import Delay, FaultyComm
 
 USUAL = StepReport(0.2, 0.12, 0.01, 0.02, 0.0, 0.05)
 HOSTS = Topology(("a", "b", "c"))

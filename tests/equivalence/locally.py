@@ -27,7 +27,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 RULES = {
     "nesterov": shoal.Outer(lr=0.7, momentum=0.9),

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.facts import MovingState
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import current
-from shoal_tools.testing.traced import Counts, TracedComm
+from shoal_tools.testing.byte_counts import Counts, TracedComm
 
 
 class Centred(nn.Module):

@@ -29,12 +29,12 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy, probes_of
-from shoal.core.draws import RANDOM_STATE
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.random_state import RANDOM_STATE
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.core.way import strategy_and_exchange
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.servers.servers import serve

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling import steps
 from shoal.servers.servers import serve
 

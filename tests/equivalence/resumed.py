@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import serve
 
 ROWS, BATCH, WORDS, WIDTH, CLASSES = 46, 12, 23, 6, 5

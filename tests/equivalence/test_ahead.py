@@ -27,9 +27,9 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.transfer import Slice
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search_options import DEFAULT
-from shoal.servers.ahead import Shelf
+from shoal.servers.ahead_workers import Shelf
 from shoal.servers.servers import serve
 from shoal.session.session import current
 

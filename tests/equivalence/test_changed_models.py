@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 def converted(model: nn.Module) -> None:

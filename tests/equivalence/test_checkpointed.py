@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search_options import SearchOptions
 from shoal.tensors import boundary
 from shoal.tensors.boundary import CallRows, Move

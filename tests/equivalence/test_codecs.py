@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WAYS = [
     "replicate:direct",

@@ -33,7 +33,7 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.local import Local
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 class Tagger(nn.Module):

@@ -37,7 +37,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import named
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search import search
 from shoal.planner.search_options import Constraints
 from shoal.profiling.layers import profile_model

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 BATCHES = features(7, 3)
 SAMPLED = pytest.mark.parametrize("has_sample", [False, True], ids=["first", "sample"])

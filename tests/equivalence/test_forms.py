@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import SampleError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 class TwoInputs(nn.Module):

@@ -121,7 +121,9 @@ def test_rank_0_warns_once_unless_ranks_count_alike(monkeypatch, weigh):
         return output.logsumexp(0).mean()
 
     said: list[Any] = []
-    monkeypatch.setattr("shoal.front.spreading.warn_of_unlike", lambda *found: said.append(found))
+    monkeypatch.setattr(
+        "shoal.front.parallel_ranks.warn_of_unlike", lambda *found: said.append(found)
+    )
     data = [(numbers(ROWS, 7), torch.arange(ROWS) % 3)]
     Training(model=built(Encoder), batches=data, loss_fn=alone, weigh=weigh).on_ranks(2)
     assert len(said) == (weigh == "rows")

@@ -37,13 +37,13 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.strategy import Place
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.plan import Plan
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.geo import GeoModel, GlobalSlice
 from shoal.servers.servers import serve
 from shoal.strategies.geo import GeoTransfer
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 STEPS, ROUND = 8, 3  # the last round is not full
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.tensors.boundary import CallRows
 from shoal.tensors.cut_output import CutOutput
 

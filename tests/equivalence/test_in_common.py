@@ -16,7 +16,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WAYS = ["replicate:ring", "sliced", "factor", "row"]
 ROWS = torch.arange(24 * 6, dtype=torch.float64).reshape(24, 6).sin()
@@ -191,7 +191,7 @@ def test_what_no_bucket_tells_is_compared_now_and_then(
 ) -> None:
     for room in ("replicate", "sliced"):  # as on a GPU
         monkeypatch.setattr(f"shoal.strategies.{room}.can_tell", lambda flat, ranks: False)
-    monkeypatch.setattr("shoal.engine.common._EVERY", 5)
+    monkeypatch.setattr("shoal.engine.common_state._EVERY", 5)
 
     def script(script: Script) -> None:
         def steps() -> None:

@@ -41,9 +41,9 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.launcher import Job
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.local import Local
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 
 def assert_islands(rule: str, hosts: str, **how: Any) -> None:

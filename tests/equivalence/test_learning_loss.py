@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 BATCHES = features(7, 3)
 

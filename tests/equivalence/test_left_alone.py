@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 def both() -> nn.Module:

@@ -24,7 +24,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 BATCHES = features(7, 3)
 

@@ -41,7 +41,7 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.features.residuals import residuals
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import current
 
 

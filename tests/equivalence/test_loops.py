@@ -36,7 +36,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import UsageError
 from shoal.core.registry import of
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 ROWS = torch.arange(24 * 4, dtype=torch.float64).reshape(24, 4).sin()
 NOISE = torch.arange(24 * 4, dtype=torch.float64).reshape(24, 4).cos()

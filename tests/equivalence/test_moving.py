@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.core.errors import PlanError, SampleError, UsageError
-from shoal.strategies.moving import phase_of
+from shoal.strategies.state_agreement import phase_of
 
 BATCHES = features(6, 3, steps=6)
 

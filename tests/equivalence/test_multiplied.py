@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.layers import profile_model
 from shoal.profiling.weight_use import WeightUse
 from shoal.session.session import current

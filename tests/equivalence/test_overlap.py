@@ -27,9 +27,9 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.engine.routes import Routes
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import serve
-from shoal_tools.testing.faulty import FaultyComm, RandomDelay
+from shoal_tools.testing.planned_faults import FaultyComm, RandomDelay
 
 
 def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at():

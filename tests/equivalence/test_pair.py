@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import Hub, ThreadComm, run
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.layers import profile_model
 from shoal.strategies.pair import PairFacts
 from shoal.tensors.boundary import CallRows

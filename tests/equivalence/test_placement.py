@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.session.session import current
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 STEPS = 4
 Rows = Callable[[Tensor], Tensor]  # a rank's rows of a tensor

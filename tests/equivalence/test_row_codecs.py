@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.search_options import SearchOptions
-from shoal.tensors.crossing import RowCrossing
+from shoal.tensors.row_crossing import RowCrossing
 
 BATCHES = [(x.float(), y) for x, y in features(7, 3, rows=12, steps=6)]
 # half of a step of 8 bits, and of 11: at most, of a value

@@ -30,10 +30,10 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import ModelProfile
-from shoal.front.joining import using
 from shoal.front.recipe import load
+from shoal.front.session_start import using
 from shoal.profiling.layers import profile_model
-from shoal.strategies.cutting import CutFacts
+from shoal.strategies.cut_layers import CutFacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,8 +16,8 @@ from with_servers import steps, trained
 
 import shoal
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded import exchange_named
-from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.carrier_memory import coded_carriers
+from shoal.codecs.coded_exchange import exchange_named
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import LiveBucket, Span, StateDict

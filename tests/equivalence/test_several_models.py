@@ -40,7 +40,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 

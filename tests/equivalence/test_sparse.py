@@ -33,7 +33,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 # torch's own optimizers make sparse tensors so
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -38,14 +38,14 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
 from shoal.front import text
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.tails import tail_of
 from shoal.rewrite.apply import sites
 from shoal.session.session import current
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 COUNT_BYTES = 40  # a row count that is asked for, to every other rank
 

@@ -32,9 +32,9 @@ from with_tail import (
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import DeadlinePassed, RanksDiffer, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.tensors.cut import cut_of
-from shoal_tools.testing.faulty import Drop, FaultyComm, NetworkFault
+from shoal_tools.testing.planned_faults import Drop, FaultyComm, NetworkFault
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "another loss": (

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.contracts.strategy import Strategy
 from shoal.core.registry import named
-from shoal.strategies.carried import carriers
+from shoal.strategies.carrier_terms import carriers
 
 WAYS = [
     *(

@@ -33,13 +33,13 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.cost import total
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import ModelProfile
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.timeline import Predictor
 from shoal.profiling.layers import profile_model
 from shoal.session.session import current
 from shoal.strategies.sync_batchnorm import SyncNorms, alone, phases_of
 from shoal.tensors.sync_norm import Synchronised
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 
 class Block(nn.Module):

@@ -27,7 +27,7 @@ from with_tables import PINS, ROWS, WIDTH, Twice, Words, assert_same, batches, t
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import serve
 
 

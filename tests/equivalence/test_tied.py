@@ -35,9 +35,9 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.layers import profile_model
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal.strategies.tied_uses import TiedFacts
 
 WORDS, WIDTH = 11, 6

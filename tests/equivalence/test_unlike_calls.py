@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 def rows(rank: int, step: int, call: int, number: int = 1) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 Rows = Callable[[int], Sequence[int]]
 LENGTH = "the length of the stream that each rank reads"

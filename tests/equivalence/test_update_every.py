@@ -43,7 +43,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import current
 
 EVERY = {"1": 3, "2": 2}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import serve
 
 

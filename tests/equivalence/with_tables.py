@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import serve
 
 ROWS, WIDTH = 23, 5

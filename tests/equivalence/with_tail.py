@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WIDTH, HIDDEN, CLASSES = 6, 8, 5
 PINS = {"body.*": "replicate", "tail.*": "stage"}

@@ -17,7 +17,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, SampleError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 def good(model: nn.Module, batch: Any) -> Tensor:

@@ -21,8 +21,8 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.sample import Sample
 from shoal.core.errors import PlanError, RanksDiffer, SampleError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front import joining
-from shoal.front.joining import using
+from shoal.front import session_start
+from shoal.front.session_start import using
 from shoal.profiling.identity import model_digest
 
 # TorchScript's registry of classes is the process's: ranks that are threads take turns
@@ -613,21 +613,21 @@ def test_an_error_of_shoals_within_a_model_is_shown_as_it_is() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300, "5", True], ids=repr)
 def test_time_outs_that_are_none_are_refused(seconds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "found", lambda: None)
+    monkeypatch.setattr(session_start, "found", lambda: None)
     for name in ("timeout_s", "start_timeout_s"):
         with pytest.raises(UsageError, match="a time-out is more than 0 s"):
             shoal.init(**{name: seconds})
 
 
 def test_a_rank_is_not_lost_before_its_beats_can_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "found", lambda: None)
+    monkeypatch.setattr(session_start, "found", lambda: None)
     with pytest.raises(UsageError, match=r"lost_after_s is at least 3 s(.|\n)*give 3 or more"):
         shoal.init(lost_after_s=0.1)
 
 
 def test_ranks_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `timeout_s=None` stands for a deadline from the prediction."""
-    monkeypatch.setattr(joining, "found", lambda: None)
+    monkeypatch.setattr(session_start, "found", lambda: None)
     with pytest.raises(UsageError, match="a time-out is more than 0 s"):
         shoal.init(start_timeout_s=None)  # type: ignore[arg-type]
 

@@ -15,8 +15,8 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front import spreading
-from shoal.front.joining import using
+from shoal.front import parallel_ranks
+from shoal.front.session_start import using
 
 PINS = {
     "sliced": {"*": "sliced"},
@@ -162,9 +162,9 @@ def test_a_search_that_lasts_while_ranks_compare_weights_is_no_difference(
 
         return late
 
-    monkeypatch.setattr(spreading, "chosen", delayed(spreading.chosen, lambda _: True))
-    compared = delayed(spreading.of_first, lambda given: given[1].rank > 0)
-    monkeypatch.setattr(spreading, "of_first", compared)
+    monkeypatch.setattr(parallel_ranks, "chosen", delayed(parallel_ranks.chosen, lambda _: True))
+    compared = delayed(parallel_ranks.of_first, lambda given: given[1].rank > 0)
+    monkeypatch.setattr(parallel_ranks, "of_first", compared)
 
     def of_rank(comm: ThreadComm) -> None:
         with using(comm, Cluster(Topology(("a", "b", "c")), Link(1e-4, 1e8), 1.0)):

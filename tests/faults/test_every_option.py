@@ -25,8 +25,8 @@ from shoal.contracts.feature import Feature
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.plan import Plan
 from shoal.core.registry import of
-from shoal.front.joining import using
 from shoal.front.options import keywords
+from shoal.front.session_start import using
 from shoal.profiling.identity import model_digest
 
 pytestmark = pytest.mark.quick

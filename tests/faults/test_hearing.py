@@ -16,9 +16,9 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PeerLost
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.servers.servers import serve
-from shoal_tools.testing.faulty import Planted
+from shoal_tools.testing.planned_faults import Planted
 
 LABELS = torch.tensor([0, 1, 2, 0])
 

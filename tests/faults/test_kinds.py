@@ -27,10 +27,10 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.launcher import Job
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.lab import Lab
-from shoal_tools.testing import faulty
-from shoal_tools.testing.faulty import (
+from shoal_tools.testing import planned_faults
+from shoal_tools.testing.planned_faults import (
     KINDS,
     Fault,
     Faults,
@@ -197,10 +197,10 @@ def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.Monkey
         if step == STEPS - 1:
             trained.set()
 
-    monkeypatch.setattr(faulty, "sleep", sleep)
+    monkeypatch.setattr(planned_faults, "sleep", sleep)
     expected, *_ = train(Fault(1, STEPS, "forward", "kill"), steps=AT + 1)
     train(Fault(0, AT, "save", "slow disk"), tmp_path, behind)
-    assert waited and set(waited) == {faulty.SLOW_S}
+    assert waited and set(waited) == {planned_faults.SLOW_S}
     assert (tmp_path / LATEST).read_text() == f"step-{AT + 1:08d}\n"
     with using(ThreadComm()):
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -219,13 +219,13 @@ def test_faults_that_last_are_over_behind_the_block(monkeypatch: pytest.MonkeyPa
 # Strikes at once, and says what both ends of each host's link carry then, bits a second.
 LINKS = """
 import json, os
-from shoal_tools.testing import faulty
+from shoal_tools.testing import planned_faults
 if os.environ["RANK"] == "1":
-    faulty.strike(os.environ["KIND"], faulty.Victim())
-    for namespace, device in faulty._ends():
+    planned_faults.strike(os.environ["KIND"], planned_faults.Victim())
+    for namespace, device in planned_faults._ends():
         show = "tc", "-n", namespace, "-j", "qdisc", "show", "dev", device
-        (queue,) = [q for q in json.loads(faulty._tool(*show)) if q["kind"] == "tbf"]
-        link = faulty._tool("ip", "-n", namespace, "-j", "link", "show", device)
+        (queue,) = [q for q in json.loads(planned_faults._tool(*show)) if q["kind"] == "tbf"]
+        link = planned_faults._tool("ip", "-n", namespace, "-j", "link", "show", device)
         up = "UP" in json.loads(link)[0]["flags"]
         print("end", json.dumps([device, queue["options"]["rate"] * 8, up]), flush=True)
 """
@@ -248,10 +248,10 @@ def test_in_the_lab_the_link_of_the_host_is_meant(capfd: pytest.CaptureFixture[s
 
 
 def test_a_link_outside_the_lab_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faulty, "_tool", lambda *command: "\n")
+    monkeypatch.setattr(planned_faults, "_tool", lambda *command: "\n")
     for kind in ("link down", "link at a tenth"):
         with pytest.raises(UsageError, match="only a link of the lab may be changed"):
-            faulty.strike(kind, Victim())
+            planned_faults.strike(kind, Victim())
 
 
 def test_faults_are_written_as_they_are_read() -> None:

@@ -26,12 +26,12 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import DeadlinePassed, PeerLost
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.lab import Lab
 from shoal_tools.launch.local import Local
 from shoal_tools.launch.namespaces import NAMES
 from shoal_tools.launch.torchrun import Torchrun
-from shoal_tools.testing.faulty import Drop, Fault, FaultyComm, Kill, Killed, NetworkFault
+from shoal_tools.testing.planned_faults import Drop, Fault, FaultyComm, Kill, Killed, NetworkFault
 
 # on a loaded machine: about 3 to tell who is lost or what passed, 1 for PyTorch to end
 _SOON_S = 10.0
@@ -49,7 +49,7 @@ import torch
 from torch import nn
 import shoal
 from shoal.comm import heartbeat
-from shoal_tools.testing.faulty import Faults
+from shoal_tools.testing.planned_faults import Faults
 from shoal.core.facts import Link
 from shoal.session.session import current
 

@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "sliced"])

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import shoal
-from shoal_tools.testing.faulty import Faults
+from shoal_tools.testing.planned_faults import Faults
 from shoal.core.facts import Link
 from shoal.session.session import current
 

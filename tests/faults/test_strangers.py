@@ -31,7 +31,7 @@ import logging, os, sys, time
 import torch
 from torch import nn
 import shoal
-from shoal_tools.testing.faulty import Faults
+from shoal_tools.testing.planned_faults import Faults
 from shoal.comm.signed_store import SignedStore
 from shoal.core.facts import Link
 from shoal.session.session import current

@@ -32,8 +32,8 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
 from shoal.features.local_steps import LocalSteps
 from shoal.features.residuals import residuals
-from shoal.front.joining import using
 from shoal.front.options import Options
+from shoal.front.session_start import using
 
 FIRST, STEPS = 3, 7
 BATCHES = features(7, 3, rows=12, steps=STEPS)

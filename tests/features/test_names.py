@@ -16,10 +16,10 @@ MOST = 3  # other files that may name a feature: the plan, the signature, what r
 # The files that do a feature's work, beside those in features/.
 OWN = {
     "check_every": ["engine/replicas.py"],
-    "local_steps": ["core/outer.py", "planner/local.py", "strategies/*", "servers/*"],
-    "replan": ["front/replanning.py", "session/again.py"],
+    "local_steps": ["core/outer_step.py", "planner/local.py", "strategies/*", "servers/*"],
+    "replan": ["front/replan.py", "session/replan_record.py"],
     "residuals": ["codecs/*", "contracts/exchange.py", "optim/residuals.py", "servers/*"],
-    "staleness": ["servers/*", "session/at_servers.py", "remote/*", "strategies/*"],
+    "staleness": ["servers/*", "session/server_part.py", "remote/*", "strategies/*"],
     "stragglers": ["engine/stragglers.py"],
     "sync_batchnorm": ["strategies/sync_batchnorm.py", "tensors/sync_norm.py"],
 }

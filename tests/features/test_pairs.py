@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.carrier_memory import coded_carriers
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.feature import Feature, PlanFacts, in_order
 from shoal.core.errors import PlanError
@@ -38,10 +38,10 @@ from shoal.core.option import options_of
 from shoal.core.plan import Plan
 from shoal.core.registry import of
 from shoal.features.max_error import MaxError
-from shoal.front.joining import using
 from shoal.front.options import Options
 from shoal.front.request import request_of
-from shoal.session.again import kept
+from shoal.front.session_start import using
+from shoal.session.replan_record import kept
 from shoal.session.session import current
 
 pytestmark = pytest.mark.quick

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.carrier_memory import coded_carriers
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import StateDict
 from shoal.features.residuals import residuals, residuals_of
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import current
 
 BATCHES = [(x.float(), y) for x, y in features(7, 3, rows=12, steps=6)]
@@ -78,7 +78,7 @@ def owed_after_giving(ranks: int, pin: str, owed: StateDict) -> list[StateDict]:
     return [o for _, o in run(ranks, lambda comm: started(comm, ranks, pin, take), timeout_s=60)]
 
 
-@pytest.mark.parametrize("pin", WAYS[:2])  # of terms: tests/codecs/test_summed.py
+@pytest.mark.parametrize("pin", WAYS[:2])  # of terms: tests/codecs/test_summed_terms.py
 def test_what_is_given_is_sent(pin: str) -> None:
     """With a learning rate of 1 and no gradient of its own, a step moves parameters by it."""
     owed_by_name = {"0.weight": torch.linspace(-1, 1, 7 * 5)}

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer
-from shoal.core.outer import Outer
-from shoal.front.joining import using
+from shoal.core.outer_step import Outer
+from shoal.front.session_start import using
 from shoal.session.session import current
 
 BATCH = features(7, 3, steps=1)[0]

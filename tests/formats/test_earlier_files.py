@@ -41,7 +41,7 @@ from shoal.features.local_steps import LocalSteps
 from shoal.features.residuals import residuals_of
 from shoal.features.staleness import Staleness
 from shoal.features.update_every import UpdateEvery
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.session.session import current
 from shoal_tools.report.page import page
 from shoal_tools.report.run_file import load, to_json

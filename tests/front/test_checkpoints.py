@@ -24,8 +24,8 @@ from shoal.checkpoint.folder import LATEST
 from shoal.comm.rendezvous import agent_variable, has_agent, is_asked_to_end
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
-from shoal_tools.testing.faulty import Faults
+from shoal.front.session_start import using
+from shoal_tools.testing.planned_faults import Faults
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

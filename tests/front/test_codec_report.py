@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.codecs.runs import Runs
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 ROWS, COLUMNS = 6, 40
 

@@ -23,7 +23,7 @@ from shoal.checkpoint.state import _packed
 from shoal.checkpoint.tensors import checksum
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 FULL = (pytest.mark.slow, pytest.mark.timeout(600))
 GONE = object()  # the node is removed

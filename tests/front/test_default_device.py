@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import LinearCodec
-from shoal.front.joining import using
-from shoal.tensors.crossing import RowCrossing
+from shoal.front.session_start import using
+from shoal.tensors.row_crossing import RowCrossing
 
 # They make a tensor at the default device, unless told which.
 MAKERS = {

@@ -15,7 +15,7 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.local import Local
 
 # Trains, saves and goes on; or loads and goes on. Then leaves its weights.

@@ -12,7 +12,7 @@ import torch
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.launcher import Job
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal_tools.launch.local import Local
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]

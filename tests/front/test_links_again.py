@@ -12,7 +12,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front import cluster
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 RANKS, TRIED = 2, 1e8
 

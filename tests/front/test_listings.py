@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 NAMES = [f"image{number}.png" for number in range(9)]
 

@@ -15,7 +15,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, SampleError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.profiling.identity import trainable_layers
 
@@ -78,7 +78,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was measured")
 
-    monkeypatch.setattr("shoal.front.spreading.profile_model", measured)
+    monkeypatch.setattr("shoal.front.parallel_ranks.profile_model", measured)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,8 +13,8 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.explanation import PredictedStep
 from shoal.core.outcome import Outcome
-from shoal.front.joining import using
 from shoal.front.outcomes import outcome_of_ranks
+from shoal.front.session_start import using
 from shoal.planner.explain import explain
 from shoal.session.session import current
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 BATCH = (
     'batch: 32 rows a rank, 64 of all ranks; shard(loader, batch="global") makes it 32 rows of all'

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.checkpoint import host_memory
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 RANKS, STEPS = 3, 14  # an epoch has eleven
 HOSTS = ("a", "b", "c")

@@ -18,7 +18,7 @@ from shoal.checkpoint.state import _packed
 from shoal.checkpoint.tensors import checksum
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.front.state_checks import check_class
 
 

@@ -17,7 +17,7 @@ from shoal.checkpoint import host_memory
 from shoal.comm.threads import ThreadComm, run
 from shoal.front import checkpoints
 from shoal.front.checkpoints import CrewChanges
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 pytestmark = pytest.mark.quick
 ROUND, STEPS, HOSTS = 3, 9, ("a", "b")

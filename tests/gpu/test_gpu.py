@@ -17,7 +17,7 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),

@@ -13,7 +13,7 @@ from piped import Script
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 @dataclass(frozen=True)

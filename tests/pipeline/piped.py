@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 PIPELINE = {"*": "pipeline"}
 

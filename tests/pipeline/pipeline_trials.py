@@ -16,7 +16,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 PINS = {"*": "pipeline"}
 TIED = {"first": 0, "blocks.0": 1, "blocks.1": 1, "blocks.2": 2, "blocks.3": 2, "head": 0}

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 
 def piped(model: nn.Module, ranks: int, loop: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from pipeline_trials import (
 from torch import nn
 
 from shoal.core.errors import PeerLost, RanksDiffer
-from shoal_tools.testing.faulty import FaultyComm, Kill, Planted, RandomDelay
+from shoal_tools.testing.planned_faults import FaultyComm, Kill, Planted, RandomDelay
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.session.session import current
-from shoal_tools.testing.faulty import FaultyComm, Kill, Killed
+from shoal_tools.testing.planned_faults import FaultyComm, Kill, Killed
 
 END = {"blocks.2.*": "pipeline:2", "norm": "pipeline:2", "head": "pipeline:2"}
 ROW = {"blocks.1.*": "pipeline:3", "blocks.2.*": "pipeline:4", "norm": "pipeline:5"}

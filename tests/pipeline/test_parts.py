@@ -27,9 +27,9 @@ from torch.optim import SGD
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.core.draws import RANDOM_STATE, drawing_from, mix_seeds, undrawn
 from shoal.core.errors import PlanError
-from shoal.front.joining import using
+from shoal.core.random_state import RANDOM_STATE, drawing_from, mix_seeds, undrawn
+from shoal.front.session_start import using
 from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.parts import RowPart, RowParts, joined
 from shoal.pipeline.run import ForwardRun

@@ -21,14 +21,14 @@ from shoal.core.cost import Pace, Price
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.core.foresight import BUBBLE, COMPUTE, Network, Question
-from shoal.pipeline.absent import Forms
+from shoal.pipeline.absent_tensors import Forms
 from shoal.pipeline.prices import RowPassage, StationWork, passage_s, stations_of, step_of
 from shoal.pipeline.record import recorded
 from shoal.pipeline.uses import LayerUse, uses_of
 from shoal.planner.explain import explain
 from shoal.planner.holders import holders_of, unasked_holders
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search import predict_again
-from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.layers import complete_profile, profile_model
 from shoal.strategies.row_parts import RowFacts

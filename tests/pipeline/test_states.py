@@ -25,7 +25,7 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 LAYERED = {
     "pipeline": PIPELINE,

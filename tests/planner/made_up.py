@@ -14,7 +14,7 @@ from shoal.core.facts import (
     Topology,
 )
 from shoal.profiling.products import ProductFacts
-from shoal.strategies.cutting import CutFacts
+from shoal.strategies.cut_layers import CutFacts
 
 
 def layer(

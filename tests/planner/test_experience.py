@@ -9,7 +9,7 @@ import pytest
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice, Plan
 from shoal.planner.experience import SURE, Experience, Experiences, prefer
-from shoal.planner.steady import KINDS
+from shoal.planner.simpler_plans import KINDS
 
 pytestmark = pytest.mark.quick
 

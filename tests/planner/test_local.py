@@ -9,12 +9,12 @@ from made_up import cluster, layer, model
 
 from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
 from shoal.planner.local import with_local_steps
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search_options import SearchOptions
-from shoal.planner.sharing import plan_for
 
 # 8 MB in all; computing takes 3.5 s
 NET = model(layer("late", 0.5, 1_000_000), layer("early", 2.0, 1_000_000))

@@ -17,11 +17,11 @@ from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import of
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH, search
-from shoal.planner.sharing import plan_for
-from shoal.planner.steady import LEAD
+from shoal.planner.simpler_plans import LEAD
 from shoal.planner.timeline import Predictor
-from shoal.strategies.cutting import CutFacts
+from shoal.strategies.cut_layers import CutFacts
 
 ROWS = 6
 SLICED, FACTOR, CUT = ("sliced",), ("factor",), ("column", "embedding")

@@ -15,9 +15,9 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Choice
 from shoal.planner.explain import explain
 from shoal.planner.options import least_cut_bytes
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search import CUT_WORTH, LANES, OTHER_WORTH, search
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
-from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.products import ProductFacts
 from shoal.strategies.pair import PairFacts

@@ -6,8 +6,8 @@ import pytest
 from made_up import cluster, layer, linear, model
 
 from shoal.core.errors import UsageError
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search_options import SearchOptions
-from shoal.planner.sharing import plan_for
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from made_up import cluster, layer, model
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
+from shoal.planner.plan_details import plan_for
 from shoal.planner.search_options import SearchOptions
-from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 
 MB = 1_000_000

@@ -15,7 +15,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.updates import whole_updates
 
 

@@ -24,7 +24,7 @@ from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut
 from shoal.exchange.direct import Direct
 from shoal.front.cluster import measured_cluster
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.paces import _on_link, probe_duplex, probe_moves, probe_paces, probe_pack
 from shoal.servers.servers import serve
 

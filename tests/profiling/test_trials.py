@@ -16,7 +16,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.sample import Sample
 from shoal.core.terms import Terms
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.profiling.layers import profile_model
 from shoal.profiling.terms import agreed_terms, count_seen, seen
 from shoal.profiling.trials import warn_of_unlike

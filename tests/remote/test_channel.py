@@ -13,7 +13,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import WorldError
 from shoal.remote.channel import HEAD_BYTES, Channel, receive, send, wire_bytes
 from shoal.remote.wire import Data, Message, MessageReader, written
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 
 class Note(Message):

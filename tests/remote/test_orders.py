@@ -25,7 +25,7 @@ from shoal.remote.orders import (
 )
 from shoal.remote.verbs import End, MakeStep, Norm, PartOrder, PieceOrder
 from shoal.remote.wire import Data, Message, MessageReader
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 HEAD = 1 << 12  # bytes of an order's first message
 

@@ -32,9 +32,9 @@ from shoal.remote.verbs import (
     Write,
 )
 from shoal.remote.wire import Data, MessageReader, written
-from shoal.servers.ahead import AheadModel
+from shoal.servers.ahead_workers import AheadModel
 from shoal.servers.geo import GeoModel
-from shoal.servers.in_step import InStep
+from shoal.servers.step_workers import InStep
 from shoal.servers.tables import ServedTables
 
 ROWS, LAST = 1 << 30, 1 << 20  # of a table; the number of the last one

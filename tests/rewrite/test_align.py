@@ -10,7 +10,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer
 from shoal.rewrite import align as aligning
 from shoal.rewrite.align import align, of_first, take
-from shoal_tools.testing.traced import TracedComm
+from shoal_tools.testing.byte_counts import TracedComm
 
 RANKS = 3
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

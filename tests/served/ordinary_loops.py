@@ -43,7 +43,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 WITHIN, WITHIN_AUTOCAST = 1e-8, 5e-2
 EPOCHS = 2

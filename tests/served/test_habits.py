@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 slow = pytest.mark.slow
 

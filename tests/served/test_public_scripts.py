@@ -12,7 +12,7 @@ from public_scripts import SCRIPTS, changed_lines
 
 from shoal.comm.threads import ThreadComm
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 SLOW = dict.fromkeys(("speech", "DCGAN", "nanoGPT"), pytest.mark.slow)
 

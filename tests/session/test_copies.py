@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 HOSTS = Cluster(Topology(("host",) * 2), Link(1e-4, 1e8))  # nothing is measured
 

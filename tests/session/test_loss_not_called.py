@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 HOSTS = Cluster(Topology(("host",) * 2), Link(1e-4, 1e8))  # nothing is measured
 

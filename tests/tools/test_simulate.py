@@ -19,8 +19,8 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.foresight import COMPUTE, LINK, STRAGGLERS, Network, Question
 from shoal.core.plan import Choice
-from shoal.planner.imagined import imagined
-from shoal.planner.sharing import plan_for
+from shoal.planner.imagined_hosts import imagined
+from shoal.planner.plan_details import plan_for
 from shoal.planner.timeline import Predictor
 from shoal_tools.simulate import explained, simulate, slowest
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.comm.threads import run
-from shoal.front.joining import using
+from shoal.front.session_start import using
 
 engine = pytest.importorskip("ignite.engine")
 

@@ -146,7 +146,7 @@ def test_without_lightning_one_line_says_how_to_install_it(monkeypatch: pytest.M
 
 def test_a_silent_module_logs_nothing() -> None:
     """Without a trainer, or in a measured step, `log` would warn, or wait for other ranks."""
-    traceless = importlib.import_module("shoal.integrations.traceless")
+    traceless = importlib.import_module("shoal.integrations.untraced_steps")
     module = lightning.LightningModule()
     with traceless.silent(module, lightning.LightningModule):
         module.log("loss", 1.0)
@@ -156,7 +156,7 @@ def test_a_silent_module_logs_nothing() -> None:
 
 def test_a_silent_step_that_fails_leaves_layers_as_they_train() -> None:
     """A step that is measured on one row fails in batch norm, between two toggles."""
-    traceless = importlib.import_module("shoal.integrations.traceless")
+    traceless = importlib.import_module("shoal.integrations.untraced_steps")
     module = lightning.LightningModule()
     module.layer, module.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     module.frozen.requires_grad_(False)
@@ -171,7 +171,7 @@ def test_a_silent_step_that_fails_leaves_layers_as_they_train() -> None:
 
 
 def test_an_unseen_step_is_put_back() -> None:
-    traceless = importlib.import_module("shoal.integrations.traceless")
+    traceless = importlib.import_module("shoal.integrations.untraced_steps")
     module = lightning.LightningModule()
     module.losses, module.total = [1.0], torch.ones(2)
     losses, total = module.losses, module.total

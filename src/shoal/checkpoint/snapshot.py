@@ -3,7 +3,7 @@
 It has plain data as JSON, and tensors by file and name. For `shoal.Checkpoints` it copies tensors
 into memory that is used again, because training goes on meanwhile. For `shoal.save` it takes the
 tensors themselves, because nothing changes until the call returns.
-Guarded by tests/checkpoint/test_parts.py and tests/front/test_saving.py.
+Guarded by tests/checkpoint/test_parts.py and tests/front/test_save_and_load.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Version 2 has states of features. Version 1 is written if no feature keeps any, so that earlier
 releases read it. They wrote version 1 with `residuals` and `outer`, which `before_features` maps.
 `random` is a list in the order of the ranks. All other values are whole, and the same for any
-number of ranks. Guarded by tests/front/test_saving.py.
+number of ranks. Guarded by tests/front/test_save_and_load.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from shoal.checkpoint.folder import STATE, as_path, passing, unreadable
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 
 _READING = "shoal.load: bringing the checkpoint"
 _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # makedirs would make a misspelt one

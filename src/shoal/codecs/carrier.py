@@ -1,7 +1,7 @@
 """Carries one bucket's codes, round after round, and keeps their losses.
 
-The legs are described in coded.py. remembering.py keeps their losses, and decides when a bucket
-turns exact again. The cost is one number for each value that this rank sends.
+The legs are described in coded_exchange.py. carrier_memory.py keeps their losses, and decides when
+a bucket turns exact again. The cost is one number for each value that this rank sends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from shoal.codecs.carrier_memory import OWED, OWNER, Remembering
 from shoal.codecs.ranges import narrow_into
-from shoal.codecs.remembering import OWED, OWNER, Remembering
 from shoal.codecs.runs import LOST, Runs
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm

@@ -15,10 +15,10 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.codecs.ledger import Ledger
 from shoal.codecs.runs import RUN, Runs
-from shoal.codecs.summed import made, read
+from shoal.codecs.summed_terms import made, read
 from shoal.contracts.codec import Codec, LinearCodec, State
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import LiveBucket

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import final
 
-from shoal.comm.places import ALIKE, Journal, RankPlace, SentSummons
 from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
+from shoal.comm.wait_places import ALIKE, Journal, RankPlace, SentSummons
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError

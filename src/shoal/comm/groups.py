@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.heartbeat import Heartbeat
-from shoal.comm.inside import Inside
 from shoal.comm.meeting import INTERFACE
+from shoal.comm.torch_calls import Inside
 from shoal.core.errors import UsageError
 
 # words in gloo's errors about this host, not about the others

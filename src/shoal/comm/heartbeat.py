@@ -32,14 +32,14 @@ from typing import Protocol, final
 
 import torch.distributed as dist
 
-from shoal.comm.aside import may_block
 from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, BeatBoard, Verdict
+from shoal.comm.blocking_calls import may_block
 from shoal.comm.lookout import Lookout
 from shoal.comm.patience import USUAL, Patience
-from shoal.comm.places import ChannelRecord, Journal
 from shoal.comm.pulse import Pulses
 from shoal.comm.rendezvous import blame
 from shoal.comm.signed_store import SignedStore
+from shoal.comm.wait_places import ChannelRecord, Journal
 from shoal.contracts.store_values import Values
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology

@@ -2,7 +2,7 @@
 
 A rank looks only while it waits itself, and less often the higher its number. So rank 0 usually
 finds a problem first, and the store has little to do. A finding is certain after two looks
-(places.py). Each look costs one read for each rank.
+(wait_places.py). Each look costs one read for each rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import final
 
 from shoal.comm.beats import BEATING, Beat, BeatBoard, Verdict
 from shoal.comm.patience import USUAL, Absence, Patience, Reason, absence
-from shoal.comm.places import Apart, ChannelWait, RankPlace, apart, missed, named, unlike
+from shoal.comm.wait_places import Apart, ChannelWait, RankPlace, apart, missed, named, unlike
 
 _SELDOM = 32  # most turns between two looks
 _TURN_S = 0.25  # least seconds between two turns of a rank that waits

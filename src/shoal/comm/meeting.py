@@ -28,7 +28,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from shoal.comm.aside import Aside
+from shoal.comm.blocking_calls import Aside
 from shoal.comm.roll_call import Arrival, RollCall
 from shoal.contracts.launcher import Meeting, Seat, scope
 from shoal.contracts.store import open_store

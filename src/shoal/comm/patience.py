@@ -9,7 +9,7 @@
                 message                                                                       300 s
 
 If the user gives a `timeout_s`, it replaces all these limits. Other files handle a rank that is
-dead or stopped (heartbeat.py), and ranks that wait for one another (places.py). Guarded by
+dead or stopped (heartbeat.py), and ranks that wait for one another (wait_places.py). Guarded by
 tests/comm/test_lookout.py.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from shoal.comm.places import ChannelWait, RankPlace
+from shoal.comm.wait_places import ChannelWait, RankPlace
 
 
 class Reason(IntEnum):

@@ -22,22 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from shoal.comm.aside import Aside
+from shoal.comm.blocking_calls import Aside
 from shoal.comm.groups import made
 from shoal.comm.heartbeat import Heartbeat, StoreHolder
-from shoal.comm.inside import Inside, ReceiveViaHost, WorkHandle, is_timeout
 from shoal.comm.meeting import INTERFACE, Roster, meet
 from shoal.comm.patience import Patience
-from shoal.comm.places import NO_PURPOSE, TaggedNotes
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
+from shoal.comm.torch_calls import Inside, ReceiveViaHost, WorkHandle, is_timeout
+from shoal.comm.wait_places import NO_PURPOSE, TaggedNotes
 from shoal.contracts.comm import Comm, Pending, label, read_label
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
 from shoal.contracts.store_values import Values
-from shoal.core.by_host import beside, to_host
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
+from shoal.core.host_copies import beside, to_host
 from shoal.core.interfaces import is_loopback
 from shoal.core.open_files import check_limit, raise_limit
 

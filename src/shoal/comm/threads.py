@@ -22,12 +22,12 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from shoal.comm.places import Apart, ChannelNotes, Journal, RankPlace, apart, missed, unlike
+from shoal.comm.wait_places import Apart, ChannelNotes, Journal, RankPlace, apart, missed, unlike
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
-from shoal.core.by_host import to_host
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
+from shoal.core.host_copies import to_host
 from shoal.core.side_threads import is_side_thread
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.contracts.learning import UNMEASURED, LearningPrice
 from shoal.core.registry import Contract
-from shoal.core.written import written
+from shoal.core.written_options import written
 
 State = MutableMapping[str, Tensor]
 
@@ -19,10 +19,10 @@ State = MutableMapping[str, Tensor]
 class Codec(Contract, ABC):
     """Way to turn values into bytes and back: a frozen dataclass with its options as fields.
 
-    It never sees flags, row counts or turns: they travel exactly (codecs/coded.py). It does not
-    keep the rounding error of a code either. The carrier adds that error to the values of the next
-    round, unless `feedback` is False. The same code must give the same bits on every rank. One
-    object serves all buckets, on several threads, so it keeps nothing in itself.
+    It never sees flags, row counts or turns: they travel exactly (codecs/coded_exchange.py). It
+    does not keep the rounding error of a code either. The carrier adds that error to the values of
+    the next round, unless `feedback` is False. The same code must give the same bits on every rank.
+    One object serves all buckets, on several threads, so it keeps nothing in itself.
     """
 
     package: ClassVar[str] = "shoal.codecs"
@@ -35,7 +35,7 @@ class Codec(Contract, ABC):
     # these stay in a core's cache
     in_runs: ClassVar[bool] = False
     # each value is coded by itself, in one pass: then coding alone needs no runs, and rows of
-    # layers that are cut may cross so (tensors/crossing.py)
+    # layers that are cut may cross so (tensors/row_crossing.py)
     by_value: ClassVar[bool] = False
     # parameters of fewer dimensions travel as they are: biases and scales are small, and err most
     least_dims: ClassVar[int] = 1
@@ -108,8 +108,9 @@ class LinearCodec(Codec):
     """Codec that also has terms: numbers made from a whole matrix. The sum of all ranks' terms is a
     term of the sum of their matrices.
 
-    So an exchange that adds on its way can carry terms (codecs/summed.py). All ranks have the same
-    state, because it comes from sums alone. Turns count from 0, and all ranks have the same turn.
+    So an exchange that adds on its way can carry terms (codecs/summed_terms.py). All ranks have the
+    same state, because it comes from sums alone. Turns count from 0, and all ranks have the same
+    turn.
     """
 
     # price in samples if an exchange adds terms on its way, as `learning` has it for codes

@@ -5,8 +5,8 @@ behind them:
 
     slice of rank r   │ values: gradients or parameters │ control: flags, shares, marks, turn │
 
-An exchange moves slices as they are. With a codec (codecs/coded.py), values travel as its code, and
-control in its own bytes behind that.
+An exchange moves slices as they are. With a codec (codecs/coded_exchange.py), values travel as its
+code, and control in its own bytes behind that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.core.cost import Pace, Traffic, total
 from shoal.core.facts import Cluster, Topology
 from shoal.core.pieces import cut, cut_sizes
 from shoal.core.registry import Contract
-from shoal.core.written import written
+from shoal.core.written_options import written
 
 UNSENT = "unsent"  # what an owner has made of its values and not brought to the others
 StateDict = dict[str, dict[str, Tensor]]  # by parameter name, then by what it is

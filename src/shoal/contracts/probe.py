@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.contracts.sample import Sample
 from shoal.core.facts import Facts
-from shoal.core.known import KnownFigures
+from shoal.core.known_figures import KnownFigures
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from shoal.contracts.batch import tensors_of
 from shoal.contracts.batch_loss import BatchLoss, fewest_arguments, given_loss
 from shoal.core.errors import SampleError, ShoalError, UsageError, WorldError
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 
 _NO_MEMORY = "can't allocate memory"  # torch raises it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]

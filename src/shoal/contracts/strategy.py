@@ -14,9 +14,9 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Probe
+from shoal.contracts.row_weights import Weighing
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import Ways
-from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile, first

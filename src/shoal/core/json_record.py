@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
 from shoal.core.numbers import shown
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 
 T = TypeVar("T")
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 
 _MOST_DRAWN = 64  # passes that are kept until a backward comes
 

@@ -16,7 +16,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster
 from shoal.core.json_record import check_types, record_of
 from shoal.core.numbers import MOST_COUNTED, MOST_RANKS, MOST_SECONDS, how_many, shown
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.pieces import share_out
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.regular_files import read_text

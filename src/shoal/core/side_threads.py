@@ -1,7 +1,7 @@
 """Threads that exchange data while a rank trains on another thread.
 
-Whether a rank waits is judged by its main thread alone (comm/places.py). As long as that thread
-works, the waiting of a side thread does not show whether the rank goes on.
+Whether a rank waits is judged by its main thread alone (comm/wait_places.py). As long as that
+thread works, the waiting of a side thread does not show whether the rank goes on.
 """
 
 from __future__ import annotations

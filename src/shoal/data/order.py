@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shoal.core.draws import RANDOM_STATE
-from shoal.data.draws import OwnRandom
+from shoal.core.random_state import RANDOM_STATE
+from shoal.data.random_numbers import OwnRandom
 
 _LOOKED_AT = 256  # rows at the start of an order that a digest reads
 _KEPT = 1 << 20  # rows or lists that stay in memory for another pass of the same epoch

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.core.draws import mix_seeds
-from shoal.data.draws import drawing_at, seed_worker
+from shoal.core.random_state import mix_seeds
 from shoal.data.parts import digest_of
-from shoal.data.told import ToldDataset, next_part
+from shoal.data.pass_listener import ToldDataset, next_part
+from shoal.data.random_numbers import drawing_at, seed_worker
 from shoal.data.worker_info import WorkerInfo, begin
 
 _START = -1  # number that stands for the draws as a part begins

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data import Sampler
 
-from shoal.core.draws import mix_seeds
 from shoal.core.passes import Passes
+from shoal.core.random_state import mix_seeds
 from shoal.data.deal import Deal, global_batches, last_batches, num_batches, shared_by
-from shoal.data.ends import OwnEnds
+from shoal.data.epoch_ends import OwnEnds
 from shoal.data.order import Order, OrderReader, digest
 from shoal.data.parts import num_rows, one_of, part
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Source, other_order

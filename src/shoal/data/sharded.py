@@ -14,7 +14,7 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import how_many
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.ends import NextBatchCheck, OwnEnds
+from shoal.data.epoch_ends import NextBatchCheck, OwnEnds
 from shoal.data.own_stream import BeginStream, OwnStream
 from shoal.data.rows import GlobalOrder, Items, Known, Lists, OwnItems, OwnRows, SamplerRows
 from shoal.data.samplers import follow, take_whole_order

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, final
 
-from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
 from shoal.core.passes import Pass, Passes, PassPosition
+from shoal.core.random_state import undrawn
 from shoal.data.deal import Deal
 from shoal.data.shares import Shares
 

@@ -30,16 +30,16 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.core.draws import mix_seeds
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.core.pieces import cut_sizes
+from shoal.core.random_state import mix_seeds
 from shoal.data.deal import Deal, global_batches, last_batches, shared_by
-from shoal.data.draws import OwnRandom, drawing_at, seed_worker
 from shoal.data.parts import digest_of, joined, num_rows, part
+from shoal.data.pass_listener import ToldDataset, next_part
+from shoal.data.random_numbers import OwnRandom, drawing_at, seed_worker
 from shoal.data.rows import own_part
 from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
-from shoal.data.told import ToldDataset, next_part
 from shoal.data.worker_info import begin
 
 T = TypeVar("T")

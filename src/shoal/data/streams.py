@@ -1,8 +1,8 @@
 """Streams that are different on each rank: each rank has a position and a state of its own.
 
 The position is the number of batches taken from each part of this rank's stream. There is one part
-for each worker. ends.py makes all ranks end the epoch together. This costs ends.py's messages, and
-in a worker a copy of the dataset's state with each batch, if it has one.
+for each worker. epoch_ends.py makes all ranks end the epoch together. This costs epoch_ends.py's
+messages, and in a worker a copy of the dataset's state with each batch, if it has one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.ends import OwnEnds
+from shoal.data.epoch_ends import OwnEnds
 from shoal.data.own_stream import OwnStream, StreamPiece
 from shoal.data.source import Fetch, LoaderStep, OwnPlace, Position, Source
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar, final
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import worker as torch_worker
 
-from shoal.core.draws import mix_seeds
-from shoal.data.draws import seed_worker
+from shoal.core.random_state import mix_seeds
+from shoal.data.random_numbers import seed_worker
 from shoal.data.rows import Known, OwnItems, OwnRows
 from shoal.data.worker_info import WorkerInfo, begin
 

@@ -2,7 +2,7 @@
 
     rank 0                           rank 1, which waits in the next forward
     reads a weight, is alone
-    states "reading"  ────────────▶  is summoned (comm/places.py)
+    states "reading"  ────────────▶  is summoned (comm/wait_places.py)
                ◀───────────────────  its lane states for it: "elsewhere"
     takes the parts  ◀─────────────  its lane sends them (shared_parts.py)
     works on the whole, frees it

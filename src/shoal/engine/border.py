@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import DEPTH, OPAQUE
-from shoal.contracts.kept import keep, kept_values_of
-from shoal.contracts.weighing import OwnHook, accumulates
+from shoal.contracts.loss_attributes import keep, kept_values_of
+from shoal.contracts.row_weights import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
-from shoal.pipeline.absent import Absent
+from shoal.pipeline.absent_tensors import Absent
 from shoal.pipeline.output import EndOutput
 from shoal.remote.stage_output import StageOutput
 from shoal.strategies.landing import history

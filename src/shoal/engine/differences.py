@@ -1,4 +1,4 @@
-"""Differences between ranks that matter, found in the reports of all (engine/common.py).
+"""Differences between ranks that matter, found in the reports of all (engine/common_state.py).
 
 The first one that matters is named, with the rank that differs from most, both values, and the
 remedy.

@@ -36,12 +36,12 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Rounds, Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import UsageError
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 from shoal.core.trace import Recorder
-from shoal.engine.common import Common
+from shoal.engine.common_state import Common
 from shoal.engine.round import BackwardRound
 from shoal.engine.routes import Routes
-from shoal.engine.spent import Spent
+from shoal.engine.time_spent import Spent
 from shoal.engine.timetable import Timetable
 from shoal.engine.weights import Weight
 

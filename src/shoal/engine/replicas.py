@@ -15,7 +15,7 @@ processors that round alike are compared.
 
 This costs one pass over weights and state, and two messages to every other rank, every `every`
 backwards. Changes of weights by hand are compared in every backward, by version numbers alone
-(common.py). Guarded by tests/engine/test_replicas.py.
+(common_state.py). Guarded by tests/engine/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.errors import RanksDiffer, WorldError
 from shoal.core.pieces import line
-from shoal.engine.common import exchanged
+from shoal.engine.common_state import exchanged
 from shoal.engine.lanes import Lane
-from shoal.tensors.guarded import ComingParameter
+from shoal.tensors.guarded_parameters import ComingParameter
 
 EVERY = 100  # backwards from one check to the next
 _WORD = 8  # bytes

@@ -31,7 +31,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark, OwnedTransfer, Round, Transfer
 from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.errors import WorldError
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 from shoal.engine.lanes import Errand, after, this_moment
 from shoal.engine.routes import Routes
 from shoal.engine.weights import Weight

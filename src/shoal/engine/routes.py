@@ -29,7 +29,7 @@ import torch
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark, OwnedTransfer, Transfer
 from shoal.core.trace import MAIN, Recorder
-from shoal.engine.common import Common
+from shoal.engine.common_state import Common
 from shoal.engine.lanes import Errand, Lane
 
 

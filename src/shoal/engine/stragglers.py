@@ -32,7 +32,7 @@ import torch
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.core.facts import Topology
-from shoal.engine.common import exchanged
+from shoal.engine.common_state import exchanged
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Errand, Lane
 

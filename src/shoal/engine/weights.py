@@ -31,7 +31,7 @@ from shoal.contracts.batch import same_batch, tensors_of
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark
 from shoal.core.errors import UsageError
-from shoal.engine.common import Common
+from shoal.engine.common_state import Common
 from shoal.engine.counts import RowCounts
 from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content

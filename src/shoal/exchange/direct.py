@@ -23,9 +23,9 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, DeliveringExchange
-from shoal.core.by_host import to_host
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
+from shoal.core.host_copies import to_host
 
 
 @final

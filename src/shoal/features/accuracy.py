@@ -4,7 +4,7 @@
     near    codecs that lost nothing measurable, by their own price in samples
     fast    every codec, if a loss is then reached sooner by the clock
 
-planner/lossy.py takes a codec only if a loss is reached sooner. Guarded by
+planner/lossy_plans.py takes a codec only if a loss is reached sooner. Guarded by
 tests/front/test_options.py.
 """
 

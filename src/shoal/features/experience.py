@@ -13,7 +13,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.engine.engine import Engine
 from shoal.planner.experience import keep
-from shoal.planner.measured import has_terms, outcome_of
+from shoal.planner.measured_steps import has_terms, outcome_of
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 

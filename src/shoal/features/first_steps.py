@@ -1,8 +1,8 @@
 """`first`: a lossy run begins with exact steps, or steps by a nearer codec, in the same call.
 
 Each carrier of codes counts its own rounds, on its lane. So the switch is the same on every rank,
-and copies nothing (codecs/remembering.py). A checkpoint has the number of rounds, and any number of
-ranks makes the rounds that are left. Rows of cut layers cross as codes from the first step on.
+and copies nothing (codecs/carrier_memory.py). A checkpoint has the number of rounds, and any number
+of ranks makes the rounds that are left. Rows of cut layers cross as codes from the first step on.
 Guarded by tests/features/test_first_steps.py.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-from shoal.codecs.coded import codec_named
-from shoal.codecs.remembering import Remembering, coded_carriers
+from shoal.codecs.carrier_memory import Remembering, coded_carriers
+from shoal.codecs.coded_exchange import codec_named
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.core.beginning import Beginning
 from shoal.core.errors import PlanError

@@ -23,17 +23,17 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded_exchange import exchange_named
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Transfer
 from shoal.core.plan import Choice, Plan
-from shoal.engine.common import Common
+from shoal.engine.common_state import Common
 from shoal.rewrite.apply import PlacedSite
 from shoal.session.running import Running
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
-from shoal.strategies.moving import OfState
+from shoal.strategies.state_agreement import OfState
 
 NEVER = 1 << 62  # steps before the first round, while there must be none
 

@@ -21,7 +21,7 @@ from weakref import ref
 
 from torch import nn
 
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded_exchange import exchange_named
 from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
@@ -31,23 +31,23 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import check_whole, is_count, whole
 from shoal.core.option import Flag, option
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
-from shoal.engine.common import Common
+from shoal.engine.common_state import Common
 from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, LocalRounds, island_of
 from shoal.features.local_weights import LocalWeights
 from shoal.optim.extend import scaler_of
 from shoal.planner.local import with_local_steps
 from shoal.rewrite.apply import PlacedSite
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import found
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.landing import by_kind
 from shoal.strategies.local import LocalTransfer
-from shoal.strategies.moving import OfState
+from shoal.strategies.state_agreement import OfState
 
 _MOST = 1 << 20
 _AUTO = "auto"

@@ -28,12 +28,12 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.state import states
 from shoal.core.errors import UsageError
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.engine.engine import Engine
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
-from shoal.strategies.moving import OfState
+from shoal.strategies.state_agreement import OfState
 
 
 @final

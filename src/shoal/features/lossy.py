@@ -9,7 +9,7 @@ from typing import Any
 from shoal.comm import rendezvous
 from shoal.core.beginning import Beginning
 from shoal.core.errors import UsageError
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 
 
 @dataclass(frozen=True)

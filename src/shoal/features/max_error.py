@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.carrier_memory import coded_carriers
 from shoal.contracts.feature import Attachment, Feature
 from shoal.core.numbers import check_number
 from shoal.core.option import option

@@ -1,4 +1,4 @@
-"""`replan`: the plan is made anew as epochs end. front/replanning.py says how."""
+"""`replan`: the plan is made anew as epochs end. front/replan.py says how."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.core.numbers import check_truth
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
 from shoal.planner.holders import is_dealt
-from shoal.planner.measured import has_terms
+from shoal.planner.measured_steps import has_terms
 from shoal.session.opening import Opening
 
 

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.carrier_memory import coded_carriers
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.feature import Attachment, Feature
@@ -24,7 +24,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.optim.residuals import add_residuals, sum_residuals
 from shoal.remote.verbs import Aspect, Read, Write
 from shoal.remote.wire import Data
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.session.session import current
@@ -132,8 +132,8 @@ class Residuals(Attachment[Running]):
         """Have ranks owe the residuals of a checkpoint, of any plan and any number of ranks.
 
         Each rank takes the part that it owns. If the terms of a linear codec are summed
-        (codecs/summed.py) nobody owns a part, so rank 0 takes all. A residual is dropped, with a
-        warning on rank 0, if the plan is exact here or the parameter has another size.
+        (codecs/summed_terms.py) nobody owns a part, so rank 0 takes all. A residual is dropped,
+        with a warning on rank 0, if the plan is exact here or the parameter has another size.
         """
         self.give({} if state is None else state["sums"], local=bool(state and state["local"]))
 

@@ -1,7 +1,7 @@
 """Staleness: with servers a worker may run ahead of the slowest by so many steps.
 
-Servers own every layer then, and answer each worker by itself (servers/ahead.py). A checkpoint
-needs one state of all of them, a consistent cut:
+Servers own every layer then, and answer each worker by itself (servers/ahead_workers.py). A
+checkpoint needs one state of all of them, a consistent cut:
 
     1  finish    each worker has the servers' answers to its last step
     2  meet      so all gradients of all workers have been applied, and no worker makes a step
@@ -28,7 +28,7 @@ from shoal.core.numbers import check_whole, whole
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
 from shoal.core.registry import named
-from shoal.servers.ahead import RunningAhead
+from shoal.servers.ahead_workers import RunningAhead
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 

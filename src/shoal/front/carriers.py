@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.codecs.coded import Coded, codec_named, exchange_named
-from shoal.codecs.summed import Summed
+from shoal.codecs.coded_exchange import Coded, codec_named, exchange_named
+from shoal.codecs.summed_terms import Summed
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -14,7 +14,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.core.registry import named, of
 from shoal.core.way import strategy_and_exchange
-from shoal.strategies.carried import row_codec
+from shoal.strategies.carrier_terms import row_codec
 
 
 def codecs_of(asked: Any) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, final
 
-from shoal.checkpoint.background import Background
 from shoal.checkpoint.clock import CheckpointClock
 from shoal.checkpoint.fetched import fetched, newest
 from shoal.checkpoint.parts import Bringing, Spread
@@ -25,15 +24,16 @@ from shoal.checkpoint.run import name_of, run_at, step_of
 from shoal.checkpoint.snapshot import Copies, Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import Store
+from shoal.checkpoint.writer_thread import Background
 from shoal.comm.agreement import agreed
 from shoal.comm.rendezvous import crew, has_agent, is_asked_to_end
 from shoal.contracts.comm import Comm
 from shoal.contracts.launcher import CREW_ENDED
 from shoal.core.errors import UsageError
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 from shoal.core.numbers import MOST_SECONDS, check_whole, is_count, is_positive
 from shoal.front.in_memory import InMemory, MemoryCost
-from shoal.front.saving import checked_path, is_whole, restored, saving, taken, writing
+from shoal.front.save_and_load import checked_path, is_whole, restored, saving, taken, writing
 from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
 from shoal.optim.part import Keeping

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded_exchange import exchange_named
 from shoal.codecs.paces import probe_codings
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
@@ -23,7 +23,7 @@ from shoal.core.cores import bound_cores, container, given_cores, quota_cores
 from shoal.core.facts import Cluster, Link
 from shoal.core.registry import of
 from shoal.exchange.direct import Direct
-from shoal.front.known_before import keep_cluster, key_of_links, known_cluster
+from shoal.front.earlier_figures import keep_cluster, key_of_links, known_cluster
 from shoal.front.stages import Stages
 from shoal.planner.search import LANES
 from shoal.planner.search_options import DEFAULT

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shoal.codecs.remembering import Remembering, coded_carriers
+from shoal.codecs.carrier_memory import Remembering, coded_carriers
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
-from shoal.front.planned import attached_of
+from shoal.front.plan_queries import attached_of
 from shoal.planner.timeline import Predictor
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.strategies.cut_layer import error_of_rows
 from shoal.strategies.pipeline import error_of_crossing
 from shoal.strategies.stage import error_at_tail

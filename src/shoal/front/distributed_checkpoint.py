@@ -19,7 +19,7 @@ from shoal.checkpoint.tree import decoded, encoded
 from shoal.comm.agreement import agreed
 from shoal.core.errors import UsageError
 from shoal.features import check_in_step
-from shoal.front.saving import saving
+from shoal.front.save_and_load import saving
 from shoal.front.state_checks import check_class, class_of, wrong_form
 from shoal.front.stateful import (
     Loading,

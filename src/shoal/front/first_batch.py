@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from shoal.contracts.batch_loss import BatchLoss, takes
-from shoal.core.eager import eager, keep_eager
+from shoal.core.eager_methods import eager, keep_eager
 from shoal.front.options import Options
+from shoal.front.parallel_ranks import job_of, spread
 from shoal.front.request import Request
-from shoal.front.spreading import job_of, spread
 from shoal.optim.extend import extend
 from shoal.session.additions import add
-from shoal.session.computed import called_instead, own_model
+from shoal.session.computed_loss import called_instead, own_model
 from shoal.session.job import TrainingJob
-from shoal.session.pending import end_waiting, pending_of, wait_for_batch
+from shoal.session.pending_model import end_waiting, pending_of, wait_for_batch
 from shoal.session.session import Session
 from shoal.session.watch import COUNTED
 

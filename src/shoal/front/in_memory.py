@@ -22,19 +22,19 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint.background import Background
 from shoal.checkpoint.generations import Generations, Kept, TakenSnapshot
 from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.parts import Spread
 from shoal.checkpoint.recovery import Newest, Recovery
 from shoal.checkpoint.run import RunFolder
 from shoal.checkpoint.snapshot import Saved, Snapshot
+from shoal.checkpoint.writer_thread import Background
 from shoal.comm.agreement import agreed
 from shoal.comm.rendezvous import memory_folder
 from shoal.contracts.comm import Comm
 from shoal.core.facts import Link
-from shoal.core.nothing import nothing
-from shoal.front.saving import saving, taken
+from shoal.core.no_operation import nothing
+from shoal.front.save_and_load import saving, taken
 from shoal.front.stages import LOGGER, Stages
 from shoal.optim.part import Keeping
 from shoal.session.session import found

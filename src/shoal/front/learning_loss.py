@@ -27,11 +27,11 @@ from shoal.core.terms import INPUT, TARGET, LossOfParts, Targets, Terms
 from shoal.features import UpdateEvery
 from shoal.front.forward_only import run_here
 from shoal.front.options import AUTO, Options
+from shoal.front.parallel_ranks import job_of, spread
 from shoal.front.request import Request, request_of
-from shoal.front.spreading import job_of, spread
 from shoal.planner.options import known
 from shoal.profiling.terms import SampleTerms, agreed_terms, seen
-from shoal.profiling.untraced import without_traces
+from shoal.profiling.untraced_runs import without_traces
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session
 from shoal.strategies.copies import StaysBehind, leaves_behind

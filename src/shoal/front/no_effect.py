@@ -20,7 +20,7 @@ from shoal.core.plan import Plan
 from shoal.core.registry import named
 from shoal.front.options import Options
 from shoal.front.request import Request
-from shoal.planner.dealt import way_of_dealing
+from shoal.planner.dealt_plans import way_of_dealing
 from shoal.planner.search_options import Constraints
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session

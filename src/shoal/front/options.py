@@ -28,7 +28,7 @@ from shoal.features import Accuracy, Lossy
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known
 from shoal.planner.search_options import DEFAULT, SearchOptions
-from shoal.profiling.moving import Ways
+from shoal.profiling.moving_state import Ways
 
 AUTO = "auto"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.core.outcome import Outcome, Spending
-from shoal.front.planned import attached_of
-from shoal.planner.measured import has_terms, outcome_of
+from shoal.front.plan_queries import attached_of
+from shoal.planner.measured_steps import has_terms, outcome_of
 from shoal.profiling.links import probe_now
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.session import Attached, Session, current
 
 

@@ -37,11 +37,11 @@ from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.forward_only import for_use, mean_of_output, thaw_all
-from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.learning_loss import learning_loss, spread_loss
 from shoal.front.no_effect import effective, untrained
 from shoal.front.options import AUTO, Options
-from shoal.front.replanning import at_epoch_ends
+from shoal.front.parallel_ranks import alone, chosen, how_profiled, job_of, profiled, spread
+from shoal.front.replan import at_epoch_ends
 from shoal.front.request import (
     Request,
     check_functions,
@@ -51,15 +51,15 @@ from shoal.front.request import (
     request_of,
     require_same,
 )
-from shoal.front.spreading import alone, chosen, how_profiled, job_of, profiled, spread
+from shoal.front.session_start import is_tail_host, serve_and_end
 from shoal.front.stages import Stages
 from shoal.optim.closure_loss import check_updated_everywhere
-from shoal.profiling.moving import check_ways
+from shoal.profiling.moving_state import check_ways
 from shoal.remote.tail_hosts import TailHosts
-from shoal.session.again import kept
-from shoal.session.compiled import all_uncompiled, without_compilation
+from shoal.session.compiled_models import all_uncompiled, without_compilation
 from shoal.session.job import TrainingJob
-from shoal.session.pending import pending_of
+from shoal.session.pending_model import pending_of
+from shoal.session.replan_record import kept
 from shoal.session.session import Session, current, ranks
 
 _CHECKING = "parallelize: checking what was given"

@@ -21,9 +21,9 @@ from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove
-from shoal.session.again import forget
-from shoal.session.compiled import all_uncompiled, without_compilation
-from shoal.session.pending import end_waiting
+from shoal.session.compiled_models import all_uncompiled, without_compilation
+from shoal.session.pending_model import end_waiting
+from shoal.session.replan_record import forget
 from shoal.session.running import Running
 from shoal.session.session import Session, current
 

@@ -44,11 +44,11 @@ from shoal.optim.checks import check_optimizer
 from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
 from shoal.profiling.identity import content, model_digest, other_names, trainable_layers
-from shoal.profiling.moving import check_ways
+from shoal.profiling.moving_state import check_ways
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
-from shoal.session.pending import pending_of
+from shoal.session.pending_model import pending_of
 from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
 from shoal.tensors.cut import is_cut

@@ -7,7 +7,7 @@
     plain data     itself
 
 Names and shapes are the ones of a single process, so any number of ranks under any plan can go on.
-All calls are collectives. Guarded by tests/front/test_saving.py.
+All calls are collectives. Guarded by tests/front/test_save_and_load.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shoal.front.stages import LOGGER
 from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
 from shoal.optim.extend import kept_state_dict
 from shoal.optim.part import Keeping
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.session import ranks
 from shoal.tensors.cut import SpreadCut, cut_of, is_cut, part_of
 

@@ -26,7 +26,7 @@ from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.numbers import how_many
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan
-from shoal.planner.sharing import DEALT_WORTH, LEAST_SAVED_S
+from shoal.planner.plan_details import DEALT_WORTH, LEAST_SAVED_S
 
 _MOST_ROWS = 15  # rows of a table that fits one screen
 # characters of a layer's name in a table of 80 columns, and of it and its way together

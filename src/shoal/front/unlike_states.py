@@ -2,7 +2,7 @@
 
 They are schedulers, scalers, loaders, and any other object with a state except modules and
 optimizers. Only numbers and words are compared. They travel with the random states that a save
-gathers anyway. Guarded by tests/front/test_saving.py.
+gathers anyway. Guarded by tests/front/test_save_and_load.py.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ from shoal.contracts.sample import Sample, called, own_loss
 from shoal.core.errors import UsageError
 from shoal.data.sharded import Positioned
 from shoal.front.forward_only import mean_of_output
-from shoal.front.joining import init
 from shoal.front.parallel import parallelize
-from shoal.front.planned import is_parallelized
+from shoal.front.plan_queries import is_parallelized
+from shoal.front.rank_values import gather
 from shoal.front.release import unparallelize
-from shoal.front.sharding import shard
-from shoal.front.together import gather
+from shoal.front.session_start import init
+from shoal.front.shard import shard
 from shoal.integrations.accelerate_loaders import (
     PreparedLoader,
     in_accelerate_s_order,
@@ -47,9 +47,9 @@ from shoal.integrations.accelerate_loaders import (
 )
 from shoal.integrations.checks import OPTIONS, check_model, check_version
 from shoal.optim.extend import extend
-from shoal.profiling.untraced import without_traces
+from shoal.profiling.untraced_runs import without_traces
 from shoal.session.additions import add
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.session import world
 
 check_version("accelerate", accelerate.__version__, (1, 15), (2,))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.core.errors import UsageError
 from shoal.features import Older
 from shoal.front.parallel import parallelize
-from shoal.front.planned import is_parallelized
+from shoal.front.plan_queries import is_parallelized
 
 # Options of parallelize. The sample is left out, as it is a trainer's first batch.
 OPTIONS = frozenset(

@@ -25,18 +25,18 @@ from shoal.comm.rendezvous import is_rank
 from shoal.contracts.sample import computed_loss
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import UsageError
-from shoal.core.nothing import nothing
+from shoal.core.no_operation import nothing
 from shoal.core.registry import of
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.features import SyncBatchNorm
-from shoal.front.joining import init
 from shoal.front.parallel import parallelize
-from shoal.front.planned import plan_of
+from shoal.front.plan_queries import plan_of
 from shoal.front.release import unparallelize
+from shoal.front.session_start import init
 from shoal.integrations.checks import OPTIONS, check_model, names_on_meta
 from shoal.integrations.lightning_loaders import EpochLoader, check_beside, epoch_loader
 from shoal.integrations.lightning_package import DDPStrategy, distributed, pl
-from shoal.integrations.traceless import silent, still, unseen
+from shoal.integrations.untraced_steps import silent, still, unseen
 
 __all__ = ["EpochLoader", "ShoalStrategy"]
 

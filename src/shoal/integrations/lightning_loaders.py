@@ -9,7 +9,7 @@ from typing import Any, final
 
 from shoal.core.errors import UsageError
 from shoal.data.sharded import ShardedBatches, ShardedLoader
-from shoal.front.sharding import shard
+from shoal.front.shard import shard
 from shoal.integrations.lightning_package import distributed
 
 

@@ -21,11 +21,11 @@ from torch import nn
 from transformers import Trainer
 
 from shoal.contracts.sample import own_loss
-from shoal.front.joining import init
-from shoal.front.together import mean
+from shoal.front.rank_values import mean
+from shoal.front.session_start import init
 from shoal.integrations.accelerate import ShoalAccelerator
 from shoal.integrations.checks import OPTIONS, check_model, check_version
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 
 check_version("transformers", transformers.__version__, (4, 57), (6,))
 

@@ -102,8 +102,9 @@ class SeenScaler:
     Gradients are summed while they are scaled, so ranks with unlike scales train different models.
     An optimizer does not know its scaler. But `scaler.step(optimizer)` calls `optimizer.step()`, so
     the scaler is found among the callers of a step. Ranks compare its state in the next backward
-    (engine/common.py). To read it costs nothing, because the scaler has waited for the device just
-    before. It has not if the optimizer is a fused one: then a look is taken once in many steps.
+    (engine/common_state.py). To read it costs nothing, because the scaler has waited for the device
+    just before. It has not if the optimizer is a fused one: then a look is taken once in many
+    steps.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
 from shoal.optim.closure_loss import LossOfRanks
 from shoal.optim.methods import Methods
 from shoal.optim.part import Keeping, Part, put, shown
-from shoal.optim.whole import WholePart
+from shoal.optim.whole_parameters import WholePart
 
 _EXTENSION = "_shoal_extension"
 

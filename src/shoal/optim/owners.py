@@ -8,7 +8,7 @@
                        transfer, and for nothing else                          arrive
 
 Exactly one synchronous step: a look at a parameter or a gradient in between gives the right one
-(guarded.py). Collectives, called by every rank: reading `.grad` before it is cleared,
+(guarded_parameters.py). Collectives, called by every rank: reading `.grad` before it is cleared,
 optimizer.clip_grad_norm_, state_dict. Guarded by tests/equivalence/test_owners.py and
 test_access.py.
 
@@ -35,7 +35,7 @@ from shoal.engine.lanes import Errand
 from shoal.remote.orders import PerServer, Tell
 from shoal.remote.verbs import Aspect, Norm, Numbers, Read, ScaleBy, Values, Verb, Write
 from shoal.remote.wire import Data
-from shoal.tensors.guarded import ComingParameter, GuardedParameter, guard, unguard
+from shoal.tensors.guarded_parameters import ComingParameter, GuardedParameter, guard, unguard
 
 
 def tell_nobody(verb: Verb | PerServer, /) -> None:

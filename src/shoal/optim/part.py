@@ -1,10 +1,10 @@
 """Part: the parameters of an optimizer that are held in one way, and their work in a step.
 
-    whole    this rank has all of the parameter; the optimizer itself updates it      (whole.py)
-    owned    ranks or servers own pieces of it, and update these on lanes             (owned.py)
-    cut      every rank has a part of it, and the optimizer updates that              (cut.py)
-    tail     hosts that run the end of the model have all of it                       (tail.py)
-    table    servers have all rows of it                                              (table.py)
+    whole    this rank has all of it; the optimizer itself updates it         (whole_parameters.py)
+    owned    ranks or servers own pieces of it, and update these on lanes     (owned_pieces.py)
+    cut      every rank has a part of it, and the optimizer updates that      (cut.py)
+    tail     hosts that run the end of the model have all of it               (tail.py)
+    table    servers have all rows of it                                      (table.py)
 
 An optimizer has parts of each model that it trains. Its methods loop over them, in the same order
 on every rank (extend.py). A parameter is in one part only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from shoal.codecs.remembering import Remembering
+from shoal.codecs.carrier_memory import Remembering
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.optim.owners import Owners

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.pipeline.absent import Forms
+from shoal.pipeline.absent_tensors import Forms
 from shoal.pipeline.memory import memory_of
 
 

@@ -13,8 +13,8 @@ from typing import final
 import torch
 from torch import nn
 
-from shoal.core.freed import give_back_freed
-from shoal.pipeline.moving import MovingBuffer
+from shoal.core.freed_memory import give_back_freed
+from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.stations import Stations
 from shoal.pipeline.walk import Position
 

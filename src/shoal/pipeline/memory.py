@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.pipeline.absent import Absent
+from shoal.pipeline.absent_tensors import Absent
 from shoal.pipeline.trees import tensors_in
 
 

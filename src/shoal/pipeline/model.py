@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.weighing import Weighing
-from shoal.pipeline.absent import Forms
-from shoal.pipeline.alone import MODEL
+from shoal.contracts.row_weights import Weighing
+from shoal.pipeline.absent_tensors import Forms
+from shoal.pipeline.alone_output import MODEL
 from shoal.pipeline.calls import CallsTold, Meet, ModelCall, Shape, number_of
 from shoal.pipeline.guide import Guide
 from shoal.pipeline.homes import Homes, homes_of
-from shoal.pipeline.moving import MovingBuffer, aside
+from shoal.pipeline.moving_buffers import MovingBuffer, aside
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.record import recorded
 from shoal.pipeline.replay import Modules, other_way, spans

@@ -8,15 +8,15 @@ from typing import Any, final
 import torch
 
 from shoal.pipeline.calls import ModelCall
-from shoal.pipeline.ended import EndedForward
+from shoal.pipeline.computed_forward import EndedForward
 from shoal.pipeline.guide import ToldCall
-from shoal.pipeline.kept import KeptNumbers, check_objects
+from shoal.pipeline.kept_numbers import KeptNumbers, check_objects
 from shoal.pipeline.model import EVALUATION, PipelinedModel
 from shoal.pipeline.output import EndOutput
 from shoal.pipeline.run import ForwardRun, model_call
 from shoal.pipeline.trees import mapped
-from shoal.pipeline.whole import WholeCalls
-from shoal.tensors.wholes import holding_wholes
+from shoal.pipeline.whole_calls import WholeCalls
+from shoal.tensors.whole_module_calls import holding_wholes
 
 
 @final

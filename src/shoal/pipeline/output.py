@@ -2,7 +2,7 @@
 
 Functions of it are expressions, which the end computes. `loss_fn` takes it as it is. Shapes cost
 nothing. Whoever looks at its values gets them, without a gradient: all ranks look together, or one
-alone (alone.py).
+alone (alone_output.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.pipeline.expressions import Changing, EndResult, Expression, Unclear,
 from shoal.pipeline.memory import changes_in_place, memory_of
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.tensors.ghost import check_native, ghost
-from shoal.tensors.in_place import HOOKS, is_change
+from shoal.tensors.in_place_functions import HOOKS, is_change
 
 _After = Callable[[Tensor], Tensor]
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
-from shoal.pipeline.absent import LOOKS, Forms, Undecided, is_empty
+from shoal.core.random_state import undrawn
+from shoal.pipeline.absent_tensors import LOOKS, Forms, Undecided, is_empty
 from shoal.pipeline.memory import is_item, memory_of, storage_of, written_by
-from shoal.pipeline.moving import CountingBuffer
+from shoal.pipeline.moving_buffers import CountingBuffer
 from shoal.pipeline.trees import copied, look_into_dataclasses, tensors_in
-from shoal.pipeline.unhooked import without_backward_hooks, without_hooks
+from shoal.pipeline.unhooked_modules import without_backward_hooks, without_hooks
 from shoal.pipeline.walk import END, Name, Position, Walk, walking
 
 INPUT: Position = (-1.0,)  # the origin of the forward's inputs

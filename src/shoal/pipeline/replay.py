@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.core.draws import undrawn
 from shoal.core.errors import UsageError
-from shoal.pipeline.absent import Absent, Forms, Undecided, is_empty, present
+from shoal.core.random_state import undrawn
+from shoal.pipeline.absent_tensors import Absent, Forms, Undecided, is_empty, present
 from shoal.pipeline.record import (
     Alias,
     ForwardRecord,
@@ -30,7 +30,7 @@ from shoal.pipeline.record import (
     undecided,
 )
 from shoal.pipeline.trees import leaves_in, tensors_in
-from shoal.pipeline.unhooked import without_hooks
+from shoal.pipeline.unhooked_modules import without_hooks
 from shoal.pipeline.walk import END, Name, Position, Walk
 from shoal.tensors.cut import is_cut, opened
 

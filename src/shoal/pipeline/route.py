@@ -13,7 +13,7 @@ from shoal.contracts.comm import Comm, Pending
 from shoal.pipeline.calls import Shape
 from shoal.pipeline.record import ForwardRecord
 from shoal.pipeline.replay import StationSpan
-from shoal.tensors.crossing import EXACT, RowCrossing
+from shoal.tensors.row_crossing import EXACT, RowCrossing
 
 EACH = -1  # stands in the place of a rank: each rank computes the station for its own rows
 

@@ -25,20 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
-from shoal.core.draws import draw_seed, drawing_from, mix_seeds
-from shoal.pipeline.absent import Absent, present
+from shoal.core.random_state import draw_seed, drawing_from, mix_seeds
+from shoal.pipeline.absent_tensors import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
 from shoal.pipeline.gate import CallGate
 from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import FORWARD, PipelinedModel
-from shoal.pipeline.moving import Counters, MovingBuffers, aside
+from shoal.pipeline.moving_buffers import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined, rows_of
 from shoal.pipeline.replay import Departed, Replay
 from shoal.pipeline.route import EACH, Coming
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
-from shoal.tensors.crossing import EXACT, RowCrossing
+from shoal.tensors.row_crossing import EXACT, RowCrossing
 
 
 @final

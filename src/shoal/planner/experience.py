@@ -21,7 +21,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import ModelProfile, Topology
 from shoal.core.outcome import COMPUTE, OPTIMIZER, Outcome
 from shoal.core.plan import Plan
-from shoal.planner.steady import KINDS, kind_of
+from shoal.planner.simpler_plans import KINDS, kind_of
 
 SURE = 0.1  # share of the step by which another plan must be ahead
 _KEPT = "steps"  # the first part of the file's name

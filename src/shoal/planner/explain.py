@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.contracts.feature import lines_of
 from shoal.contracts.strategy import Strategy
 from shoal.core.explanation import (
@@ -24,10 +24,10 @@ from shoal.pipeline.prices import stations_at
 from shoal.planner.holders import holders_in, is_dealt, unasked_holders
 from shoal.planner.learning import learning_line
 from shoal.planner.local import explain_locally
-from shoal.planner.lossy import ways
+from shoal.planner.lossy_plans import ways
 from shoal.planner.options import PLAIN, known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
-from shoal.planner.steady import lead_on
+from shoal.planner.simpler_plans import lead_on
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.tails import tail_of
 

@@ -31,7 +31,7 @@ from shoal.pipeline.prices import (
 from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
 from shoal.planner.timeline import Predictor
-from shoal.strategies.carried import check_beside_holders, check_holder
+from shoal.strategies.carrier_terms import check_beside_holders, check_holder
 from shoal.strategies.pipeline import passage_of
 from shoal.strategies.row_parts import RowFacts
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.codecs.coded import Coded, codec_named, exchange_named
-from shoal.codecs.summed import Summed
+from shoal.codecs.coded_exchange import Coded, codec_named, exchange_named
+from shoal.codecs.summed_terms import Summed
 from shoal.contracts.learning import UNMEASURED, LearningPrice
 from shoal.core.plan import Choice, Plan
 from shoal.core.way import rows_and_rest

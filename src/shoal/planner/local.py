@@ -19,7 +19,7 @@ from shoal.contracts.exchange import SplitExchange
 from shoal.core.cost import Pace, total
 from shoal.core.explanation import Explanation, PredictedStep
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.codecs.coded import codec_named, exchange_named
+from shoal.codecs.coded_exchange import codec_named, exchange_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, Link
@@ -18,7 +18,7 @@ from shoal.core.way import rows_and_rest, strategy_and_exchange
 from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
 from shoal.profiling.usage import unable_before
-from shoal.strategies.carried import check_carried, row_codec
+from shoal.strategies.carrier_terms import check_carried, row_codec
 from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
@@ -265,11 +265,11 @@ def with_needed(
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
     if predictor.role(strategy).runs_elsewhere:
-        # the exchange says how tail hosts share the layer (sharing.py), or names the rank
+        # the exchange says how tail hosts share the layer (plan_details.py), or names the rank
         # (holders.py)
         exchange = ""
     if exchange.startswith("+"):
-        exchange = ""  # a codec of rows: carried.py
+        exchange = ""  # a codec of rows: carrier_terms.py
     if reason is None and exchange and not predictor.role(strategy).takes_exchange:
         reason = "it takes no exchange"
     if (

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 from operator import attrgetter
 
-from shoal.codecs.coded import exchange_named, with_codec
+from shoal.codecs.coded_exchange import exchange_named, with_codec
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -24,7 +24,7 @@ from shoal.core.role import Role
 from shoal.core.way import rows_and_rest
 from shoal.planner.lanes import Lanes, Speeds
 from shoal.planner.step import Compute, Priced, StateTraffic, StepSimulation, Timeline
-from shoal.strategies.moving import phase_of
+from shoal.strategies.state_agreement import phase_of
 from shoal.strategies.sync_batchnorm import phases_of
 
 _BURST = 0.01  # share of the step: a smaller burst does not change it

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.probe import Trial
-from shoal.profiling.rowwise import rowwise
+from shoal.profiling.row_layers import rowwise
 from shoal.profiling.weight_use import WeightUse, own_forward, weight_uses
 from shoal.tensors.boundary import CallRows
 from shoal.tensors.cut_output import CutOutput

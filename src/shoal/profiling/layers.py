@@ -5,12 +5,12 @@ gradients, and the facts that strategies ask for.
     2  measure   some training steps: each rank's times are medians
     3  probe     each probe measures each layer
     4  agree     the profile is the maximum over ranks, the same on every rank
-    5  state     find the state that forward changes and that ranks must agree on       (moving.py)
+    5  state     find the state that forward changes and that ranks must agree on  (moving_state.py)
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training
 will find them. The cost is some training steps, and the time of the probes: three steps of a slow
 model, if they agree, and half a second of steps of a quick one. It leaves no trace: see
-untraced.py.
+untraced_runs.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal.core.facts import (
     UpdatePace,
     first,
 )
-from shoal.core.known import KnownFigures
+from shoal.core.known_figures import KnownFigures
 from shoal.core.registry import of
 from shoal.core.terms import LossOfParts, Targets, Terms
 from shoal.profiling.identity import (
@@ -45,14 +45,14 @@ from shoal.profiling.identity import (
     tied_modules,
     trainable_layers,
 )
-from shoal.profiling.moving import Changes, Ways, left_local, moving
+from shoal.profiling.moving_state import Changes, Ways, left_local, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
-from shoal.profiling.rowwise import rowwise
+from shoal.profiling.row_layers import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
 from shoal.profiling.steps import Watching, measured_step
 from shoal.profiling.terms import Outputs, SampleTerms, agreed_terms, seen
-from shoal.profiling.untraced import without_traces
+from shoal.profiling.untraced_runs import without_traces
 from shoal.profiling.usage import Readers, kind_of, outside_use
 from shoal.profiling.weight_use import UNUSED, WeightUse, weight_uses
 

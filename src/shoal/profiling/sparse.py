@@ -17,7 +17,7 @@ from shoal.contracts.probe import Layer, MeasuredStep, Probe, Trial
 from shoal.core.facts import Facts
 from shoal.core.rows import in_rows
 from shoal.profiling.timeline import DeviceClock
-from shoal.profiling.untraced import drop_gradients
+from shoal.profiling.untraced_runs import drop_gradients
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.probe import Layer, MeasuredStep, Probe
 from shoal.contracts.sample import Sample
 from shoal.core.errors import SampleError
-from shoal.core.known import KnownFigures
-from shoal.profiling.moving import Changes
+from shoal.core.known_figures import KnownFigures
+from shoal.profiling.moving_state import Changes
 from shoal.profiling.terms import Outputs
 from shoal.profiling.timeline import DeviceClock, usual, watch_step
-from shoal.profiling.untraced import drop_gradients
+from shoal.profiling.untraced_runs import drop_gradients
 from shoal.profiling.usage import Readers
 
 _CHECKING = "parallelize: trying the sample"

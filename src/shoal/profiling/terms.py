@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.batch import tensors_of
-from shoal.contracts.kept import kept_values_of
+from shoal.contracts.loss_attributes import kept_values_of
 from shoal.contracts.sample import LossFn, Sample, arguments, describe
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OUTPUT, TARGET, LossOfParts, Targets, Terms

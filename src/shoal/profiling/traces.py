@@ -6,7 +6,7 @@ is closures and defaults, and in the user's own files also the globals and class
 
 Not noted are things that other threads may be changing (objects with locks, queues or threads),
 data sets, loaders, optimizers, and the state of the standard library, torch and Shoal. The cost is
-a copy of every tensor and array. Guarded by tests/profiling/test_untraced.py.
+a copy of every tensor and array. Guarded by tests/profiling/test_untraced_runs.py.
 """
 
 from __future__ import annotations

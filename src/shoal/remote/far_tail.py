@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.contracts.row_weights import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.remote.far_parameters import FarParameters
@@ -28,7 +28,7 @@ from shoal.remote.tail_hosts import (
     plain_settings,
 )
 from shoal.remote.tail_messages import Modes
-from shoal.tensors.crossing import EXACT, RowCrossing
+from shoal.tensors.row_crossing import EXACT, RowCrossing
 
 
 @dataclass(frozen=True)

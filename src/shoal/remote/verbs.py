@@ -1,6 +1,6 @@
 """The verbs that workers say to servers: one vocabulary for models, tables, and workers ahead.
 
-    verb       to a model's slices (servers/in_step.py)     to a table (servers/tables.py)
+    verb       to a model's slices (servers/step_workers.py)     to a table (servers/tables.py)
     Sum        the gradients of a backward, on the lanes    -
     Pull       -                                            answered: the rows of some ids
     Push       -                                            keep these gradients until the step

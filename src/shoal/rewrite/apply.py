@@ -22,7 +22,7 @@ from weakref import ref
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded_exchange import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
@@ -38,7 +38,12 @@ from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import ROOT, model_digest, trainable_layers
 from shoal.profiling.usage import unable_before
-from shoal.strategies.carried import check_beside_holders, check_carried, check_holder, row_codec
+from shoal.strategies.carrier_terms import (
+    check_beside_holders,
+    check_carried,
+    check_holder,
+    row_codec,
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ ahead of the slowest waits. So a bound of 0 gives all workers the same bits. The
 rounds.
 
 A worker asks by Push, Read or Write (remote/verbs.py), so there are no orders of worker 0 but the
-first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead.py.
+first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead_workers.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shoal.remote.verbs import (
     Write,
     unasked,
 )
-from shoal.servers.ahead import Clocks
+from shoal.servers.ahead_workers import Clocks
 from shoal.strategies.geo import GeoTransfer
 
 

@@ -55,10 +55,10 @@ from shoal.remote.orders import (
 from shoal.remote.tables import Tables
 from shoal.remote.verbs import End, MakeStep, PartOrder, Verb, unasked
 from shoal.remote.wire import Data, MessageReader
-from shoal.servers.ahead import AheadModel, RunningAhead
+from shoal.servers.ahead_workers import AheadModel, RunningAhead
 from shoal.servers.geo import GeoModel
 from shoal.servers.geo import end as end_geo
-from shoal.servers.in_step import InStep, transfers_of
+from shoal.servers.step_workers import InStep, transfers_of
 from shoal.servers.tables import ServedTables
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.server import shares

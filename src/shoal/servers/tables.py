@@ -51,7 +51,7 @@ from shoal.remote.verbs import (
     unasked,
 )
 from shoal.remote.wire import Data
-from shoal.servers.ahead import POLL_S, Clocks
+from shoal.servers.ahead_workers import POLL_S, Clocks
 from shoal.strategies.embedding import is_written
 
 _ALIKE = (

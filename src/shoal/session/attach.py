@@ -21,23 +21,23 @@ from torch.optim import Optimizer
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.feature import Attachment
+from shoal.contracts.row_weights import Weighing
 from shoal.contracts.state import OF_LOSS, states
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import OwnedTransfer
-from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
-from shoal.core.eager import keep_eager
+from shoal.core.eager_methods import keep_eager
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
 from shoal.engine.attendance import LaneAttendance
 from shoal.engine.border import Border
-from shoal.engine.common import Common, NowAndThen
+from shoal.engine.common_state import Common, NowAndThen
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher, Weight
 from shoal.optim.closure_loss import LossOfRanks, steers_by_loss
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts, scaler_of
-from shoal.optim.owned import OwnedPart
+from shoal.optim.owned_pieces import OwnedPart
 from shoal.optim.owners import Owners
 from shoal.optim.part import Part
 from shoal.optim.table import TablePart
@@ -47,17 +47,16 @@ from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.verbs import Sum
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed, splits
-from shoal.servers.ahead import RunningAhead
+from shoal.servers.ahead_workers import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
-from shoal.session.at_servers import ServersPart, open_servers, open_tables
 from shoal.session.holding import HeldApart, holds_apart, open_held
 from shoal.session.job import TrainingJob
 from shoal.session.opening import Opening, Prepared
 from shoal.session.running import Running
+from shoal.session.server_part import ServersPart, open_servers, open_tables
 from shoal.session.session import Attached, Session, Threads
 from shoal.session.watch import watch
-from shoal.strategies.moving import OfState, transfers_of
 from shoal.strategies.pipeline import (
     far_of,
     is_pipeline,
@@ -68,6 +67,7 @@ from shoal.strategies.pipeline import (
 )
 from shoal.strategies.row_parts import row_parts_of
 from shoal.strategies.stage import loss_at_tail
+from shoal.strategies.state_agreement import OfState, transfers_of
 
 
 def attach(

@@ -25,7 +25,7 @@ from shoal.profiling.identity import trainable_layers
 from shoal.remote.holder_way import FarHolder, HolderWay
 from shoal.remote.station_messages import OpenStations
 from shoal.remote.tail_hosts import TailHosts
-from shoal.strategies.carried import row_codec
+from shoal.strategies.carrier_terms import row_codec
 
 
 def holds_apart(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
 from shoal.core.rows import strided_in
 from shoal.optim.far_state import here
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.session import current
 from shoal.tensors.cut import cut_of, is_cut
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.feature import Features
+from shoal.contracts.row_weights import Weighing
 from shoal.contracts.transfer import Transfer
-from shoal.contracts.weighing import Weighing
 from shoal.core.facts import Cluster, ModelProfile, MovingState
 from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
@@ -29,7 +29,7 @@ from shoal.session.holding import HeldApart
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session
 from shoal.session.watch import Watched
-from shoal.strategies.moving import OfState
+from shoal.strategies.state_agreement import OfState
 
 
 class Serve(Protocol):

@@ -2,7 +2,7 @@
 
 A process has one session. Ranks that are threads each have their own, in a context variable. A
 session includes all that runs next to the main thread: every model's threads, and the ways to hosts
-that do not train. How a session begins and ends: joining.py.
+that do not train. How a session begins and ends: session_start.py.
 """
 
 from __future__ import annotations

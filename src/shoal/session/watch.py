@@ -5,7 +5,7 @@
     after forward    the output crosses the border, where backward opens the engine's round
     loss             if it has a weight of its own (it counts its terms by `count=`, is a sum, or
                      only its target tells the rows), it crosses the border, too
-    compute_loss     is one call of the model (computed.py)
+    compute_loss     is one call of the model (computed_loss.py)
 
 A compiled model runs them unchanged: `torch.compile` does not look into them.
 
@@ -29,19 +29,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.batch import tensors_of
-from shoal.core.eager import eager
+from shoal.core.eager_methods import eager
 from shoal.core.terms import OF_ROWS, TARGET, Targets, Terms
 from shoal.engine.border import Border
 from shoal.optim.owners import Owners
 from shoal.profiling.terms import count_of, count_seen
 from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Count, Counting, number_of
-from shoal.session.computed import Computed
+from shoal.session.computed_loss import Computed
 from shoal.session.job import TrainingJob
 from shoal.session.running import Running
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.cut_output import CutOutput
-from shoal.tensors.guarded import ComingParameter
+from shoal.tensors.guarded_parameters import ComingParameter
 
 COUNTED = "_shoal_counted"  # attribute of a function: the object that weighs it
 _NOT_CALLED = (

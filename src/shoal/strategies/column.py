@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
-from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
+from shoal.strategies.cut_layers import ByOutputs, CutFacts, counts, move, wire_itemsize
 from shoal.tensors.boundary import CallRows, shaped
 
 

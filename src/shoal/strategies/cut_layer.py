@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.contracts.strategy import Place
-from shoal.core.eager import eager
+from shoal.core.eager_methods import eager
 from shoal.core.pieces import cut_sizes
-from shoal.profiling.rowwise import row_dims
+from shoal.profiling.row_layers import row_dims
 from shoal.profiling.weight_use import UNUSED, WeightUse
 from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.tensors.boundary import CallRows, Move, call_of, linear
-from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut_output import CutOutput
+from shoal.tensors.row_crossing import RowCrossing
 from shoal.tensors.weight_products import Product, Products
-from shoal.tensors.wholes import holding_wholes, tell_numbers
+from shoal.tensors.whole_module_calls import holding_wholes, tell_numbers
 
 SLOT = "_cut_layer"  # attribute of a served layer: the part that runs it
 

@@ -35,12 +35,12 @@ from torch.nn import functional as F
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Layer, Probe, Trial
+from shoal.contracts.row_weights import Weighing
 from shoal.contracts.sample import tensors_in
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.contracts.weighing import Weighing
 from shoal.core.cost import Cost, Phase, Update, Wait, total
-from shoal.core.eager import eager
+from shoal.core.eager_methods import eager
 from shoal.core.facts import Cluster, Facts, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.role import Role
@@ -49,11 +49,11 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.sparse import SparseFacts, SparseProbe
 from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.copies import plain
-from shoal.strategies.cutting import counts, move, uncut
+from shoal.strategies.cut_layers import counts, move, uncut
 from shoal.tensors.boundary import call_of, dealt, refuse_second_derivative
 from shoal.tensors.cut import cut, cut_of, part_of, restore
-from shoal.tensors.over_ranks import OverRanks
-from shoal.tensors.wholes import holding_wholes, tell_numbers
+from shoal.tensors.sharded_parameter import OverRanks
+from shoal.tensors.whole_module_calls import holding_wholes, tell_numbers
 
 _LOOKED_AT = 64  # number of a gradient's rows that `is_written` looks at
 _ID_BYTES = 8

@@ -13,9 +13,9 @@ all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)�
                     ranks' libraries agree
     5  backward ends  `.grad` becomes that buffer, or the buffer is added to it
 
-Gradients from other uses of the weight, as in a penalty, are summed like a bucket (elsewhere.py),
-in the steps in which any rank has one. So are gradients that an autograd.Function asks for by
-torch.autograd.grad in its own backward, as an adjoint does.
+Gradients from other uses of the weight, as in a penalty, are summed like a bucket
+(outside_gradients.py), in the steps in which any rank has one. So are gradients that an
+autograd.Function asks for by torch.autograd.grad in its own backward, as an adjoint does.
 
 Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
 section 3; Zhang et al., "Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
@@ -34,7 +34,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic
-from shoal.core.eager import eager
+from shoal.core.eager_methods import eager
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
 from shoal.exchange.direct import Direct

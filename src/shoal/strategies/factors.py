@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.row_weights import OwnHook
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Mark, Round, Transfer
-from shoal.contracts.weighing import OwnHook
-from shoal.core.by_host import to_host
 from shoal.core.errors import UsageError
+from shoal.core.host_copies import to_host
 from shoal.core.names import pins
 from shoal.profiling.weight_use import WeightUse
-from shoal.strategies.elsewhere import Elsewhere, summed
 from shoal.strategies.factor_gradients import FactorGradients
 from shoal.strategies.factor_pairs import FactorPairs
 from shoal.strategies.landing import at_least, has_nan, history
+from shoal.strategies.outside_gradients import Elsewhere, summed
 
 
 class FactorProduct(ABC):

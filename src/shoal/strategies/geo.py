@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Round, Transfer
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.pieces import Piece, cut
 from shoal.remote.channel import send
 from shoal.remote.verbs import Aspect, End, PartOrder, Push, Read, Verb, Write

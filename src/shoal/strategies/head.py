@@ -27,7 +27,7 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.profiling.ends import Ends
-from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
+from shoal.strategies.cut_layers import ByOutputs, CutFacts, counts, move, wire_itemsize
 
 _TARGET_BYTES = 16  # a row's number and class
 _TERMS = 4  # terms of a row, each way

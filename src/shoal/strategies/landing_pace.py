@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Round, Rounds, Transfer
-from shoal.exchange.nothing import Nothing
+from shoal.exchange.no_exchange import Nothing
 from shoal.strategies.replicate import BucketTransfer
 
 _PARAMETERS, _NUMEL, _TIMES = 8, 64, 25  # so small that bytes cost nothing

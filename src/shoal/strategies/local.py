@@ -4,8 +4,8 @@
     2  pack         as a step ends: the bucket, which holds θ_old, becomes θ_old − θ
     3  on a lane    ranks tell their rows; each difference is multiplied by its rank's share of
                     all rows; the exchange's first half brings the sums to the owners of slices
-    4  the owner    makes new values of its slice by the outer rule (core/outer.py); it alone has
-                    that slice's momentum
+    4  the owner    makes new values of its slice by the outer rule (core/outer_step.py); it alone
+                    has that slice's momentum
     5  on the lane  the exchange's second half brings new values to all ranks
     6  publish      parameters become the new values; with a lag they also keep their changes
                     since 2
@@ -19,9 +19,10 @@ Ranks of an island step as one (features/local_rounds.py): each has the island's
 ranks' shares of rows is then the mean over islands by their shares, with nothing else to do here.
 
 With a codec, differences and changes travel as codes. The error of each code is kept and added to
-the next, as it is for gradients (codecs/coded.py).
+the next, as it is for gradients (codecs/coded_exchange.py).
 
-Guarded by tests/equivalence/test_local_steps.py and test_islands.py. References: core/outer.py.
+Guarded by tests/equivalence/test_local_steps.py and test_islands.py. References:
+core/outer_step.py.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from shoal.contracts.exchange import (
 )
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.pieces import cut, line, shape_like
-from shoal.strategies.carried import first_coded
+from shoal.strategies.carrier_terms import first_coded
 
 
 class RowCounter(Protocol):

@@ -7,8 +7,8 @@
 
 The first sum is n, the number of ranks that were added. So every rank that sees the sums sees
 whether any two ranks differ, and all see the same. Only then do they tell one another their values
-(engine/common.py). This costs these numbers in each bucket, and reading one bucket's sums in each
-backward. On a GPU, where reading would wait, no mark is sent. Guarded by
+(engine/common_state.py). This costs these numbers in each bucket, and reading one bucket's sums in
+each backward. On a GPU, where reading would wait, no mark is sent. Guarded by
 tests/strategies/test_marks.py.
 """
 

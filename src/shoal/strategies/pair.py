@@ -23,7 +23,7 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.profiling.ends import Ends
-from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
+from shoal.strategies.cut_layers import ByOutputs, CutFacts, counts, move, wire_itemsize
 from shoal.strategies.row import Row
 
 

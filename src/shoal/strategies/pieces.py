@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.kept import keep, kept_values_of
+from shoal.contracts.loss_attributes import keep, kept_values_of
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.remote.stage_output import StageOutput

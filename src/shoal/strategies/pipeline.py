@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
@@ -35,7 +35,7 @@ from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
 from shoal.core.role import Role
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.model_calls import PipelineCalls
-from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.output import EndOutput, as_bound
 from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of
 from shoal.pipeline.route import EACH
@@ -43,13 +43,13 @@ from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_parameters import AtTail, FarParameters
-from shoal.strategies.moving import OfState, of_holders, transfers_of
 from shoal.strategies.row_parts import RowFacts, RowProbe
 from shoal.strategies.stage import run_by, run_no_more, runs_by
+from shoal.strategies.state_agreement import OfState, of_holders, transfers_of
 from shoal.strategies.uses import UseProbe
-from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
-from shoal.tensors.on_rank import OnRank
+from shoal.tensors.rank_parameter import OnRank
+from shoal.tensors.row_crossing import RowCrossing
 
 _NUMBER = 4  # bytes of a number that crosses, if its type is not known
 

@@ -38,7 +38,7 @@ from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import lined_shape, shape_like
 from shoal.core.role import Role
-from shoal.strategies.carried import first_coded, profiles_coded_first
+from shoal.strategies.carrier_terms import first_coded, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark, num_shares
 from shoal.strategies.marks import can_tell, check, num_marks, put
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.profiling.weight_use import unmultiplied
-from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
+from shoal.strategies.cut_layers import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
 from shoal.tensors.boundary import CallRows, Move, shaped
 
 

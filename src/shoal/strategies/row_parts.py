@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.kept import kept_values_of
+from shoal.contracts.loss_attributes import kept_values_of
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.state import TensorSlot, states
 from shoal.contracts.strategy import Strategy

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.row_weights import Weighing
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import TableRows
-from shoal.contracts.weighing import Weighing
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
@@ -35,7 +35,7 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.updates import UpdateProbe
 from shoal.remote.channel import HEAD_BYTES
 from shoal.remote.tables import ID_BYTES
-from shoal.strategies.cutting import refused
+from shoal.strategies.cut_layers import refused
 from shoal.strategies.embedding import IdFacts, IdProbe, run_by, run_by_itself
 from shoal.tensors.boundary import refuse_second_derivative
 from shoal.tensors.cut import restore

@@ -48,13 +48,13 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.carried import first_coded, profiles_coded_first
+from shoal.strategies.carrier_terms import first_coded, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark
 from shoal.strategies.marks import can_tell
 from shoal.strategies.own_sums import OwnSums
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
 from shoal.strategies.slice_control import SliceControl
-from shoal.strategies.unsent import Unsent
+from shoal.strategies.unsent_values import Unsent
 
 
 @final

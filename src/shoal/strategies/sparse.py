@@ -32,10 +32,10 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Round, Transfer
-from shoal.core.by_host import to_host
 from shoal.core.cost import Cost, Phase, Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.host_copies import to_host
 from shoal.core.role import Role
 from shoal.core.rows import in_rows
 from shoal.exchange.direct import Direct

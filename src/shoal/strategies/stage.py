@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
-from shoal.core.eager import eager
+from shoal.core.eager_methods import eager
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.names import pins

@@ -23,14 +23,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.comm import Comm
-from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.contracts.row_weights import UNWEIGHED, Weighing
 from shoal.core.cost import Phase, Traffic, total
-from shoal.core.eager import eager
+from shoal.core.eager_methods import eager
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile, SyncNorm, Topology
 from shoal.strategies.copies import class_served_by, kind_before, plain
-from shoal.strategies.cutting import move
-from shoal.tensors.guarded import ComingParameter, keeper
+from shoal.strategies.cut_layers import move
+from shoal.tensors.guarded_parameters import ComingParameter, keeper
 from shoal.tensors.sync_norm import NormOfRanks, Synchronised, normalise, sums_kind
 
 _SLOT = "_shoal_sync_norm"  # attribute of a module: what it asks of the ranks

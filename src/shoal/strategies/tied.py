@@ -30,12 +30,12 @@ from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
 from shoal.profiling.products import ProductFacts
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.cutting import run_cut, run_whole
+from shoal.strategies.cut_layers import run_cut, run_whole
 from shoal.strategies.embedding import EmbeddingRows, look_up_parts, run_by_itself
 from shoal.strategies.head import Head
 from shoal.strategies.tied_uses import TiedFacts, TiedProbe
 from shoal.tensors.cut import cut, is_cut, restore
-from shoal.tensors.over_ranks import OverRanks
+from shoal.tensors.sharded_parameter import OverRanks
 
 _TABLES = ("Embedding", "EmbeddingBag")
 

@@ -17,9 +17,9 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.facts import Excerpt, Facts, LayerProfile, Setting, first
 from shoal.profiling.layers import layer_profile, maximum_layer
 from shoal.profiling.products import ProductFacts, ProductProbe
-from shoal.profiling.rowwise import rowwise
+from shoal.profiling.row_layers import rowwise
 from shoal.profiling.usage import unlike
-from shoal.strategies.cutting import CutFacts, CutProbe
+from shoal.strategies.cut_layers import CutFacts, CutProbe
 from shoal.strategies.embedding import IdFacts, IdProbe
 from shoal.strategies.head import LossFacts, LossProbe
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.contracts.transfer import Turn
-from shoal.core.by_host import Later
 from shoal.core.errors import RanksDiffer
+from shoal.core.host_copies import Later
 
 _MOST_UNREAD = 4  # exchanges; with more of them the oldest is waited for
 

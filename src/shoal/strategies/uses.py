@@ -11,11 +11,11 @@ from typing import Any, NoReturn, final
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.kept import keep, kept_values_of
+from shoal.contracts.loss_attributes import keep, kept_values_of
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.sample import Sample
 from shoal.core.errors import PlanError, ShoalError
-from shoal.pipeline.absent import Forms
+from shoal.pipeline.absent_tensors import Forms
 from shoal.pipeline.record import INPUT, ForwardRecord, recorded
 from shoal.pipeline.replay import FIRST
 from shoal.pipeline.stations import cut_between

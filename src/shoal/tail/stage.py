@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
@@ -54,7 +54,7 @@ from shoal.session.session import Session
 from shoal.tail.held import HeldParameters, leave
 from shoal.tail.inbox import Inbox
 from shoal.tail.stations import HeldStations
-from shoal.tensors.crossing import RowCrossing
+from shoal.tensors.row_crossing import RowCrossing
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.codecs.coded import codec_named
+from shoal.codecs.coded_exchange import codec_named
 from shoal.comm.threads import ThreadComm
+from shoal.contracts.row_weights import UNWEIGHED
 from shoal.contracts.state import OF_LOSS, states
-from shoal.contracts.weighing import UNWEIGHED
 from shoal.optim.extend import extend
 from shoal.pipeline.calls import ModelCall
-from shoal.pipeline.ended import EndedForward
+from shoal.pipeline.computed_forward import EndedForward
 from shoal.pipeline.expressions import EndResult, Expression
 from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.model_calls import PipelineCalls
-from shoal.pipeline.moving import MovingBuffer
+from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.run import model_call
 from shoal.pipeline.told_functions import LOSS_NAME, Reference, from_data, function_of, modes_of
@@ -49,8 +49,8 @@ from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import TailDone
 from shoal.tail.held import HeldParameters, Nowhere, leave
 from shoal.tail.inbox import Inbox
-from shoal.tensors.crossing import RowCrossing
 from shoal.tensors.cut import cut
+from shoal.tensors.row_crossing import RowCrossing
 
 
 @dataclass

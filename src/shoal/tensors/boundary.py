@@ -11,9 +11,9 @@ A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r
 `scale` multiplies the gradients that go back. A parameter's gradient is a mean over ranks. So a cut
 layer divides gradients by P as they enter it, and multiplies by P as they leave, which spares a
 pass over its weights. If ranks have unlike numbers of rows, each rank weighs its own gradients as
-they come in, and divides by the weight as they leave (contracts/weighing.py). A move costs at most
-one message to and from every peer for each chunk, and telling the counts of rows (`rows_of_all`)
-80 bytes each.
+they come in, and divides by the weight as they leave (contracts/row_weights.py). A move costs at
+most one message to and from every peer for each chunk, and telling the counts of rows
+(`rows_of_all`) 80 bytes each.
 
 A move into a linear layer is one operator with its product (`linear`), so that each hides under the
 other:
@@ -38,11 +38,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.contracts.row_weights import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
-from shoal.tensors.crossing import EXACT, RowCrossing
+from shoal.tensors.row_crossing import EXACT, RowCrossing
 
 _Coming = Callable[[], Tensor]  # waits until the move has come
 _Way = Callable[[Tensor], _Coming]

@@ -7,7 +7,7 @@
 
 It has the whole's shape, strides and size. So state_dict, load_state_dict, copies, averaged
 weights, clipping and penalties work as in one process. If the other ranks hold the rest
-(over_ranks.py, on_rank.py), all of them read it together, or one rank reads it alone
+(sharded_parameter.py, rank_parameter.py), all of them read it together, or one rank reads it alone
 (contracts/attendance.py). For a rest on servers see remote/tables.py. Guarded by
 tests/equivalence/test_cut.py.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.contracts.row_weights import UNWEIGHED, Weighing
 from shoal.core.pieces import (
     is_clearing,
     is_tracing,

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.tensors.cut_data import CutData
-from shoal.tensors.in_place import ELEMENTWISE, HOOKS, is_change
+from shoal.tensors.in_place_functions import ELEMENTWISE, HOOKS, is_change
 
 CUT = "_shoal_cut"  # attribute of a parameter: its `Cut`
 _Wholes = Callable[[Any], Any]  # returns values with the whole for every cut parameter

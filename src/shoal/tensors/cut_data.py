@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.tensors.in_place import ELEMENTWISE, is_change
+from shoal.tensors.in_place_functions import ELEMENTWISE, is_change
 
 
 class Parted(Protocol):

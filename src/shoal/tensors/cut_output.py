@@ -57,7 +57,7 @@ from shoal.tensors.functions_of_cut import (
     view_of,
 )
 from shoal.tensors.ghost import check_native, ghost
-from shoal.tensors.in_place import HOOKS, is_change
+from shoal.tensors.in_place_functions import HOOKS, is_change
 from shoal.tensors.output_call import GATHERING, OutputCall, ReadsLocally, Recipe, Step
 
 _After = Callable[[Tensor], Tensor]

@@ -6,7 +6,7 @@
                dx = γ/σ · (dy − mean dy − x̂ · mean(dy·x̂)), over the rows of all ranks
 
 γ and β have this rank's own gradients, which travel like any other layer's. Gradients of rows carry
-this rank's weight (contracts/weighing.py): the sums are multiplied by it as they leave, and the
+this rank's weight (contracts/row_weights.py): the sums are multiplied by it as they leave, and the
 results are divided by it again.
 
 Costs a rank 2C+1 numbers to every other one in forward and 2C in backward, for C channels, and one
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.contracts.row_weights import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
 
 

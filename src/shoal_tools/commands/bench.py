@@ -30,12 +30,12 @@ from shoal.core.record import Track
 from shoal.core.trace import MAIN, STEPS, Recorder
 from shoal.front import text
 from shoal.front.codec_report import codec_report
-from shoal.front.joining import init
 from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
 from shoal.front.recipe import Recipe
-from shoal.front.sharding import shard
+from shoal.front.session_start import init
+from shoal.front.shard import shard
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.interfaces import watching
@@ -52,7 +52,7 @@ from shoal_tools.commands.options import (
     in_a_folder,
     model_command,
 )
-from shoal_tools.commands.recording import (
+from shoal_tools.commands.run_record import (
     contenders_of,
     gathered,
     machine,
@@ -69,8 +69,8 @@ from shoal_tools.contenders.peers import (
     slowest_rank,
     step_times,
 )
-from shoal_tools.report.compared import in_words
 from shoal_tools.report.layers import strategies_of
+from shoal_tools.report.peer_words import in_words
 from shoal_tools.report.trace import chrome
 
 _BOOTSTRAPS = 10_000

@@ -11,7 +11,7 @@ import torch
 from shoal.front.options import Options
 from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
-from shoal_tools.commands.launching import launching
+from shoal_tools.commands.launch_options import launching
 from shoal_tools.commands.options import (
     COUNT,
     NEW_FILE,

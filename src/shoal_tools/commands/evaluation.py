@@ -23,10 +23,10 @@ from shoal.contracts.sample import called
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.front import text
-from shoal.front.joining import init
+from shoal.front.rank_values import gather, mean
 from shoal.front.recipe import Recipe
-from shoal.front.sharding import shard
-from shoal.front.together import gather, mean
+from shoal.front.session_start import init
+from shoal.front.shard import shard
 from shoal.session.session import world
 from shoal_tools.commands.run import num_rows
 from shoal_tools.commands.weights import load_weights

@@ -29,7 +29,7 @@ from shoal.core.option import Flag, Option, options_of
 from shoal.core.registry import of
 from shoal.front.options import AUTO, Options
 from shoal.front.recipe import load
-from shoal_tools.commands.launching import Launching, distributed
+from shoal_tools.commands.launch_options import Launching, distributed
 from shoal_tools.commands.script_model import ModelSource, with_flags
 
 

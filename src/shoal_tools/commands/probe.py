@@ -8,7 +8,7 @@ import msgspec
 from shoal.core import cache_folder
 from shoal.core.errors import UsageError
 from shoal_tools.commands import worker
-from shoal_tools.commands.launching import distributed
+from shoal_tools.commands.launch_options import distributed
 from shoal_tools.commands.options import RANKS
 
 

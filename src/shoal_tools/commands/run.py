@@ -24,7 +24,7 @@ from shoal.front import text
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.recipe import Recipe
 from shoal.session.session import world
-from shoal_tools.commands.recording import History
+from shoal_tools.commands.run_record import History
 from shoal_tools.report.progress import Progress
 
 

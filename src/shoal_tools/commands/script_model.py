@@ -35,12 +35,12 @@ from shoal.core.numbers import how_many
 from shoal.core.option import options_of
 from shoal.front import parallel
 from shoal.front.first_batch import for_sample
-from shoal.front.joining import init
 from shoal.front.options import Options
 from shoal.front.recipe import Recipe, execute, line_in, load
 from shoal.front.request import listed
+from shoal.front.session_start import init
 from shoal.front.stages import Stages
-from shoal.session.compiled import without_compilation
+from shoal.session.compiled_models import without_compilation
 from shoal.session.session import world
 
 _BUILDERS = {"data", "model", "loss", "compute_loss", "optimizer"}

@@ -16,7 +16,7 @@ from shoal.core.numbers import MOST_RANKS_IMAGINED, whole
 from shoal.front import text
 from shoal.front.carriers import codecs_of
 from shoal.front.options import AUTO, Options
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal_tools.commands import worker
 from shoal_tools.commands.options import (
     CALL,
@@ -29,7 +29,7 @@ from shoal_tools.commands.options import (
     bytes_per_s,
     in_a_folder,
 )
-from shoal_tools.commands.recording import report_simulation
+from shoal_tools.commands.run_record import report_simulation
 from shoal_tools.commands.script_model import ModelSource
 from shoal_tools.report.foresight import foresight
 from shoal_tools.simulate import simulate as foreseen

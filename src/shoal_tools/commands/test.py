@@ -8,7 +8,7 @@ import click
 
 from shoal.front.recipe import load
 from shoal_tools.commands import evaluation
-from shoal_tools.commands.launching import distributed
+from shoal_tools.commands.launch_options import distributed
 from shoal_tools.commands.options import RANKS, RECIPE, WEIGHTS
 
 

@@ -9,7 +9,7 @@ import click
 from shoal.front.options import Options
 from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
-from shoal_tools.commands.launching import launching
+from shoal_tools.commands.launch_options import launching
 from shoal_tools.commands.options import (
     COUNT,
     EXPLAIN,

@@ -20,7 +20,7 @@ from shoal.checkpoint.folder import STATE, as_path
 from shoal.comm.agreement import agreed
 from shoal.core.errors import UsageError
 from shoal.core.regular_files import require_regular
-from shoal.front.saving import load
+from shoal.front.save_and_load import load
 from shoal.front.stateful import check_module
 from shoal.session.session import ranks
 

@@ -30,25 +30,25 @@ from shoal.front import text
 from shoal.front.carriers import all_codecs
 from shoal.front.cluster import measured_cluster, with_codings
 from shoal.front.codec_report import codec_report
-from shoal.front.joining import init, is_tail_host, serve_and_end
 from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
+from shoal.front.parallel_ranks import chosen, how_profiled, job_of, profiled
 from shoal.front.recipe import Recipe
 from shoal.front.request import Request, facts_for, listed, request_of
-from shoal.front.sharding import dealt
-from shoal.front.spreading import chosen, how_profiled, job_of, profiled
+from shoal.front.session_start import init, is_tail_host, serve_and_end
+from shoal.front.shard import dealt
 from shoal.front.stages import Stages
 from shoal.planner.explain import explain
 from shoal.profiling.identity import model_digest
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import cuts
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
-from shoal_tools.commands.recording import History, report_training
 from shoal_tools.commands.run import Run, num_rows, time_step
-from shoal_tools.report.compared import as_ddp
+from shoal_tools.commands.run_record import History, report_training
+from shoal_tools.report.peer_words import as_ddp
 from shoal_tools.simulate import ddp_step_s
 
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any, final
 
-from shoal.front.launching import launch
+from shoal.front.launch import launch
 
 
 @final

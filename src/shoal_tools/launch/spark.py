@@ -1,7 +1,7 @@
 """Ranks on the executors of a Spark cluster: a barrier stage, with one rank a task.
 
     driver      a session on the cluster · a desk that listens · the stage        this file, desk.py
-    executors   a task runs the command as its rank, and tells the desk of it     hold.py
+    executors   a task runs the command as its rank, and tells the desk of it     task_holder.py
 
 The driver gets a rank's output at once. The rank that first reports a failure, or closes its
 connection, counts as the first that failed. Ctrl-C and SIGTERM go to every rank, which may save and
@@ -33,8 +33,8 @@ from shoal_tools.launch.cluster import (
     waited_slots,
 )
 from shoal_tools.launch.desk import ERR, EXIT, GO, HELLO, LOST, OUT, SIGNAL, Desk
-from shoal_tools.launch.hold import PYTHON, TaskOrder, task_of
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines, check
+from shoal_tools.launch.task_holder import PYTHON, TaskOrder, task_of
 
 _KILLED, _ENDED = 137, 143  # exit codes of ranks that were lost, and that were ended: 128 + signal
 

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from shoal.core.foresight import COMPUTE, Flip, Foresight, Scale
 from shoal.core.numbers import how_many
-from shoal_tools.report.compared import AS_WELL, why_less
 from shoal_tools.report.drawing import duration
+from shoal_tools.report.peer_words import AS_WELL, why_less
 
 _WORTH = 0.5  # least efficiency of a host that is worth it
 _MOST = 5  # most lines about flips

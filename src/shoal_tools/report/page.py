@@ -18,10 +18,10 @@ from markupsafe import Markup
 from shoal.core.numbers import how_many
 from shoal.core.record import Contender, Curve, Record, Training
 from shoal_tools.report import drawing, scaling, tracks
-from shoal_tools.report.compared import in_words
 from shoal_tools.report.figures import measured_step, predicted_step_s
 from shoal_tools.report.foresight import limit_words, notes, verdict
 from shoal_tools.report.layers import ModelPicture, picture_of, strategies_of
+from shoal_tools.report.peer_words import in_words
 from shoal_tools.report.step_table import recorded_steps, step_table
 
 _FOLDER = Path(__file__).parent / "templates"

@@ -31,12 +31,12 @@ from pyspark.sql.functions import arrow_udf, lit
 from shoal.checkpoint.store import place_of
 from shoal.core.errors import UsageError
 from shoal_tools.spark.batches import columns_of
+from shoal_tools.spark.estimator_ranks import FitFunction
 from shoal_tools.spark.parts import Parts, Sums
 from shoal_tools.spark.pickles import dumps, loads
 from shoal_tools.spark.run import arrays, as_array, run, select_columns
 from shoal_tools.spark.summary import Summary
-from shoal_tools.spark.trained import OUTPUT, TrainedModel
-from shoal_tools.spark.training import FitFunction
+from shoal_tools.spark.trained_model import OUTPUT, TrainedModel
 
 _OUTPUTS = "shoal outputs"  # a column while transform computes
 _MARK = "shoal validation"  # a column: true if a row comes from the validation DataFrame

@@ -18,15 +18,15 @@ import pyarrow as pa
 
 from shoal.core.errors import ShoalError
 from shoal.data.sharded import ShardedBatches
-from shoal.front.joining import Served, init, is_tail_host
-from shoal.front.sharding import shard
+from shoal.front.session_start import Served, init, is_tail_host
+from shoal.front.shard import shard
 from shoal.session.session import current
 from shoal_tools.launch.barrier import EXECUTOR
 from shoal_tools.spark.batches import columns_of
 from shoal_tools.spark.job import OUTCOME, ROWS, WORK, TaskOutcome, Work
 from shoal_tools.spark.pickles import dumps, loads
 from shoal_tools.spark.rows import RankRows, Split
-from shoal_tools.spark.together import JointBatches
+from shoal_tools.spark.uneven_rows import JointBatches
 
 _KEPT, _MARKED = "rows.arrow", "marked.arrow"
 

@@ -12,7 +12,7 @@ from command_line import RECIPE, prepare, shoal
 from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
 from shoal.core.record import PREDICTED, Record
 from shoal.core.trace import MAIN
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal_tools.cli import main
 from shoal_tools.report.page import page
 from shoal_tools.report.run_file import load, write

@@ -95,7 +95,7 @@ def test_a_plan_in_a_recipes_options_is_followed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without --plan the recipe's own plan stands."""
-    recipe, saved = tmp_path / "planned.py", tmp_path / "plan.json"
+    recipe, saved = tmp_path / "plan_queries.py", tmp_path / "plan.json"
     assert shoal("plan", RECIPE, "--pin", "*=replicate:ring", "--save", saved, ranks=2) == [0, 0]
     recipe.write_text(Path(RECIPE).read_text() + f'\nOPTIONS = {{"plan": {str(saved)!r}}}\n')
     capsys.readouterr()

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from command_line import RECIPE
 from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
-from shoal.profiling.saved import Measured
+from shoal.profiling.profile_file import Measured
 from shoal_tools.cli import main
 from shoal_tools.commands.simulate import hosts_of
 

@@ -13,15 +13,15 @@ from click.testing import CliRunner
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.plan import Plan
 from shoal.features.check_every import CheckReplicas
 from shoal.features.local_steps import LocalSteps
 from shoal.features.sync_batchnorm import SyncBatchNorm
 from shoal.features.update_every import UpdateEvery
-from shoal.front.joining import using
 from shoal.front.options import Options
 from shoal.front.recipe import load
+from shoal.front.session_start import using
 from shoal_tools.commands import worker
 from shoal_tools.commands.train import train as train_command
 from shoal_tools.commands.worker import CRITERION, Comparison, TrainingRun, check, plan, train

@@ -11,7 +11,7 @@ import pytest
 from made_records import everything, trained
 
 from shoal.core.errors import UsageError
-from shoal.core.outer import Outer
+from shoal.core.outer_step import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import Curve, Record
 from shoal_tools.report.page import page

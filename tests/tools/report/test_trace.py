@@ -12,7 +12,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.trace import MAIN, TraceEvent
-from shoal.front.joining import using
+from shoal.front.session_start import using
 from shoal.planner.timeline import Predictor
 from shoal_tools.report.trace import chrome
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from shoal.core.errors import UsageError
 from shoal_tools.spark import Parts
 from shoal_tools.spark.batches import columns_of
-from shoal_tools.spark.trained import TrainedModel
+from shoal_tools.spark.trained_model import TrainedModel
 
 pytestmark = pytest.mark.quick
 NET = nn.Linear(2, 3)

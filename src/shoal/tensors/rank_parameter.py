@@ -1,0 +1,68 @@
+"""A parameter that one rank holds. Other ranks get it from there to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.row_weights import UNWEIGHED, Weighing
+from shoal.tensors.cut import SpreadCut
+
+
+@final
+class OnRank(SpreadCut):
+    """One rank holds all of a parameter, the others nothing. Reading it is a collective."""
+
+    def __init__(
+        self,
+        name: str,
+        whole: Tensor,
+        holder: int,
+        comm: Comm,
+        weighs: Weighing = UNWEIGHED,
+    ) -> None:
+        super().__init__(name, whole, comm, weighs)
+        self.holder = holder
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds the parameter."""
+        return self.comm.rank == self.holder
+
+    def part(self, whole: Tensor) -> Tensor:
+        return whole if self.is_here else whole.reshape(-1)[:0]
+
+    def numels(self) -> list[int]:
+        return [self.like.numel() if rank == self.holder else 0 for rank in range(self.comm.size)]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[self.holder].view(self.like.shape)
+
+    def gathered(self, part: Tensor, purpose: str) -> Tensor:
+        return self.gathered_by(self.comm.numbers(self.own_numbers(part), purpose), part)
+
+    def own_numbers(self, part: Tensor) -> list[int]:
+        return [self.holder] * self.comm.size
+
+    def gathered_by(self, told: Sequence[int], part: Tensor) -> Tensor:
+        whole = part.new_empty(self.like.shape)  # also here: no caller gets the own memory of it
+        if self.is_here:
+            whole.copy_(part)
+        self.comm.broadcast(whole, self.holder)
+        return whole
+
+    def mean(self, wholes: Tensor) -> Tensor:
+        size, rank = self.comm.size, self.comm.rank
+        self.comm.numbers([wholes.numel()] * size, f"penalty on {self.name}")
+        empty = wholes.new_empty(0)
+        outgoing = [wholes.contiguous() if to == self.holder else empty for to in range(size)]
+        incoming = [
+            torch.empty_like(outgoing[self.holder]) if self.is_here else empty for _ in range(size)
+        ]
+        incoming[rank] = outgoing[rank]
+        self.comm.all_to_all(incoming, outgoing)
+        return torch.stack(incoming).mean(0) if self.is_here else empty
