@@ -123,9 +123,9 @@ def test_the_library_reads_the_wall_clock_for_people_only() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("options", ["{}", "{'local_steps': 5}"])
+@pytest.mark.parametrize(("options", "fewest"), [("{}", 3), ("{'local_steps': 5}", 2)])
 def test_a_job_goes_on_as_the_clock_jumps(
-    options: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    options: str, fewest: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By a day ahead, twelve years ahead, and a day back, on both ranks at once."""
     (tmp_path / "clock.c").write_text(SHIM)
@@ -142,7 +142,8 @@ def test_a_job_goes_on_as_the_clock_jumps(
         assert result.exit_codes == (0, 0), printed.err
         assert "shoal: a " not in printed.err  # such as: a peer was lost
         said[clock] = {line.partition("steps ")[2] for line in printed.out.splitlines()}
-        assert 3 <= len(list(folder.glob("step-*"))) <= 20  # in some four seconds
+        # in some four seconds; on local steps a checkpoint waits for the end of a round
+        assert fewest <= len(list(folder.glob("step-*"))) <= 20
     ends = {clock: [line.rsplit(" ", 2)[1] for line in lines] for clock, lines in said.items()}
     assert all(abs(int(away)) > 80000 for away in ends["jumps"])
     assert all(abs(int(away)) < 5 for away in ends["goes on"])
