@@ -223,7 +223,7 @@ def test_a_model_that_was_loaded_keeps_the_kind_of_plan(
         asked.append(resumes)
         return best, ""
 
-    monkeypatch.setattr(earlier_figures, "preferred", preferred)
+    monkeypatch.setattr(earlier_figures, "prefer", preferred)
     start(loaded=resumes)
     assert asked == [resumes]
 

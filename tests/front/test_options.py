@@ -175,8 +175,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("strategies", "replicate", "strategies is a list of names"),
     ("strategies", ["replicat"], "did you mean 'replicate'"),
     ("codecs", 3, "codecs is a list of names"),
-    ("accuracy", "nearly", "there is no such accuracy"),
-    ("accuracy", None, "there is no such accuracy"),
+    ("accuracy", "nearly", "accuracy is none of its words"),
+    ("accuracy", None, "accuracy is none of its words"),
 ]
 
 

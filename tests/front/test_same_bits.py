@@ -5,7 +5,6 @@ With the same plan: a plan that is made anew may have other buckets or chunks, a
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import change_job
 import pytest
 import torch
 from change_job import OPTIMIZERS, WAYS
-from one_process import cluster_of
+from one_process import built, cluster_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -24,7 +23,6 @@ from shoal.front.session_start import using
 
 RANKS, STEPS = 3, 14  # an epoch has eleven
 HOSTS = ("a", "b", "c")
-_DRAWING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
 class Killed(Exception):
@@ -40,10 +38,9 @@ def memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(comm: ThreadComm, way: str, optimizer_name: str, folder: Path, until: int) -> Any:
     """Train as benchmarks/change_job.py does, up to a step; return the first step and weights."""
-    with _DRAWING, torch.random.fork_rng(devices=()):
-        torch.manual_seed(1)
-        layers = nn.Embedding(64, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)
-        model = nn.Sequential(*layers).double()
+    model = built(
+        lambda: nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    )
     loss_fn, optimizer = nn.CrossEntropyLoss(), OPTIMIZERS[optimizer_name](model.parameters())
     order = torch.Generator().manual_seed(2)
     rows = DataLoader(change_job.Rows(), change_job.BATCH, shuffle=True, generator=order)

@@ -101,7 +101,7 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     Examples:
         >>> tasks = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7",
         ...          "SLURM_STEP_NODELIST": "n[05-06]", "MASTER_PORT": "29500"}
-        >>> found = adopted(tasks)
+        >>> found = as_torchrun(tasks)
         >>> found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]
         ('3', '4', 'n05')
     """

@@ -19,7 +19,7 @@ def mix_seeds(*numbers: int) -> int:
     """Make one seed of several numbers. Other numbers give another seed, even if their sum is
     equal.
 
-    >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
+    >>> mix_seeds(0, 1) == mix_seeds(0, 1), mix_seeds(0, 1) == mix_seeds(1, 0)
     (True, False)
     """
     text = ",".join(map(str, numbers)).encode()

@@ -169,7 +169,7 @@ def shard_loader(
         UsageError: the loader cannot be dealt out, or has too few rows for the ranks.
 
     >>> rows = DataLoader(list(range(10)), batch_size=2)
-    >>> [batch.tolist() for batch in sharded(rows, Deal(rank=1, size=2), seed=0)]
+    >>> [batch.tolist() for batch in shard_loader(rows, Deal(rank=1, size=2), seed=0)]
     [[2, 3], [6, 7], [9]]
     """
     passes = passes or Passes()

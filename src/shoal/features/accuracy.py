@@ -57,8 +57,12 @@ class Accuracy(Feature[Opening]):
     def __post_init__(self) -> None:
         word: Any = self.word
         if not isinstance(word, str) or word not in _WORDS:
-            expected = " or ".join(map(repr, _WORDS))
-            raise UsageError("there is no such accuracy", got=repr(word)[:80], expected=expected)
+            raise UsageError(
+                "accuracy is none of its words",
+                got=repr(word)[:80],
+                expected=" or ".join(map(repr, _WORDS)),
+                do='leave it out for exact training, or give "near"',
+            )
 
     @property
     def codecs(self) -> tuple[str, ...]:

@@ -288,8 +288,8 @@ def norms_in_step(norms: Sequence[SyncNorm]) -> str:
 
     Examples:
         >>> from shoal.core.facts import SyncNorm
-        >>> from shoal.front.text import synchronised
-        >>> synchronised((SyncNorm("one", channels=8, itemsize=4),))
+        >>> from shoal.front.text import norms_in_step
+        >>> norms_in_step((SyncNorm("one", channels=8, itemsize=4),))
         'batch norm over all ranks: 1 layer (132 bytes to every other rank a step)'
     """
     layers = how_many(len(norms), "layer")

@@ -202,7 +202,7 @@ def shipped_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that go to every host.
 
     Examples:
-        >>> shipped({"NCCL_DEBUG": "INFO", "SHOAL_HOST": "a", "HOME": "/root"})
+        >>> shipped_variables({"NCCL_DEBUG": "INFO", "SHOAL_HOST": "a", "HOME": "/root"})
         {'NCCL_DEBUG': 'INFO'}
     """
     return {

@@ -138,7 +138,7 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for work in ("train", "plan", "check", "measured"):
         if hasattr(worker, work):
             monkeypatch.setattr(worker, work, done)
-    for work in ("simulate.foreseen", "bench.init", "doctor.examined", "report.load"):
+    for work in ("simulate.foreseen", "bench.init", "doctor.examine", "report.load"):
         monkeypatch.setattr(f"shoal_tools.commands.{work}", done)
     for place in ("among_peers", "alone", "among_ranks"):
         monkeypatch.setattr(f"shoal_tools.commands.doctor.meet.{place}", done)
