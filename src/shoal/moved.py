@@ -1,4 +1,4 @@
-"""Old names of modules that live in `shoal_tools` now. Imports and pickles still work by them.
+"""Old names of modules that have moved, mostly to `shoal_tools`. Imports and pickles work by them.
 
 The tools (command line, doctor, launchers, lab, Spark, report page, simulate, fault injection) use
 the library, and the library does not use them. This file and `__main__.py` are its only two doors
@@ -25,6 +25,7 @@ NEW_NAMES = {
     "shoal.commands.peers": "shoal_tools.contenders.peers",
     "shoal.doctor": "shoal_tools.doctor",
     "shoal.integrations.spark": "shoal_tools.spark",
+    "shoal.integrations.spark.trained": "shoal_tools.spark.trained_model",
     "shoal.launch": "shoal_tools.launch",
     "shoal.launch.rendezvous": "shoal.comm.rendezvous",
     "shoal.planner.simulate": "shoal_tools.simulate",
@@ -32,6 +33,7 @@ NEW_NAMES = {
     "shoal.report.errors": "shoal.front.errors",
     "shoal.report.stages": "shoal.front.stages",
     "shoal.report.text": "shoal.front.text",
+    "shoal_tools.spark.trained": "shoal_tools.spark.trained_model",
 }
 
 

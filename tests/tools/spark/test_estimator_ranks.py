@@ -355,7 +355,12 @@ def test_a_column_takes_a_tensor_with_a_row_for_each(name: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "module", ["shoal.integrations.spark.trained", "shoal_tools.spark.trained_model"]
+    "module",
+    [
+        "shoal.integrations.spark.trained",
+        "shoal_tools.spark.trained",
+        "shoal_tools.spark.trained_model",
+    ],
 )
 def test_models_that_were_saved_under_older_names_are_read(module: str) -> None:
     assert pickle.loads(f"c{module}\nTrained\n.".encode()) is TrainedModel
