@@ -33,7 +33,7 @@ class Host(AnyHost):
         accelerator = accelerator_of(task)
         model = Net()
         loader: Any = DataLoader(Rows(), batch_size=GLOBAL_BATCH)
-        if task.shard_loader and SIZE > 1:
+        if task.sharded and SIZE > 1:
             loader = shoal.shard(loader, batch="global")
         model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
         stop, first, skipped = task.stop_at, 0, 0

@@ -107,7 +107,7 @@ class Host(AnyHost):
         if SIZE > 1:
             strategy = ShoalStrategy(pins=task.pins, batch="global")
         loader = loader_of()
-        if task.shard_loader and SIZE > 1:
+        if task.sharded and SIZE > 1:
             shoal.init()
             loader = shoal.shard(loader, batch="global")
         elif SIZE == 1:

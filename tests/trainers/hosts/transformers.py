@@ -39,7 +39,7 @@ class Own(Trainer):
     def get_train_dataloader(self) -> Any:
         size = GLOBAL_BATCH // SIZE
         loader: Any = DataLoader(self.train_dataset, batch_size=size)
-        if self.task.shard_loader and SIZE > 1:
+        if self.task.sharded and SIZE > 1:
             loader = shoal.shard(loader)
         return self.accelerator.prepare(loader)
 
