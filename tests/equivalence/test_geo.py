@@ -474,6 +474,7 @@ def test_a_plan_of_other_ways_is_refused() -> None:
         for wrong, said in (
             (replace(plan, outer=Outer()), "no other outer rule"),
             (replace(plan, outer=Outer(rule="average", warmup_steps=3)), "pushes by itself"),
+            (replace(plan, outer=Outer(rule="average", grows=True)), "rounds of one length"),
             (replace(plan, placement="hash"), "equal share"),
             (plan.with_choice(replace(plan.choices[0], strategy="sliced")), "every layer"),
         ):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_tools.launch.processes import marked
+from shoal_tools.launch.host_end import marked
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 

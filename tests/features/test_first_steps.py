@@ -121,6 +121,19 @@ def test_a_nearer_codec_comes_first_and_what_it_lost_stays() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nearer", "codec"),
+    [("low_rank(rank=1)", "top_k(share=0.2)"), ("low_rank(rank=2)", "low_rank(rank=1)")],
+)
+def test_hints_of_the_first_codec_end_with_it(nearer: str, codec: str, tmp_path: Path) -> None:
+    """A basis of low_rank is nothing to another codec, nor to a checkpoint."""
+    pin, early = f"sliced:direct+{codec}", tmp_path / "early"
+    first = shoal.Lossy(first=shoal.Beginning(FIRST, codec=nearer))
+    on(2, pin, BATCHES[:1], lossy=first, saves=early)
+    on(3, pin, BATCHES[1:], lossy=first, loads=early)
+    on(2, pin, lossy=first, saves=tmp_path / "late")
+
+
+@pytest.mark.parametrize(
     ("pin", "made"),
     [(WAYS[0], 2), (WAYS[2], 2), pytest.param(WAYS[1], FIRST, marks=pytest.mark.slow)],
 )

@@ -45,7 +45,7 @@ def on_ranks(folder: Path, until: int, **options: Any) -> list[Any]:
         saved = shoal.Checkpoints(folder, every_s=1e6, in_memory_every=2, **objects)
         saved.resume()
         first, made = saved.steps, []
-        outer = shoal.Outer(rule="average", lag=options.get("lag", 0))
+        outer = shoal.Outer(rule="average", **{"lag": 0, **options})
         lossy = {"local_steps": ROUND, "outer": outer}
         shoal.parallelize(model, F.cross_entropy, optimizer, sample=rows[0], **lossy)
         try:
@@ -90,6 +90,17 @@ def test_hosts_that_come_wait_for_the_end_of_a_round(
     monkeypatch.setattr(checkpoints, "is_asked_to_end", lambda: True)
     (_, made, _), _ = on_ranks(tmp_path / "run", STEPS)
     assert made == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"warmup_steps": 2}, [0, 2, 5, 8]), ({"warmup_steps": 1, "grows": True}, [0, 2, 4, 7])],
+)
+def test_rounds_are_counted_from_the_first_one(
+    options: dict[str, Any], expected: list[int], tmp_path: Path
+) -> None:
+    (_, generations, _), _ = on_ranks(tmp_path / "run", STEPS, **options)
+    assert generations == expected
 
 
 def test_with_a_lag_no_moment_is_better(tmp_path: Path) -> None:

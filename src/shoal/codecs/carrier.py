@@ -41,7 +41,8 @@ class CodedCarrier(Remembering, Coding):
     def reduce(self, comm: Comm) -> None:
         codec = self._first_codec if self._begin_round() else None
         codec = codec or self._codec
-        self._runs, self._runs_there = Runs(codec), Runs(codec.there)
+        if codec is not self._runs.codec:
+            self._runs, self._runs_there = Runs(codec), Runs(codec.there)
         if not self.exact and self._feedback:
             self._judge(comm)
         if self.goes_exactly:

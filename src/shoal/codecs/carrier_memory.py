@@ -67,6 +67,7 @@ class Remembering(Carrier):
         self.given_up: list[str] = []  # parameters for which all of the bucket is exact
         self.rounds = 0  # made so far, of this run and of the checkpoint that it goes on from
         self._first = _FirstPhase()
+        self._first_hints: set[str] = set()  # labels of hints that the first codec keeps
 
     def begin_with(self, rounds: int, codec: Codec | None, made: int = 0) -> None:
         """Go exactly, or by another codec, for the first rounds (on every rank alike).
@@ -77,6 +78,7 @@ class Remembering(Carrier):
             made: rounds that were made before.
         """
         self._first, self.rounds = _FirstPhase(rounds, codec), made
+        self._first_hints = {*codec.hints, *codec.there.hints} if codec else set[str]()
 
     @property
     def goes_exactly(self) -> bool:
@@ -87,9 +89,18 @@ class Remembering(Carrier):
         """Count a round, and return whether it is one of the first."""
         is_first = self.rounds < self._first.rounds
         self.rounds += 1
+        if self._first_hints and not is_first:
+            self._forget_first_hints()
         self.passing = is_first and self._first_codec is None
         self.exact = self._codec_exact or self.goes_exactly
         return is_first
+
+    def _forget_first_hints(self) -> None:
+        """Let the plan's codec begin without hints of another codec."""
+        for memory in self._memory.values():
+            for label in self._first_hints:
+                memory.pop(label, None)
+        self._first_hints = set()
 
     @property
     def _first_codec(self) -> Codec | None:
@@ -154,7 +165,7 @@ class Remembering(Carrier):
         state: StateDict = {}
         for (leg, rank), memory in self._memory.items():
             for label, numbers in memory.items():
-                if label in self._hints:
+                if label in self._hints or label in self._first_hints:
                     continue
                 parts = numbers.split([span.stop - span.start for span in bucket.spans[rank]])
                 for span, part in zip(bucket.spans[rank], parts, strict=True):

@@ -163,7 +163,7 @@ class SummedCarrier(Remembering):
 
     def reduce(self, comm: Comm) -> None:
         self._begin_round()
-        if not self.passing:
+        if not self.goes_exactly:
             self._judge(comm)
         if self.goes_exactly:
             self._settle(_SUM, 0, LOST)

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import final
 
 from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
+from shoal.comm.rendezvous import has_agent
 from shoal.comm.wait_places import ALIKE, Journal, RankPlace, SentSummons
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
@@ -62,7 +63,8 @@ class Verdict:
             if self.rank is None:
                 do = f"{_DOCTOR}; or raise init(timeout_s=…)"
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
-        do = "see what that rank printed last; start the job again"
+        again = "this host's agent starts it again" if has_agent() else "start the job again"
+        do = f"see what that rank printed last; {again}"
         if self.left:
             do += (
                 ". If that rank had done its work, its loader had fewer batches (shoal.shard gives "

@@ -168,7 +168,7 @@ class Slice:
     whole: Tensor  # the message as a whole, flat
     values: tuple[Tensor, ...]  # values of each piece
     flags: Tensor  # one for each piece: whether its parameter was used
-    # factors of the values (`shares_of`); no elements if nothing is owned
+    # factors of the values; no elements if nothing is owned
     shares: Tensor
     marks: Tensor  # marks of the round; no elements if nothing is owned
     turn: Tensor  # turn that the sender is at; no element if nothing is owned

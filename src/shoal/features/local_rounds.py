@@ -94,6 +94,7 @@ class RoundLength:
         self._each, self._most = len(optimizers), plan.local_steps
         self._lag, self._grows = plan.outer.lag or 0, plan.outer.grows
         self._present = self._most
+        self._begun = 0  # the step of single optimizers after which rounds of this length began
         self._ends = NEVER  # the step of single optimizers that ends the round, while rounds grow
 
     def after(self, steps: int) -> int:
@@ -105,9 +106,18 @@ class RoundLength:
         has_ended = steps >= self._ends
         return min(2 * self._present, self._most) if has_ended else self._present
 
-    def put(self, length: int | None) -> None:
-        """Have the next round have this length if rounds grow; None if they have grown."""
-        self._present = min(length or self._most, self._most) if self._grows else self._most
+    def has_ended(self, steps: int) -> bool:
+        """Return whether ranks have all that each has learned, after steps of single optimizers.
+
+        With a lag there is no such moment, and one is as good as another.
+        """
+        if self._lag and self._present == self._most:
+            return True
+        return (steps - self._begun) % (self._present * self._each) == 0
+
+    def put(self, length: int) -> None:
+        """Have the next round have this length, if rounds grow."""
+        self._present = min(length, self._most) if self._grows else self._most
 
     def suspend(self) -> None:
         """Have no round for now."""
@@ -116,7 +126,7 @@ class RoundLength:
 
     def begin(self, steps: int) -> None:
         """Begin a round after so many steps of single optimizers."""
-        has_grown = self._present == self._most
+        has_grown, self._begun = self._present == self._most, steps
         self._ends = NEVER if has_grown else steps + self._present * self._each
         self._set_off(self._present, self._lag if has_grown else 0, after=steps)
 
@@ -261,10 +271,7 @@ class LocalRounds:
         self._each = len(optimizers)
         self._rounds = RoundLength(self._transfers, optimizers, plan)
         self._warmup = plan.outer.warmup_steps * self._each  # steps of single optimizers
-        self._round = plan.local_steps * self._each  # the same, in one round
-        self._lags = bool(plan.outer.lag)  # weights are always under way
         self._left, self._steps = 0, 0  # steps left in the warm-up; all steps so far
-        self._began = 0  # number of steps before the first round
         self._is_exact = False
         engine.listen(Event.STEP_ENDED, self._note_step)
 
@@ -275,11 +282,8 @@ class LocalRounds:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a round ends here, so that ranks have all that each of them has learned.
-
-        With a lag there is no such moment, and one is as good as another.
-        """
-        return self._is_exact or self._lags or (self._steps - self._began) % self._round == 0
+        """Whether a round ends here, so that ranks have all that each of them has learned."""
+        return self._is_exact or self._rounds.has_ended(self._steps)
 
     @property
     def warmup_steps(self) -> int:
@@ -290,14 +294,14 @@ class LocalRounds:
         self,
         state: Mapping[str, Mapping[str, Tensor]],
         warmup_steps: int | None = 0,
-        length: int | None = 1,
+        length: int = 1,
     ) -> None:
         """Begin with the present weights, on every rank alike.
 
         Args:
             state: the outer rule's state by parameter. It is forgotten if exact steps come first.
             warmup_steps: number of warm-up steps made before; None if all were made.
-            length: steps of the first round, if rounds grow; None if they have grown.
+            length: steps of the first round, if rounds grow.
         """
         self._rounds.put(length)
         made = self._warmup if warmup_steps is None else warmup_steps * self._each

@@ -191,11 +191,13 @@ class LocalSteps(Feature[Opening]):
                 do='give outer=shoal.Outer(rule="average"), or leave it out; or start without '
                 "servers",
             )
-        if self.outer is not None and (self.outer.islands or self.outer.warmup_steps):
+        outer = self.outer
+        if outer is not None and (outer.islands or outer.warmup_steps or outer.grows):
             raise PlanError(
-                "to servers each worker pushes by itself, from the first step on",
-                got=str(self.outer),
-                do="leave out islands and warmup_steps, or start without servers",
+                "to servers each worker pushes by itself, in rounds of one length from the first "
+                "step on",
+                got=str(outer),
+                do="leave out islands, warmup_steps and grows, or start without servers",
             )
         if plan.placement not in (BALANCED, {}):
             raise PlanError(

@@ -27,7 +27,7 @@ from shoal.pipeline.told_functions import (
     as_data,
     name_of,
     settings_of,
-    shapes_as_data,
+    shapes_of,
 )
 from shoal.remote.far_parameters import FarParameters
 from shoal.remote.station_messages import (
@@ -85,7 +85,10 @@ class ChangedSettings:
 
     def see(self) -> None:
         """Note that hosts have the present values of tensors."""
-        self._seen = {name: (id(t), t._version) for name, t in self._tensors().items()}
+        self._see(self._tensors())
+
+    def _see(self, tensors: Mapping[str, Tensor]) -> None:
+        self._seen = {name: (id(t), t._version) for name, t in tensors.items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(self._model.named_buffers())
@@ -109,7 +112,7 @@ class ChangedSettings:
             },
         )
         self._training, self._plain, self._grads = training, plain, grads
-        self.see()
+        self._see(tensors)
         return changed
 
 
@@ -142,10 +145,10 @@ class Guide:
         """Tell of a call of the model, which `run` is."""
         self._calls += 1
         self._alive[run] = self._calls
-        settings = self.changed.take()
         if self.tell is None:
             return
         # batch 11: the first rank speaks for all
+        settings = self.changed.take()
         number, arguments = told.numbers[0], None
         if number not in self._known:
             self._known.add(number)
@@ -155,7 +158,7 @@ class Guide:
                 self._calls,
                 number,
                 arguments,
-                Data(shapes_as_data(told.shapes)),
+                shapes_of(told.shapes),
                 tuple(told.numbers),
                 told.seed,
                 settings_of(ThreadModes.now()),
@@ -196,7 +199,7 @@ class Guide:
                 tuple(map(_name, order)),
                 tuple(settings_of(each.modes) for each in order),
                 Data(as_data((arguments, constants), reference)),
-                Data(shapes_as_data(shapes)),
+                shapes_of(shapes),
                 tuple(
                     ToldResult(*place(r, order), is_number, grad) for r, is_number, grad in telling
                 ),

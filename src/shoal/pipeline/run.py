@@ -343,8 +343,9 @@ class ForwardRun:
         with torch.no_grad():
             for buffer, each in coming:
                 buffer.value.copy_(each.wait()[0])
-        if self.pipeline.guide is not None:
-            self.pipeline.guide.changed.see()
+        guide = self.pipeline.guide
+        if guide is not None and guide.tell is not None:
+            guide.changed.see()
 
 
 def model_call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
+from shoal.pipeline.calls import Shape
 from shoal.pipeline.expressions import (
     INTEGER,
     REAL,
@@ -23,7 +24,7 @@ from shoal.pipeline.expressions import (
     ThreadModes,
     Unclear,
 )
-from shoal.remote.station_messages import ThreadSettings
+from shoal.remote.station_messages import Shapes, ThreadSettings
 
 LOSS_NAME = ""
 _TENSOR, _RESULT, _SLICE, _INTEGER, _REAL, _TUPLE, _LIST, _DICT, _PLAIN = range(9)
@@ -125,6 +126,6 @@ def modes_of(settings: ThreadSettings) -> ThreadModes:
     return ThreadModes(settings.grad, tuple(settings.autocast))
 
 
-def shapes_as_data(shapes: Iterable[Sequence[Any]]) -> Any:
-    """Return the shapes and types of each rank's tensors as plain data."""
-    return [[(tuple(shape), dtype) for shape, dtype in own] for own in shapes]
+def shapes_of(tensors: Iterable[Sequence[Shape]]) -> Shapes:
+    """Return the shapes and types of each rank's tensors as a part of a message."""
+    return tuple(tuple((tuple(shape), dtype) for shape, dtype in own) for own in tensors)

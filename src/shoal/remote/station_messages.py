@@ -13,7 +13,7 @@ tests/pipeline/test_holding.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,9 @@ from torch import Tensor
 from shoal.remote.tail_messages import AnyTailMessage, OfRun, TailMessage
 from shoal.remote.wire import Data, MessagePart
 
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # stands by kind of device
-RowParts = tuple[int, dict[str, tuple[bool, ...]]]  # parts, and which tensors of a call are cut
-
-
-class StationRole(Protocol):
-    """A host that holds stages, at each order."""
-
-    def call(self, order: StationCall) -> None: ...
-    def expressions(self, order: StationExpressions) -> None: ...
-    def station_backward(self, order: StationBackward) -> None: ...
+AutocastKinds = tuple[tuple[str, bool, torch.dtype], ...]  # stands by kind of device
+PartsForm = tuple[int, dict[str, tuple[bool, ...]]]  # parts, and which tensors of a call are cut
+Shapes = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]  # forms of each rank's tensors
 
 
 class OpenStations(TailMessage, frozen=True):
@@ -40,7 +33,7 @@ class OpenStations(TailMessage, frozen=True):
     buffers: dict[
         str, tuple[bool, int]
     ]  # whether a buffer that training changes is a mean, and its rank
-    parts: RowParts
+    parts: PartsForm
     codec: str
 
 
@@ -48,7 +41,7 @@ class ThreadSettings(MessagePart, frozen=True):
     """Settings of a thread that change results of functions."""
 
     grad: bool
-    autocast: Autocast
+    autocast: AutocastKinds
 
 
 class ModuleSettings(MessagePart, frozen=True):
@@ -65,7 +58,7 @@ class StationCall(OfRun, frozen=True, tag="Call"):
 
     number: int  # stands for the arguments' forms
     arguments: Data | None  # the first rank's, if their forms are new
-    shapes: Data  # the shapes and types of each rank's tensors
+    shapes: Shapes
     numbers: tuple[int, ...]  # numbers of each rank's forms
     seed: int | None
     thread: ThreadSettings
@@ -92,7 +85,7 @@ class StationExpressions(OfRun, frozen=True, tag="Expressions"):
     functions: tuple[str, ...]  # names in torch; "" is the loss
     threads: tuple[ThreadSettings, ...]
     arguments: Data  # arguments of each function, tensors left out
-    shapes: Data  # shapes of each rank's tensors
+    shapes: Shapes
     told: tuple[ToldResult, ...]
 
     def do(self, tail: Any, asked: Mapping[int, Any]) -> None:
@@ -110,4 +103,4 @@ class StationBackward(OfRun, frozen=True, tag="StationBackward"):
         tail.station_backward(self)
 
 
-AnyOrder = AnyTailMessage | OpenStations | StationCall | StationExpressions | StationBackward
+AnyStationOrder = AnyTailMessage | OpenStations | StationCall | StationExpressions | StationBackward

@@ -159,7 +159,7 @@ class PartOrder(Message, frozen=True, tag="To"):
         'state'
     """
 
-    part: int  # number of it
+    part: int  # number of the model; of the table on its channel, of the transfer on geo's lane
     held: Held
     verb: Verb
 

@@ -223,6 +223,8 @@ class Servers:
             self._lane.close()
 
     def _tell(self, model: int, verb: Verb | PerServer, /) -> None:
+        if self._lane is None:
+            return
         held = tuple(
             tuple(i for i, p in enumerate(transfer.parameters) if p in transfer.held)
             for transfer in self._models[model]

@@ -13,7 +13,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, RanksDiffer
 from shoal.engine.lanes import Answering
 from shoal.remote.channel import Channel
-from shoal.remote.station_messages import AnyOrder
+from shoal.remote.station_messages import AnyStationOrder
 from shoal.remote.tail_messages import TailDone
 
 _AHEAD = 4  # messages of a worker that are kept
@@ -29,13 +29,13 @@ class Inbox:
         self._comm = comm
         self._timeout_s = None if timeout_s is None else _SOONER * timeout_s
         self._moved = Condition()
-        self._boxes: dict[int, deque[AnyOrder]] = {worker: deque() for worker in workers}
+        self._boxes: dict[int, deque[AnyStationOrder]] = {worker: deque() for worker in workers}
         self._answering = Answering()
         self._last = "the beginning"
         for worker in workers:
             self._answering.begin(worker, partial(self._receive, worker), comm)
 
-    def next(self) -> dict[int, AnyOrder]:
+    def next(self) -> dict[int, AnyStationOrder]:
         """The next message of every worker, all of them of the same kind.
 
         Raises:
@@ -87,8 +87,8 @@ class Inbox:
         self._answering.close()
 
     def _receive(self, worker: int, comm: Comm) -> None:
-        channel = Channel[AnyOrder](comm, worker, AnyOrder)
-        message: AnyOrder | None = None
+        channel = Channel[AnyStationOrder](comm, worker, AnyStationOrder)
+        message: AnyStationOrder | None = None
         while not isinstance(message, TailDone):
             message = channel.next()  # batch 2: ahead of the work
             with self._moved:

@@ -131,7 +131,7 @@ class HeldStations(HeldParameters):
 
     def serve(self, inbox: Inbox) -> None:
         """Follow the first rank's orders, until it ends."""
-        role: Any = self
+        role: Any = self  # it plays the part of a tail host that orders of its own need
         while not isinstance(order := inbox.next()[0], TailDone):
             order.do(role, {0: order})
             for channel in self._channels:  # before memory is used again
@@ -152,7 +152,7 @@ class HeldStations(HeldParameters):
         with modes_of(order.thread).again():
             if order.arguments is not None:
                 self._forms[order.number] = model_call(pipeline, *order.arguments.value)
-            told = ToldCall(order.shapes.value, order.numbers, order.seed)
+            told = ToldCall(order.shapes, order.numbers, order.seed)
             call, forward = self._forms[order.number], self._model.forward
             ended: EndedForward = calls.run(forward, call, lambda ended: ended, told)
             output, numbers = ended.held()
@@ -171,7 +171,7 @@ class HeldStations(HeldParameters):
         call, made = self._expressions(order, held)
         run.comm.journal.begins("pipeline: functions of the output")
         loss = next((each for each in made if each.is_loss), None)
-        held.ended.compute_all(made, call, order.shapes.value, loss=loss)
+        held.ended.compute_all(made, call, order.shapes, loss=loss)
         held.ended.computed(made)
         for told in order.told:
             result = EndResult(held.expressions[told.expression], told.number)
@@ -195,7 +195,7 @@ class HeldStations(HeldParameters):
             run, number, place = reference
             return EndResult(self._runs[run].expressions[number], place)
 
-        shapes = order.shapes.value[0]
+        shapes = order.shapes[0]
         tensors = iter([torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes])
         arguments = from_data(order.arguments.value, tensors, result)
         return ModelCall(arguments, {}, {}), made

@@ -360,7 +360,7 @@ def _no_store(me: Host, meeting: Meeting, outcome: str) -> Finding:
 
 
 def _route_to(me: Host, address: str) -> str:
-    """Return the command that adds a route."""
+    """Return the command that adds a route to another host."""
     device = next((each.interface for each in me.outer), "eth0")
     return f"ip route add {forms.host(address)} dev {forms.interface(device)}"
 
@@ -405,12 +405,6 @@ def _open(me: Host, port: int) -> str:
     if "firewall-cmd" in me.firewall.tools:
         return f"firewall-cmd --add-port={port}/tcp"
     return f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT"
-
-
-def _route(me: Host, address: str) -> str:
-    """Return the command that adds a route to another host."""
-    device = next((each.interface for each in me.outer), "eth0")
-    return f"ip route add {forms.host(address)} dev {forms.interface(device)}"
 
 
 def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:

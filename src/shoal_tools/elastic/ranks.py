@@ -24,7 +24,8 @@ from shoal.comm.rendezvous import agent_variable
 from shoal.contracts.launcher import CREW_ENDED, MARK
 from shoal_tools.elastic.messages import Crew, Outcome
 from shoal_tools.elastic.nursery import Nursery
-from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
+from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
 
 _OWNER = "SHOAL_AGENT_ID"  # a variable of all that a crew's ranks of this host start
 _GONE_S = 5.0  # time for a process to go after it was killed

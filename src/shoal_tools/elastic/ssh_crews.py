@@ -190,8 +190,8 @@ class _CrewRun:
             for called in self._hosts:
                 if called.call is not None:
                     called.call.end()
-                if called.connection is not None:
-                    end([called.connection], self._job.grace_s)
+            end([*self._alive], self._job.grace_s)
+            for called in self._hosts:
                 for lines in called.streams.values():
                     lines.end()
 

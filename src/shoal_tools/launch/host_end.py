@@ -199,7 +199,7 @@ class _HostAgent:
         for rank in range(order["slots"]):
             for name, kind in ((f"{rank}.out", b"o"), (f"{rank}.err", b"e")):
                 self._pipes.append(_RankPipe(folder / name, kind, end.write))
-        left = _marked(order["replaces"]) if "replaces" in order else []
+        left = marked(order["replaces"]) if "replaces" in order else []
         for pid in left:  # processes of an earlier connection
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -277,7 +277,7 @@ class _HostAgent:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         give_up = time.monotonic() + _KILL_AFTER_S
-        while (left := _marked(f"{_END}={self._folder}")) and time.monotonic() < give_up:
+        while (left := marked(f"{_END}={self._folder}")) and time.monotonic() < give_up:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -394,7 +394,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _marked(setting: str) -> list[int]:
+def marked(setting: str) -> list[int]:
     """List processes of this machine that have this in their environment, as NAME=value."""
     wanted, found = setting.encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):

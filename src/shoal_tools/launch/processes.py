@@ -38,6 +38,7 @@ from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
 from shoal.core.numbers import how_many
 from shoal.core.open_files import raise_limit
+from shoal_tools.launch.host_end import marked
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
@@ -406,16 +407,6 @@ def _is_stopped(pid: int) -> bool:
     with suppress(OSError):  # it has ended
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-def marked(setting: str) -> list[int]:
-    """List processes of this machine that have this in their environment, as NAME=value."""
-    wanted, found = setting.encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it ended, or it is another user's
-            if wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
 
 
 def _say(message: str) -> None:

@@ -31,7 +31,8 @@ from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
-from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
+from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
 
 PYTHON = "\0python"  # a word of the command: the executor's own
 _TASK = "SHOAL_SPARK_TASK"  # variable that marks all processes of one rank

@@ -23,7 +23,7 @@ from shoal_tools.elastic import members, ssh_crews
 from shoal_tools.elastic.ssh_crews import SshCrews
 from shoal_tools.launch import host_checks
 from shoal_tools.launch.agent import HostCount
-from shoal_tools.launch.processes import marked
+from shoal_tools.launch.host_end import marked
 from shoal_tools.launch.ssh import Ssh
 
 pytestmark = [pytest.mark.quick, pytest.mark.processes]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from shoal_tools.launch.connection import Connection, gathered, wait
+from shoal_tools.launch.host_end import marked
 from shoal_tools.launch.host_list import SshHost
-from shoal_tools.launch.processes import Interrupts, marked
+from shoal_tools.launch.processes import Interrupts
 
 pytestmark = [pytest.mark.quick, pytest.mark.processes]
 
