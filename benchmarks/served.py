@@ -14,6 +14,8 @@ is slower.
 from __future__ import annotations
 
 import argparse
+import atexit
+import importlib.util
 import json
 import os
 import random
@@ -38,10 +40,12 @@ def be_one() -> None:
     import shoal  # noqa: PLC0415
     from shoal.comm.threads import ThreadComm, run  # noqa: PLC0415
     from shoal.core.facts import Cluster, Link, Topology  # noqa: PLC0415
-    from shoal.front.session_start import using  # noqa: PLC0415
     from shoal.servers.servers import serve  # noqa: PLC0415
     from shoal.tensors.cut import cut_of  # noqa: PLC0415
 
+    names = "shoal.front.session_start", "shoal.front.joining"  # the second one in older checkouts
+    found = next(name for name in names if importlib.util.find_spec(name) is not None)
+    using = importlib.import_module(found).using
     torch.set_num_threads(1)
     cluster = Cluster(Topology(("a", "b")), Link(1e-4, 1e9), servers=("c",))
     turns: list[Queue[str]] = [Queue(), Queue()]
@@ -140,7 +144,9 @@ def main() -> None:
     if options.one:
         be_one()
         return
-    ones = [
+    ones: list[subprocess.Popen[str]] = []
+    atexit.register(lambda: [one.kill() for one in ones])  # if one of them fails
+    ones += [
         subprocess.Popen(
             [sys.executable, __file__, "--one"],
             env={**os.environ, "PYTHONPATH": str(folder.resolve() / "src")},
