@@ -130,10 +130,12 @@ class Hub:
     def abort(self, rank: int, failure: BaseException) -> None:
         """Tell all ranks that wait or come later that `rank` has failed.
 
-        The first failure stands.
+        The first failure stands, unless it is an error on another rank that names `rank` as the
+        reason: such an error may come before its cause.
         """
         with self._lock:
-            if self.lost is None:
+            named = getattr(self.failure, "rank", None) == rank
+            if self.lost is None or (named and self.lost != rank):
                 self.failure, self.lost = failure, rank
             for box in self._boxes.values():
                 box.arrived.notify_all()
