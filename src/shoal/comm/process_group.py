@@ -226,17 +226,17 @@ class ProcessGroupComm(Comm):
         parcel, records = packed(value, kinds)
         self.journal.begins(purpose)
         self.check("")
-        parcels = self._gathered(parcel, purpose)
+        parcels = self._gather_parcels(parcel, purpose)
         self.reached(self._heartbeat.at)
         return [self._read(rank, theirs, records) for rank, theirs in enumerate(parcels)]
 
-    def _gathered(self, parcel: Tensor, purpose: str) -> list[Tensor]:
+    def _gather_parcels(self, parcel: Tensor, purpose: str) -> list[Tensor]:
         """Gather the parcels of all ranks. If one is long, a second exchange sends all, padded."""
         size = torch.tensor([len(parcel)], device="cpu").view(torch.uint8)
         words = torch.frombuffer(bytearray(label(purpose)), dtype=torch.uint8)
         front = parcel[:_SHORT]
         head = torch.cat([size, words, front, parcel.new_zeros(_SHORT - len(front))])
-        heads = self._all_gathered(head)
+        heads = self._all_gather(head)
         begin = len(size) + len(words)
         for rank, theirs in enumerate(heads):
             if not torch.equal(theirs[len(size) : begin], words):
@@ -246,9 +246,9 @@ class ProcessGroupComm(Comm):
         if longest <= _SHORT:
             return [theirs[begin:] for theirs in heads]
         padding = parcel.new_zeros(longest - len(parcel))
-        return self._all_gathered(torch.cat([parcel, padding]))
+        return self._all_gather(torch.cat([parcel, padding]))
 
-    def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
         self._inside.run(partial(dist.all_gather, tensors, tensor, group=self._group))
         return tensors

@@ -91,9 +91,9 @@ class RowCounts:
 
         number = call[0] * _MOST_CALLS + call[1] + 1
         errand = self._lane.run(work, _PURPOSE, number)
-        return lambda where: self._found(errand, found, where)
+        return lambda where: self._find(errand, found, where)
 
-    def _found(self, errand: Errand, found: list[Tensor | None], where: str) -> list[Tensor] | None:
+    def _find(self, errand: Errand, found: list[Tensor | None], where: str) -> list[Tensor] | None:
         errand.wait(where)
         if max(self._ended) >= 0:
             self.say_ends()

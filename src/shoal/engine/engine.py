@@ -156,10 +156,10 @@ class Engine(Rounds):
         if backward.accumulating:
             backward.unsent = True
         else:
-            backward.open(self._opened, self._finish)
+            backward.open(self._note_opening, self._finish)
         return backward
 
-    def _opened(self) -> None:
+    def _note_opening(self) -> None:
         self.happened(Event.ROUND_OPENED)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class Engine(Rounds):
 
         A gradient that has landed already may be in a `.grad` that was filled with zeros.
         """
-        names = [name for period in self.periods for name in period.uncleared()]
+        names = [name for period in self.periods for name in period.list_old_gradients()]
         if len(names) > landed:
             raise _uncleared_error(f"parameter {', '.join(names[:3])}")
 

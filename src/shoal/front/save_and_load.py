@@ -288,7 +288,7 @@ def writing(where: str) -> Iterator[None]:
 def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, Any]:
     """Put saved values into objects, and return the plain data (a collective)."""
 
-    read = agreed(comm, lambda: _checked(saved, objects, comm), _READING)
+    read = agreed(comm, lambda: _read_parts(saved, objects, comm), _READING)
     for _, attached in _attached_models(objects):
         attached.engine.settle()
     load_all(comm, read.loadings)
@@ -325,7 +325,7 @@ class _ReadParts:
     features: Mapping[str, Mapping[str, Any]]
 
 
-def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts:
+def _read_parts(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts:
     """Read all that objects ask for, and check that it fits. Nothing changes yet."""
     unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
     if unknown:

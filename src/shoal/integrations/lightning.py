@@ -313,7 +313,7 @@ class _ManualLoss:
             def compute_loss(_: nn.Module, batch: Any) -> Tensor:
                 if self._loss is not None:
                     return self._loss
-                return self._measured(batch, *rest, **kwargs)
+                return self._measure(batch, *rest, **kwargs)
 
             strategy._loss = strategy._parallelize(compute_loss, sample=self._batch)
         try:
@@ -333,7 +333,7 @@ class _ManualLoss:
             self._loss = None
         return weighed
 
-    def _measured(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _measure(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum of the losses of a step that leaves no trace."""
         strategy = self._strategy
         module, self._losses = strategy.lightning_module, []

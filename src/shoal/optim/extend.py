@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.engine.engine import Engine
-from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
+from shoal.optim.checks import Arguments, SeenScaler, check_parameters, checked_step
 from shoal.optim.closure_loss import LossOfRanks
 from shoal.optim.methods import Methods
 from shoal.optim.part import Keeping, Part, put, shown
@@ -198,7 +198,7 @@ class _Extension:
         loss = self.trained[-1].loss
         changed = checked_step(self._declared, args, kwargs, self._check_sent, loss)
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]
-        check_known(optimizer, known)
+        check_parameters(optimizer, known)
         return changed
 
     def _note_step(self, *_: object) -> None:

@@ -126,7 +126,7 @@ class EndOutput(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(first._form, *args[1:], **kwargs)
             if is_change(func):
-                return _changed(func, first, args, kwargs)
+                return _change(func, first, args, kwargs)
         if any(
             isinstance(leaf, EndOutput) and leaf.bound() is not None
             for leaf in tensors_in((args, kwargs))
@@ -140,7 +140,7 @@ class EndOutput(Tensor):
             except Unclear:
                 pass
             except Changing:
-                return _changed(func, first, args, kwargs)
+                return _change(func, first, args, kwargs)
         look = _seen if name in _SEES else looked
         args, kwargs = mapped(look, (tuple(args), kwargs))
         return func(*args, **kwargs)
@@ -232,7 +232,7 @@ def as_bound(leaf: Any) -> Any:
     return leaf if bound is None else bound
 
 
-def _changed(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
+def _change(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
     """Change an output in place, or hook into it."""
     if not isinstance(first, EndOutput):
         args, kwargs = mapped(_bound_now, (tuple(args), kwargs))

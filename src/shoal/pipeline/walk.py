@@ -191,7 +191,7 @@ def is_walking() -> bool:
     return running_walk() is not None
 
 
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = getattr(_LOCAL, "walk", None)
     if walk is None or walk.is_aside:
         return _CALL(module, *args, **kwargs)
@@ -248,7 +248,7 @@ def walking() -> Iterator[None]:
     global _USERS
     with _LOCK:
         _USERS += 1
-        nn.Module.__call__ = _called  # type: ignore[method-assign]
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
         vars(checkpoints).update(CheckpointFunction=_Reentrant, **{_NAME: _checkpoint})
     try:
         yield

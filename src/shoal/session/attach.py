@@ -50,7 +50,7 @@ from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, place
 from shoal.servers.ahead_workers import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
-from shoal.session.holding import HeldApart, holds_apart, open_held
+from shoal.session.holding import HeldApart, holds_apart, open_holders
 from shoal.session.job import TrainingJob
 from shoal.session.opening import Opening, Prepared
 from shoal.session.running import Running
@@ -85,7 +85,7 @@ def attach(
         model's record.
     """
     keep_eager()
-    session.end_gone()
+    session.end_dropped_models()
     if prepared.plan.outer is not None:
         outer = prepared.plan.outer.on(session.comm.topology)
         prepared = replace(prepared, plan=replace(prepared.plan, outer=outer))
@@ -95,7 +95,7 @@ def attach(
     check(prepared.plan, job.model, session.comm.size, num_servers, num_ends)
     opening = Opening(session, job, prepared, _state_among(session, job, prepared))
     try:
-        running = _opened(opening, num_servers)
+        running = _open(opening, num_servers)
     except Exception:
         opening.close()
         raise
@@ -128,7 +128,7 @@ def attach(
     )
 
 
-def _opened(opening: Opening, num_servers: int) -> Running:
+def _open(opening: Opening, num_servers: int) -> Running:
     """Open the model's channels, rewrite its layers and start the engine."""
     # 1
     session, job, plan = opening.session, opening.job, opening.plan
@@ -159,7 +159,7 @@ def _opened_apart(opening: Opening) -> HeldApart:
     hosts = opening.session.other(TailHosts)
     assert hosts is not None
     parts, moving = row_parts_of(plan, profile), opening.prepared.moving
-    apart = open_held(hosts, opening.model, opening.job.loss_fn, plan, parts, moving)
+    apart = open_holders(hosts, opening.model, opening.job.loss_fn, plan, parts, moving)
     opening.main += [apart.comm]
     return apart
 

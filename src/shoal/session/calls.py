@@ -111,9 +111,9 @@ class Counting:
         border.engine.happened(Event.FORWARD_ENTERED)
         weight = self._weigher.begin()
         if self._count is not None:
-            self._counted(weight, number_of(self._count, inputs), inputs)
+            self._set_count(weight, number_of(self._count, inputs), inputs)
         elif self._terms.source == INPUT:
-            self._counted(weight, count_of(self._terms, inputs), inputs)
+            self._set_count(weight, count_of(self._terms, inputs), inputs)
         return weight, border.inward(inputs, weight)
 
     def hear(self) -> None:
@@ -125,9 +125,9 @@ class Counting:
         if output is None:  # the call has failed, or gives nothing
             return None
         if self._terms.source == OUTPUT:
-            self._counted(weight, count_of(self._terms, output), inputs)
+            self._set_count(weight, count_of(self._terms, output), inputs)
         if self._terms.kept:
-            self._border.outward_kept(weight)
+            self._border.pass_kept_outward(weight)
         return self._border.outward(output, weight)
 
     def summed(self, rows: Weight | None, loss: Any) -> Any:
@@ -145,7 +145,7 @@ class Counting:
         border.weigh_parameters()
         return border.outward(loss, weight)
 
-    def _counted(self, weight: Weight, count: float, batch: Any) -> None:
+    def _set_count(self, weight: Weight, count: float, batch: Any) -> None:
         border = self._border
         if self.by_loss:
             self._weigher.counted(weight, count)
