@@ -130,12 +130,12 @@ class Hub:
     def abort(self, rank: int, failure: BaseException) -> None:
         """Tell all ranks that wait or come later that `rank` has failed.
 
-        The first failure stands, unless it is an error on another rank that names `rank` as the
-        reason: such an error may come before its cause.
+        The first failure stands. But a RanksDiffer on another rank, which names `rank` as the
+        reason, may come before its cause; then the cause stands.
         """
         with self._lock:
-            named = getattr(self.failure, "rank", None) == rank
-            if self.lost is None or (named and self.lost != rank):
+            named = isinstance(self.failure, RanksDiffer) and self.failure.rank == rank
+            if self.lost is None or (named and not isinstance(failure, RanksDiffer | PeerLost)):
                 self.failure, self.lost = failure, rank
             for box in self._boxes.values():
                 box.arrived.notify_all()
