@@ -280,7 +280,7 @@ def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, lis
 def recorded(peer: Peer, batch: tuple[Any, Any]) -> dict[str, float]:
     """Seconds of each part of a step: medians of steps, means over ranks."""
     comm = current().comm
-    with current().attached[peer.model].engine.recorded() as recorder:
+    with current().attached[peer.model].engine.recording() as recorder:
         for _ in range(RECORDED):
             noted(peer, batch, recorder)
     names = "forward", "backward", "wait for gradients", "update"

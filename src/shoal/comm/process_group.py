@@ -86,7 +86,7 @@ class ProcessGroupComm(Comm):
         self._membership = membership
         self.timeout_s, self._heartbeat = membership.patience.longest_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
-        self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
+        self._record = self._heartbeat.journal.note_opening(name, ranks, numbered=not idle)
         has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
         self.journal = TaggedNotes(
             self._record,
@@ -307,14 +307,14 @@ class ProcessGroupComm(Comm):
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
         error = super().unlike(rank, theirs, own)
         if not theirs:
-            return self._heartbeat.explained(error)
+            return self._heartbeat.explain(error)
         self._record.told()
         self.journal.tag = NO_PURPOSE
         return error
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         if isinstance(error, RanksDiffer) and error.rank is None:
-            return self._heartbeat.explained(error)
+            return self._heartbeat.explain(error)
         self._heartbeat.has_told()
         own = self._record.members[self.rank]  # number among all ranks
         return error.struck(f"rank {own} at {where}") if isinstance(error, WorldError) else error

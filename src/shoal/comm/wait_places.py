@@ -116,7 +116,7 @@ class Journal:
         self._records: dict[str, ChannelRecord] = {}
         self._opened: Counter[str] = Counter()
 
-    def opened(self, name: str, members: Iterable[int], numbered: bool) -> ChannelRecord:
+    def note_opening(self, name: str, members: Iterable[int], numbered: bool) -> ChannelRecord:
         """Note a new channel. Every other rank has made as many of that name before it."""
         self._opened[name] += 1
         record = ChannelRecord(f"{name}#{self._opened[name]}", tuple(members), numbered)

@@ -56,7 +56,7 @@ class RowCounts:
         self._calls += 1
         return self._round, self._calls - 1
 
-    def opened(self) -> None:
+    def note_opening(self) -> None:
         """Note that the backward of the round has begun."""
         self._round, self._calls = self._round + 1, 0
         if self._says_ends:

@@ -165,10 +165,10 @@ class Weigher:
         """Let each count carry a mark of the common state, if no transfer does."""
         self._common = common
 
-    def opened(self) -> None:
+    def note_opening(self) -> None:
         """Note that a backward that sends has begun: later calls belong to the next one."""
         if self._counts is not None:
-            self._counts.opened()
+            self._counts.note_opening()
 
     def drain(self) -> None:
         """Wait for the counts that were asked for."""

@@ -130,7 +130,7 @@ class RoundLength:
         self._ends = NEVER if has_grown else steps + self._present * self._each
         self._set_off(self._present, self._lag if has_grown else 0, after=steps)
 
-    def stepped(self, steps: int) -> None:
+    def note_step(self, steps: int) -> None:
         """Begin the next round if its first step has been made: then the last one has ended."""
         if steps > self._ends:
             self._present = self.after(steps)
@@ -326,7 +326,7 @@ class LocalRounds:
 
     def _note_step(self) -> None:
         self._steps += 1
-        self._rounds.stepped(self._steps)
+        self._rounds.note_step(self._steps)
         if self._left:
             self._left -= 1
             if not self._left:

@@ -168,7 +168,7 @@ class ShoalStrategy(_Parallel):
         if not self.lightning_module.automatic_optimization:
             if self._manual.records(closure_loss):
                 return closure_loss.detach()
-            closure_loss = self._manual.weighed(closure_loss)
+            closure_loss = self._manual.weigh(closure_loss)
         loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
 
@@ -321,7 +321,7 @@ class _ManualLoss:
         finally:
             self._batch = None
 
-    def weighed(self, loss: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor) -> Tensor:
         """Return the same loss, weighed by the rows of the batch."""
         strategy = self._strategy
         if strategy._loss is None or self._batch is None:

@@ -203,7 +203,7 @@ class _Extension:
 
     def _note_step(self, *_: object) -> None:
         for trained in self.trained:
-            trained.engine.spent.step_ended()
+            trained.engine.spent.on_step_end()
 
     def _check_sent(self) -> None:
         for trained in self.trained:
@@ -244,7 +244,7 @@ class _Extension:
 
     def _tell(self, event: Event) -> None:
         for trained in self.trained:
-            trained.engine.happened(event)
+            trained.engine.on_event(event)
 
     def _close(self) -> None:
         # step 9: the first part sees the groups in their first state

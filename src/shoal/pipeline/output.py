@@ -145,7 +145,7 @@ class EndOutput(Tensor):
         args, kwargs = mapped(look, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
-    def looked(self) -> Tensor:
+    def look(self) -> Tensor:
         """Return the values (a collective); their gradient goes back to the end."""
         if (bound := self.bound()) is not None:
             return bound
@@ -168,7 +168,7 @@ class EndOutput(Tensor):
         base = self
         while base._viewed_from is not None:
             base, _ = base._viewed_from
-        values = base.looked()
+        values = base.look()
         if base.forward.is_alone:
             raise UsageError(
                 "one rank alone changes the output of a pipeline in place, or hooks into it",
@@ -219,7 +219,7 @@ class EndOutput(Tensor):
 
 def looked(leaf: Any) -> Any:
     """Return a value, of an output, its values for this rank."""
-    return leaf.looked() if isinstance(leaf, EndOutput) else leaf
+    return leaf.look() if isinstance(leaf, EndOutput) else leaf
 
 
 def _seen(leaf: Any) -> Any:

@@ -365,12 +365,12 @@ class Recording(Walk):
             self._note(position, (*position, END), used, made, given=given)
         return output
 
-    def checkpoint_ended(self, begin: Position) -> None:
+    def on_checkpoint_end(self, begin: Position) -> None:
         events = [*self.record.calls, *self.record.functions]
         first = min((event for event in events if event >= begin), default=begin)
         self.record.checkpoints[begin] = first, self.here
 
-    def finished(self, output: Any) -> None:
+    def finish(self, output: Any) -> None:
         """Note the output of the forward."""
         look_into_dataclasses(output)
         for tensor in tensors_in(output):
@@ -462,7 +462,7 @@ def recorded(
                 ) from None
             filled.add(found.position)
             continue
-        recording.finished(output)
+        recording.finish(output)
         return recording.record, output
 
 

@@ -138,7 +138,7 @@ class Walk(ABC):
         """Return whether torch is to checkpoint the part that begins here."""
         return False
 
-    def checkpoint_ended(self, begin: Position) -> None:  # noqa: B027  # most need not know
+    def on_checkpoint_end(self, begin: Position) -> None:  # noqa: B027  # most need not know
         """Note where a function ends that torch.utils.checkpoint runs, and that began there."""
 
     def values(self, args: Any) -> Any:
@@ -217,7 +217,7 @@ def _checkpoint(function: Any, *settings: Any, **kwargs: Any) -> Any:
 def _without_checks(walk: Walk) -> Iterator[None]:
     begin = walk.here
     yield
-    walk.checkpoint_ended(begin)
+    walk.on_checkpoint_end(begin)
 
 
 class _Reentrant:
@@ -234,7 +234,7 @@ class _Reentrant:
             return _REENTRANT.apply(function, preserve, *walk.values(args))
         begin = walk.here
         output = function(*args)
-        walk.checkpoint_ended(begin)
+        walk.on_checkpoint_end(begin)
         return output
 
 

@@ -77,7 +77,7 @@ def search(
     allowed, placement = known(constraints.strategies), constraints.placement
     servers, stale = len(cluster.servers), cluster.ahead
     check_placement(placement, profile.names, cluster.size, servers, stale=stale)
-    predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
+    predictor = Predictor(profile.with_owners(owners_of(placement, profile.names)), cluster)
     pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
     pins = with_holders(pins, profile, cluster)
     pinned, limit = add_needed(predictor, pins, constraints.pins or {}), constraints.memory_limit

@@ -33,7 +33,7 @@ _BURST = 0.01  # share of the step: a smaller burst does not change it
 def with_settings_of(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """Return the profile with the plan's settings of owners, of the model's end, and of chunks."""
     setting = Setting(chunks=plan.chunks, joined=plan.joined, parts=plan.micro_batches)
-    return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.periods)
+    return profile.with_owners(plan.owners(profile.names)).under(setting).updated(plan.periods)
 
 
 class Predictor:

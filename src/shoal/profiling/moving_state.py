@@ -71,7 +71,7 @@ class Changes:
             if parameter.requires_grad and not parameter.is_inference()
         }
 
-    def forward_ended(self) -> None:
+    def on_forward_end(self) -> None:
         """Note the state that forward has changed, before backward of the same step begins."""
         self._between = {
             name: tensor.detach().clone()
@@ -79,7 +79,7 @@ class Changes:
             if (tensor := self.states[name].tensor) is not None
         }
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Note the state that the step has changed, and whether backward has changed it again."""
         self._once.update(self.changed())
         self.in_backward = any(

@@ -164,7 +164,7 @@ def _warm_up(
 
         def forward_ended() -> None:
             looking_on.close()  # backward may go forward again (checkpointing)
-            watching.changes.forward_ended()
+            watching.changes.on_forward_end()
 
         step = watch_step(watching.outputs.kept_of(sample), layers, clock, forward_ended)
     if not step.ready_s:
@@ -173,7 +173,7 @@ def _warm_up(
             do="compute it of what the model gives: the one that parallelize is given, and "
             "hands to compute_loss",
         )
-    watching.changes.backward_ended()
+    watching.changes.on_backward_end()
     return readers, step
 
 

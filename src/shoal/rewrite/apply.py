@@ -301,7 +301,7 @@ def _check_holders(plan: Plan, tail_hosts: int) -> None:
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """Refuse a plan if a strategy cannot serve its layer, or does not exist."""
-    placed = profile.placed(plan.owners(profile.names))
+    placed = profile.with_owners(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
         check_carried(choice.layer, choice.strategy, choice.exchange)

@@ -289,7 +289,7 @@ def _compare(session: Session, job: TrainingJob, running: Running) -> None:
         return
     running.weigher.compare(common)
     if lane is not None:
-        engine.listen(Event.BACKWARD_ENDED, NowAndThen(common, lane).backward_ended)
+        engine.listen(Event.BACKWARD_ENDED, NowAndThen(common, lane).on_backward_end)
 
 
 def _listen(
@@ -301,7 +301,7 @@ def _listen(
     """Connect the listeners to the engine's events."""
     passes, engine, tables = session.passes, running.engine, running.tables
     passes.waits.add(engine.routes)
-    engine.listen(Event.ROUND_OPENED, running.weigher.opened)
+    engine.listen(Event.ROUND_OPENED, running.weigher.note_opening)
     if attendance is not None:
         engine.listen(Event.FORWARD_ENTERED, attendance.parts.free)
     engine.listen(Event.FORWARD_ENTERED, passes.forward)

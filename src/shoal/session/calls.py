@@ -108,7 +108,7 @@ class Counting:
         border.check()
         if not border.trains:
             return None
-        border.engine.happened(Event.FORWARD_ENTERED)
+        border.engine.on_event(Event.FORWARD_ENTERED)
         weight = self._weigher.begin()
         if self._count is not None:
             self._set_count(weight, number_of(self._count, inputs), inputs)
@@ -132,13 +132,13 @@ class Counting:
 
     def summed(self, rows: Weight | None, loss: Any) -> Any:
         """Weigh a loss that is a sum over rows. It may join values that these rows give."""
-        return self.weighed(self._weigher.of_sum(rows), loss)
+        return self.weigh(self._weigher.of_sum(rows), loss)
 
     def of_terms(self, count: float, rows: Weight | None, batch: Any, loss: Any) -> Any:
         """Weigh a loss that is a mean over so many terms, together with values that rows give."""
-        return self.weighed(self._weigher.of_loss(count, rows, batch), loss)
+        return self.weigh(self._weigher.of_loss(count, rows, batch), loss)
 
-    def weighed(self, weight: Weight, loss: Any) -> Any:
+    def weigh(self, weight: Weight, loss: Any) -> Any:
         """Weigh a loss by a weight of its own."""
         border = self._border
         border.engine.called(weight, asks=True)

@@ -195,7 +195,7 @@ class Session:
         if optimizer in self.signs:
             return
         passes = self.passes
-        step = optimizer.register_step_post_hook(lambda *_: passes.stepped())
+        step = optimizer.register_step_post_hook(lambda *_: passes.note_step())
         signs: list[tuple[RemovableHandle, Any]] = [(step, None)]
         if alone:
             groups = optimizer.param_groups

@@ -256,7 +256,7 @@ class ServedTail(HeldParameters):
             zip(tail_pass.blocks, parts, strict=True), key=lambda pair: -pair[0].index
         ):
             if block.back and block.rows:
-                code = self._crossing.narrowed(part) if block.coded else None
+                code = self._crossing.narrow(part) if block.coded else None
                 self._channels[block.worker].post_rows(  # batch 9
                     part.contiguous() if code is None else code
                 )

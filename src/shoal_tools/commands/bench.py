@@ -319,7 +319,7 @@ def _recorded_steps(
     """Record ranks and interfaces in some more steps (a collective)."""
     comm = current().comm
     comm.gather_objects(None, "bench: start together")  # all ranks begin at once
-    with attached.engine.recorded() as recorder, watching(recorder):
+    with attached.engine.recording() as recorder, watching(recorder):
         for _ in range(steps):
             _run_recording(shoal, batch, recorder)
     return gathered(comm, recorder)

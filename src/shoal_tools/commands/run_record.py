@@ -88,7 +88,7 @@ class History:
         attached = current().attached.get(self._model)
         engine = attached.engine if attached is not None else None
         if engine is not None and engine is not self._engine:
-            self._recording.enter_context(engine.recorded(recorder))
+            self._recording.enter_context(engine.recording(recorder))
         self._engine = engine
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
@@ -97,7 +97,7 @@ class History:
         if self._recorder is not None and (what != "backward" or self._engine is None):
             self._recorder.note(what, thread, begin_s)
 
-    def step_ended(self, seconds: float, loss: float) -> None:
+    def on_step_end(self, seconds: float, loss: float) -> None:
         """Note a step's seconds and loss."""
         self._steps += 1
         self._seconds.add(seconds)
