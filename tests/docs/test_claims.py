@@ -115,7 +115,7 @@ NUMBERS: list[tuple[str, str, str, object]] = [
     ("docs/guide/cut-layers.md", "1 MiB", "shoal.planner.options._LEAST_CUT_BYTES", 1 << 20),
     ("docs/guide/cut-layers.md", "20 ms", "shoal.planner.options._LEAST_CUT_S", 0.02),
     ("docs/guide/codecs.md", "10 % shorter", "shoal.planner.lossy_plans.WORTH", 0.1),
-    ("docs/guide/codecs.md", "Every 100\nsteps", "shoal.codecs.ledger.WINDOW", 100),
+    ("docs/guide/codecs.md", "Every 100 steps", "shoal.codecs.ledger.WINDOW", 100),
     ("docs/guide/replan.md", "shorter by a tenth", "shoal.front.replan._WORTH", 0.1),
     ("docs/guide/replan.md", "fewer than three steps", "shoal.front.replan._FEWEST", 3),
     ("docs/guide/second-start.md", "1.7 times as much", "shoal.profiling.links._ALIKE", 1.7),

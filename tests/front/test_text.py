@@ -62,6 +62,7 @@ def test_a_plan_fits_one_screen_of_80_columns(sizes: list[tuple[str, int]]) -> N
     lines = printed(text.explained(explanation)).splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= HEIGHT
+    assert "+ waiting for exchanges 50.0 ms +" in " ".join(" ".join(lines).split())
     total = sum(int(found[1].replace(",", "")) for found in map(_PARAMETERS.search, lines) if found)
     assert total == sum(size for _, size in sizes), "every layer is in the table"
 

@@ -225,7 +225,7 @@ def _step(explanation: Explanation) -> Text:
     parts = {
         "forward": step.forward_s,
         "backward": step.backward_s,
-        "communication that hides under nothing": step.exposed_s,
+        "waiting for exchanges": step.exposed_s,
         "optimizer": step.optimizer_s,
     }
     rate = explanation.rate_bytes_per_s

@@ -13,7 +13,7 @@ With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function 
 2·V·D·s·(P−1)/P. Table, gradient, update and optimizer state are divided by P. The gradient is
 dense, as in one process, because momentum also moves rows that no rank looked up. It lies in a
 buffer of its own, and a step writes only the rows that it touches. Main threads wait for these
-messages: they hide under nothing.
+messages, because there is no other work to do meanwhile.
 
 Reference: Naumov et al., "Deep Learning Recommendation Model", 2019, section 4 (tables over ranks,
 all-to-all).
