@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.comm import other_launchers
 from shoal.contracts.codec import Codec, LinearCodec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -16,6 +17,9 @@ from shoal.core.registry import of
 from shoal.engine.replicas import EVERY
 from shoal.planner.options import resolve
 from shoal_tools.cli import main
+from shoal_tools.doctor import meet
+from shoal_tools.elastic import place
+from shoal_tools.report.peer_words import as_ddp
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
@@ -161,3 +165,36 @@ def test_of_two_pins_that_match_the_later_one_counts() -> None:
     assert general_first == {"hidden": ("sliced", ""), "head": ("factor", "")}
     general_last = resolve({"head": "factor", "*": "sliced"}, layers)
     assert general_last == dict.fromkeys(layers, ("sliced", ""))
+
+
+def test_the_firewall_of_the_page_covers_every_port_that_pages_name() -> None:
+    (rule,) = re.findall(r"tcp dport \{ (.+) \} drop", page("docs/guide/security.md"))
+    spans = [[int(end) for end in span.split("-")] for span in rule.split(", ")]
+    (first, many) = map(
+        int,
+        re.findall(r"PORT=\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)", page("docs/guide/slurm.md"))[0],
+    )
+    least, number = other_launchers._PORTS
+    torchrun = int(other_launchers._USUAL_PORT)
+    named = [(first, first + many - 1), (least, least + number - 1), (torchrun, torchrun)]
+    named += [(meet.PORT, meet.PORT), (place.PORT, place.PORT), (32768, 60999)]
+    for low, high in named:
+        assert any(span[0] <= low and high <= span[-1] for span in spans), (low, high)
+    table = page("docs/guide/security.md").partition("## Ports")[2].partition("###")[0]
+    for low, high in named[:2]:
+        assert f"{low} to {high}" in table
+
+
+def test_a_comment_of_a_command_hides_no_other_command() -> None:
+    """Two lines that were joined would leave the second one in the comment of the first."""
+    starts = r"#.*\b(pip install|python -m|torchrun --|shoal (train|run|lab) )"
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"(?ms)^```(?:sh|bash)?\n(.*?)^```$", path.read_text()):
+            hidden = [line for line in block.splitlines() if re.search(starts, line)]
+            assert not hidden, f"{path.name}: {hidden}"
+
+
+def test_the_line_about_ddp_is_the_one_that_is_printed() -> None:
+    """The page shows where to read how much is gained over DDP."""
+    said, _, _ = as_ddp(1.0, 2.0).partition(" 2.00")
+    assert said.startswith("DDP") and said in page("docs/guide/simulate.md")

@@ -31,7 +31,7 @@ MEAN, LONGEST, SEMICOLONS = 18, 35, 0.05
 _FEW = 12  # sentences of which a mean says something
 
 # "what", "who", "whose" and "those" in 1,000 words of the users' pages; lower it when it has fallen
-RARE_IN_1000 = 2.6
+RARE_IN_1000 = 0.7
 _PLAY = 0.8  # a rate below this share of RARE_IN_1000 has to be written there
 _RARE = re.compile(r"\b(what|who|whose|those)\b", re.IGNORECASE)
 USERS = [page for page in PAGES if page.parent.name in ("guide", "extend", "start")]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 # ranks that one sends to: many senders at once overrun the queue of a receiver's link
 _AT_ONCE = 3
 _USUAL = ("training", "backward", "exchange", "step", "update", "row counts")
-WORDS = 64  # bytes of what ranks tell each other that they do
+WORDS = 64  # bytes in which ranks tell each other their work
 
 
 class Pending(Protocol):
@@ -36,8 +36,8 @@ class Pending(Protocol):
 class ChannelJournal:
     """Notes of this rank's work on one channel, in the order that all ranks of it have.
 
-    They cost next to nothing, and send nothing. From the notes of all ranks it follows who waits in
-    vain, and errors say what each rank is at. This class notes nothing: a lone rank keeps it.
+    They cost next to nothing, and send nothing. The notes of all ranks show which rank waits in
+    vain, and errors name the work of each. This class notes nothing, as a lone rank needs none.
     """
 
     def begins(self, purpose: str) -> None:
@@ -97,22 +97,22 @@ class Comm(ABC):
 
     Within one channel, messages between two ranks arrive in the order they were sent; concurrent
     users each take a channel of their own. Tensors are contiguous. The collectives here are built
-    from point-to-point messages, so that counting those counts everything; an implementation with
-    better ones of its own replaces them.
+    from point-to-point messages, so that counting messages counts everything. An implementation
+    replaces them if it has better ones of its own.
     """
 
     rank: int
     size: int
     topology: Topology
     timeout_s: float | None  # how long a receive waits; None: for ever
-    recorder: Recorder | None = None  # where set, notes what the main thread waits for
+    recorder: Recorder | None = None  # notes the waits of the main thread, if it is set
     attendance: Attendance | None = None  # asked before parts are read over the channel
-    journal: ChannelJournal = ChannelJournal()  # notes what this rank does on the channel
+    journal: ChannelJournal = ChannelJournal()  # notes of this rank's work on the channel
     waited_s: float = 0.0  # seconds, for messages from every rank to every other
 
     @property
     def workers(self) -> int:
-        """How many ranks train, 0 … workers − 1; behind them are servers, or a tail."""
+        """Number of ranks that train: 0 … workers − 1. Servers or a tail come after them."""
         return self.topology.workers
 
     @property
@@ -151,7 +151,7 @@ class Comm(ABC):
     def beside(self, call: Callable[[], T]) -> T:
         """Make a call that sends and receives, so that it cannot keep this thread for ever.
 
-        Its waits are as quick as those of the library's own threads.
+        Its waits are as quick as in the library's own threads.
         """
         return call()
 
@@ -165,9 +165,9 @@ class Comm(ABC):
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Comm:
-        """A channel among these ranks only, who alone make it; there they count from 0.
+        """Return a channel among these ranks only, which alone call this. There they count from 0.
 
-        They are given in ascending order.
+        Ranks are given in ascending order.
 
         Ranks of one group have made as many channels and groups before it as each other.
         """
@@ -178,13 +178,13 @@ class Comm(ABC):
 
         Messages say that it is for `purpose`, the same words on every rank.
 
-        It is plain data (contracts/plain.py). Of dataclasses a rank reads those that its own value
-        has, and `kinds`.
+        It is plain data (contracts/plain.py). A rank reads only dataclasses that its own value has,
+        and `kinds`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the channel holds."""
+        """Release the channel's connections and threads."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over ranks in place (ring), with the same bits on all; a rank sends 2·n·(P−1)/P."""
@@ -218,7 +218,7 @@ class Comm(ABC):
         return device.type == "cpu"
 
     def reduce_scatter(self, slices: Sequence[Tensor]) -> None:
-        """Sum every rank's `slices[r]` into rank r's, in place; of the others nothing is said."""
+        """Sum every rank's `slices[r]` into rank r's, in place. Other slices may be overwritten."""
         own = slices[self.rank]
         coming = [own if r == self.rank else torch.empty_like(own) for r in range(self.size)]
         self.all_to_all(coming, slices)
@@ -230,7 +230,7 @@ class Comm(ABC):
         self.all_to_all(outputs, [tensor] * self.size)
 
     def numbers(self, numbers: Sequence[int], purpose: str) -> list[int]:
-        """Tell rank r `numbers[r]`, and return what every rank told this one.
+        """Tell rank r `numbers[r]`, and return the number that each rank told this one.
 
         80 bytes to every other rank.
 
@@ -256,7 +256,7 @@ class Comm(ABC):
     def start_all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Start that, and give what waits until it is done; inputs must not change till then."""
+        """Start `all_to_all`, and return a call that waits for its end. Inputs must not change."""
         pending = [self.receive(outputs[r], r) for r in self.others if outputs[r].numel()]
         pending += [self.send(inputs[r], r) for r in self.others if inputs[r].numel()]
         if outputs[self.rank] is not inputs[self.rank]:
@@ -288,11 +288,11 @@ class Comm(ABC):
         return
 
     def check(self, where: str, number: int | None = None) -> None:
-        """Who waits calls it now and then, and says for what.
+        """Raise an error if this rank waits in vain. A waiting rank calls this now and then.
 
         Args:
-            where: what this rank waits for, for messages.
-            number: of what it waits for on this channel; by default the last that it has begun.
+            where: the thing that this rank waits for, in words for messages.
+            number: number of that work on this channel; by default the last that it has begun.
 
         Raises:
             WorldError: a peer is known to be gone.
@@ -315,7 +315,7 @@ class Comm(ABC):
         return
 
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
-        """The error where a rank says that it does `theirs` ("": it sent what carries no name)."""
+        """Return the error for a rank at other work, `theirs` ("": its message has no name)."""
         at = {rank: theirs or "an exchange that carries no name", self.rank: own}
         odd, other = (rank, self.rank) if is_usual(own) else (self.rank, rank)
         return RanksDiffer(
@@ -334,21 +334,21 @@ class Comm(ABC):
         return
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """The error that a raw failure of this channel stands for: who is lost, or absent."""
+        """Return the error for a raw failure of this channel. It names the lost or absent rank."""
         return error
 
 
 def label(purpose: str) -> bytes:
-    """What a rank does, for one that may be about something else: `WORDS` bytes."""
+    """Return a rank's work in `WORDS` bytes, for a rank that may be at other work."""
     return purpose.encode()[:WORDS].ljust(WORDS)
 
 
 def is_usual(purpose: str) -> bool:
-    """Whether something belongs to an ordinary step: what does not is likelier to be the cause."""
+    """Return whether work belongs to an ordinary step. Other work is likelier to be the cause."""
     return purpose.startswith(_USUAL)
 
 
 def read_label(words: bytes) -> str:
-    """What another rank does, if these bytes are a label."""
+    """Return another rank's work, if these bytes are a label."""
     text = words.decode(errors="replace").strip()
     return text if text.isascii() and text.isprintable() else ""

@@ -28,8 +28,8 @@ from shoal.core.pieces import cut, cut_sizes
 from shoal.core.registry import Contract
 from shoal.core.written_options import written
 
-UNSENT = "unsent"  # what an owner has made of its values and not brought to the others
-StateDict = dict[str, dict[str, Tensor]]  # by parameter name, then by what it is
+UNSENT = "unsent"  # changes of an owner's values that the other ranks have not received
+StateDict = dict[str, dict[str, Tensor]]  # by parameter name, then by the kind of state
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Bucket:
     # elements of control at the end of each of these; of an evenly cut bucket one number, at its
     # own end
     control: tuple[int, ...] = ()
-    # of the parameters that stand first, where whole ones do: those that may be coded
+    # shapes of the whole parameters that stand first, which may be coded; empty for pieces
     shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -55,7 +55,7 @@ class Bucket:
         return [size * self.itemsize for size in self.slices or cut_sizes(self.numel, ranks)]
 
     def slice_values(self, ranks: int) -> list[int]:
-        """How many elements of each rank's slice are values."""
+        """Number of values among the elements of each rank's slice."""
         if self.slices:
             control = self.control or (0,) * len(self.slices)
             return [size - behind for size, behind in zip(self.slices, control, strict=True)]
@@ -78,13 +78,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LiveBucket:
-    """A bucket's memory, and what its values are."""
+    """A bucket's memory, and the parameters that its values belong to."""
 
     flat: Tensor
-    slices: tuple[Tensor, ...]  # of each rank, views of `flat`
-    spans: tuple[tuple[Span, ...], ...]  # what the values of each slice are, in order
-    numels: Mapping[str, int]  # of the parameters as a whole
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # where they stand whole
+    slices: tuple[Tensor, ...]  # a slice for each rank, views of `flat`
+    spans: tuple[tuple[Span, ...], ...]  # parts of parameters in each slice, in order
+    numels: Mapping[str, int]  # elements of each whole parameter
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # whole parameters' shapes
 
     @classmethod
     def even(
@@ -94,7 +94,7 @@ class LiveBucket:
         ranks: int,
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> LiveBucket:
-        """An evenly cut one, in which whole parameters stand one behind the other."""
+        """Return an evenly cut bucket, in which whole parameters stand one after another."""
         slices, spans = cut(flat, ranks), []
         ends = list(accumulate(numels.values()))
         begin = 0
@@ -111,7 +111,7 @@ class LiveBucket:
 
     @cached_property
     def num_values(self) -> tuple[int, ...]:
-        """How many elements of each slice are values; what is behind them is control."""
+        """Number of values in each slice. The elements after them are control."""
         return tuple(sum(span.stop - span.start for span in row) for row in self.spans)
 
     def values(self, rank: int) -> Tensor:
@@ -124,9 +124,9 @@ class LiveBucket:
 
 
 class Carrier(ABC):
-    """Carries one live bucket, round after round, and remembers what its codec needs."""
+    """Carrier of one live bucket, round after round, with the memory of its codec."""
 
-    # False: what `gather` brings may differ from what owners gave
+    # False: `gather` may bring other values than the owners gave
     exact: bool = True
     # True: it is exact in its first rounds only, and may differ later
     passing: bool = False
@@ -140,12 +140,13 @@ class Carrier(ABC):
         """Bring every rank's own slice to all ranks, in place."""
 
     def gather_changes(self, changes: Tensor, comm: Comm) -> None:
-        """As `gather`, of values that all ranks have already and that their owners have changed.
+        """Bring changes of values that all ranks have to all ranks, in place.
 
         Args:
-            changes: of the own slice's values, in its memory's order; what is not sent is not kept.
-            comm: the ranks. The bucket holds the values that all have; they come to be those with
-                the changes as sent, the own slice's too.
+            changes: changes of this rank's own slice, in its memory's order. The part that a code
+                loses is not kept.
+            comm: the ranks. The bucket holds the old values, the same on all ranks. Each value
+                becomes the old one with the change as it was sent, in the own slice too.
         """
         raise NotImplementedError("an exact carrier gathers the values themselves")
 
@@ -154,26 +155,28 @@ class Carrier(ABC):
         raise NotImplementedError("an exact carrier keeps nothing")
 
     def tensors(self) -> Sequence[Tensor]:
-        """All that is remembered."""
+        """Return all tensors that this carrier remembers."""
         return ()
 
     def residuals(self) -> StateDict:
-        """What codes have lost and this rank will send, by parameter name and what it is."""
+        """Return the errors of codes that this rank will send later, by parameter name and kind."""
         return {}
 
     def state_dict(self) -> StateDict:
-        """What is remembered, by parameter name: flat, of the whole parameter's elements, with
-        zeros for those that are not in this bucket.
+        """Return all that this carrier remembers, by parameter name.
+
+        Each tensor is flat and as long as the whole parameter, with zeros for elements that are
+        not in this bucket.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Remember what `state_dict` gave; parameters of other buckets are skipped."""
+        """Take the state that `state_dict` returned. Parameters of other buckets are skipped."""
         return
 
 
 class Exchange(Contract, ABC):
-    """How every rank gets the sum of one bucket: a frozen dataclass of the exchange's options.
+    """Way to bring the sum of one bucket to every rank: a frozen dataclass of its options.
 
     In two halves, so that an update can run between them: after `reduce` each rank's slice (see
     `cut`) holds the sum; after `gather` every slice does, with the same bits on every rank.
@@ -190,7 +193,7 @@ class Exchange(Contract, ABC):
     exact: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        """As plans write it: the name, and the options that are not the default."""
+        """Return the form in plans: the name, and the options that differ from the default."""
         return written(self)
 
     def fits(self, topology: Topology) -> bool:
@@ -198,7 +201,7 @@ class Exchange(Contract, ABC):
         return True
 
     def at_once(self, topology: Topology) -> int:
-        """How many messages a rank sends in a round, each to another rank: what more ranks cost."""
+        """Return the messages that a rank sends to different ranks in one round."""
         return 1
 
     def scaled(self, nbytes: int) -> Exchange:
@@ -218,7 +221,7 @@ class Exchange(Contract, ABC):
         return 0
 
     def pace(self, cluster: Cluster) -> Pace:
-        """What a message and a byte of it take."""
+        """Return the seconds that each message and each byte take."""
         return cluster.pace(str(self))
 
     def coding_s(
@@ -228,7 +231,7 @@ class Exchange(Contract, ABC):
 
         Args:
             bucket: that is exchanged.
-            cluster: the workers, with what codecs take.
+            cluster: the workers, with the measured seconds of codecs.
             ranks: of the exchange, servers among them.
             servers: how many of these are servers.
         """
@@ -276,7 +279,7 @@ class SplitExchange(Exchange):
 
     @abstractmethod
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Sum every rank's `slices[r]` into rank r's, in place. Empty ones are sent by nobody."""
+        """Sum every rank's `slices[r]` into rank r's, in place. No rank sends an empty slice."""
 
     @abstractmethod
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
@@ -301,7 +304,7 @@ class SliceCarrier(Carrier):
     """A carrier of a bucket's slices as they are, with nothing to remember."""
 
     exchange: SplitExchange
-    slices: Sequence[Tensor]  # of each rank
+    slices: Sequence[Tensor]  # a slice for each rank
 
     def reduce(self, comm: Comm) -> None:
         self.exchange.reduce_scatter(self.slices, comm)  # gradient 8
@@ -311,22 +314,23 @@ class SliceCarrier(Carrier):
 
 
 class Coding(ABC):
-    """One round of a bucket whose slices travel as messages: codes, with control behind them."""
+    """One round of a bucket in which slices travel as messages: codes, then control."""
 
-    slices: Sequence[Tensor]  # of each owner, what this rank has of it now; may be added to
+    slices: Sequence[Tensor]  # this rank's values of each owner's slice; may be added to
 
     @abstractmethod
     def message(self, owner: int) -> Tensor:
-        """What this rank has now of an owner's slice, as a message. Once a round for each."""
+        """Return this rank's values of an owner's slice, as a message. Once a round for each."""
 
     @abstractmethod
     def landing(self, owner: int) -> Tensor:
-        """Where a message of an owner's slice may land: flat, empty if nothing is sent of it."""
+        """Return memory for a message of an owner's slice: flat, empty if nothing is sent."""
 
     @abstractmethod
     def add(self, owner: int, parts: Iterable[Tensor | None]) -> None:
-        """Have this rank's slice be the sum of these messages in their order; None stands for what
-        is there.
+        """Set this rank's slice to the sum of these messages in their order.
+
+        None stands for the values that are there already.
         """
 
 
@@ -336,7 +340,7 @@ class CodingExchange(SplitExchange):
     def coding_traffic(
         self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
     ) -> Traffic:
-        """What both halves move of a bucket by messages of these sizes, there and back.
+        """Return the bytes that both halves move, by messages of these sizes there and back.
 
         The halves of an exchange's traffic are taken to be as large as each other.
         """
@@ -346,15 +350,16 @@ class CodingExchange(SplitExchange):
 
     @abstractmethod
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """As `reduce_scatter`, by messages: they are of the bytes that `reduce_scatter` sends of
-        slices as long as these.
+        """Sum every rank's slices as `reduce_scatter` does, by messages of `coding`.
+
+        They have the bytes that `reduce_scatter` sends for slices of the same length.
         """
 
 
 class DeliveringExchange(CodingExchange):
-    """A split exchange that brings every rank's part of a slice to its owner unsummed, who adds.
+    """A split exchange that brings every rank's part of a slice to its owner, which adds them.
 
-    So parts may be anything, codes too.
+    Parts are not added on the way, so they may be codes.
     """
 
     @abstractmethod
@@ -365,14 +370,14 @@ class DeliveringExchange(CodingExchange):
         part is there. Once the iterator has ended, `outgoing` may change.
 
         Args:
-            outgoing: for each owner, what this rank has for it; of a server, nothing is sent.
-            landing: for each worker, where its part comes to lie. Nothing comes from this rank
-                itself, and nothing where there is no element.
+            outgoing: this rank's part for each owner. A server sends nothing.
+            landing: memory for each worker's part. Nothing comes from this rank itself, and
+                nothing for a part without elements.
             comm: the ranks.
         """
 
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """Codes of foreign slices go to their owners, who add in the order of the ranks."""
+        """Send codes of foreign slices to their owners, and add one's own in the order of ranks."""
         rank, nothing = comm.rank, coding.landing(comm.rank)[:0]
         trains = rank < comm.workers
         outgoing = [

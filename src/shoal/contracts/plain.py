@@ -1,7 +1,7 @@
 """Plain data, with tensors beside it: the one encoder of messages, parcels and checkpoints.
 
     None, booleans, whole numbers, text, finite numbers    as they are
-    lists, and dicts whose keys are text                   as they are
+    lists, and dicts with text as keys                     as they are
     all else that is known                                 {"$": its kind, …}
     a tensor                                               {"$": "tensor", "name": …}
     a dataclass that the reader knows by name              {"$": "record", "of": its name, …}
@@ -10,7 +10,8 @@ The form is the same everywhere. A checkpoint writes it as JSON, and keeps tenso
 name (checkpoint/tree.py). Ranks and hosts tell it each other as MessagePack: a tensor's name is its
 type and shape, and its elements cross beside the text (`packed`, remote/wire.py).
 
-Nothing in it is code. A pickle runs any code of its writer, who may be anyone that reaches a port.
+Nothing in it is code. A pickle runs any code of its writer, and any host that reaches a port may
+write one.
 The reader makes these forms only. It makes a dataclass only if its own program names it, or has one
 in the value that it gives itself. Classes that derive from a number or text, and scalars of numpy,
 arrive plain. Guarded by tests/contracts/test_plain.py, tests/remote/test_wire.py and
@@ -328,7 +329,7 @@ def unpacked(parcel: Tensor, records: Mapping[str, type]) -> Any:
 
 @cache
 def _named_by(kind: type) -> frozenset[type]:
-    """This dataclass, and those that its fields may hold."""
+    """Return this dataclass, and the dataclasses that its fields may hold."""
     found: set[type] = set()
     left: list[Any] = [kind]
     while left:

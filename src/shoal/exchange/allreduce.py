@@ -1,8 +1,8 @@
 """The network library's own all-reduce: one call, in whatever way gloo or NCCL have tuned best.
 
-Stated as a ring, which is what both run on large tensors and what `Comm.all_reduce` itself is:
-2·(P−1) steps, and each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall.
-Both halves happen in `reduce`, so that nothing is left to hide in the next forward.
+Its bytes are stated as a ring's. Both libraries run a ring on large tensors, and so does
+`Comm.all_reduce`: 2·(P−1) steps, and each rank sends and receives 2·n·(P−1)/P bytes, to the byte as
+the slices fall. Both halves happen in `reduce`, so no half is left to hide under the next forward.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 69(2), 2009.

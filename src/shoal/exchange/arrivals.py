@@ -1,8 +1,9 @@
 """Chunks on their way from one rank: some receives are posted ahead, so the link stays busy.
 
-Why here: gloo sends nothing before the receiver has said that it is ready, and says so behind
-whatever the same connection has still to send. Who posts a receive only when it needs the chunk
-waits for a way to the sender and back. Costs no byte; the memory of the chunks ahead.
+Why here: gloo sends nothing before the receiver has said that it is ready. It says so after all
+messages that the same connection has still to send. If a rank posts a receive only when it needs
+the chunk, it waits for a way to the sender and back. Costs no byte, but the memory of the chunks
+ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def arrivals(comm: Comm, source: int, landing: Iterable[Tensor]) -> Iterator[Ten
 
     The first are posted at once.
 
-    What is given out is the caller's until it asks for the next.
+    A chunk is the caller's until it asks for the next one.
     """
     places = iter(landing)
     pending = deque((place, comm.receive(place, source)) for place in islice(places, AHEAD - 1))
@@ -39,9 +40,9 @@ def arrivals(comm: Comm, source: int, landing: Iterable[Tensor]) -> Iterator[Ten
 
 
 def landing_beside(chunks: Sequence[Tensor]) -> list[Tensor]:
-    """Where chunks of these sizes may land for a while.
+    """Return memory in which chunks of these sizes may land for a while.
 
-    As many buffers as there are receives ahead, taking turns.
+    There are as many buffers as receives ahead, and chunks take turns in them.
     """
     if not chunks:
         return []

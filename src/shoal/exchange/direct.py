@@ -1,4 +1,4 @@
-"""Every slice goes straight to its owner, who adds and sends the sum straight back.
+"""Every slice goes straight to its owner, which adds them and sends the sum straight back.
 
     reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in
     gather   rank r ◀── slice o, summed ───── owner o        rank order
@@ -90,7 +90,7 @@ class Direct(DeliveringExchange):
             send.wait()
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Send one's own slice to all workers; receive what others own in place."""
+        """Send one's own slice to all workers, and receive the other slices in place."""
         own = slices[comm.rank]
         pending = [
             comm.receive(slices[r], r)

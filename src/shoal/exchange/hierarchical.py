@@ -3,9 +3,10 @@
     host a, ranks 0 1; host b, ranks 2 3. Slice 0 belongs to rank 0, its collector on b is rank 2.
 
     reduce 1   1 ── slice 0 ──▶ 0    3 ── slice 0 ──▶ 2     every rank to its host's collector,
-                                                            who adds in rank order
+                                                            which adds in rank order
            2   0 ◀─── b's slice 0, summed ─────────── 2     collectors to the owner,
-                                                            who adds the hosts' sums in order
+                                                            which adds the hosts' sums
+                                                            in order
     gather 1   0 ──── slice 0 ──────────────────────▶ 2     the owner to collectors,
                                                             and to the ranks beside it
            2   0 ── slice 0 ──▶ 1    2 ── slice 0 ──▶ 3     collectors to the ranks beside them
@@ -44,21 +45,23 @@ class Hierarchical(CodingExchange):
     name: ClassVar[str] = "hierarchical"
 
     def fits(self, topology: Topology) -> bool:
-        """Where some hosts have several ranks; else it is `direct`."""
+        """Return whether some hosts have several ranks. Without such a host it is `direct`."""
         return 1 < len(topology.ranks_on) < topology.size
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """As `direct` sends foreign slices and its own back.
+        """Return the bytes: foreign slices there and the own one back, as under `direct`.
 
-        But what crosses, a rank does for those it collects.
+        Between hosts a rank sends for all slices that it collects.
         """
         return self.coding_traffic(bucket, bucket, bucket, topology)
 
     def coding_traffic(
         self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
     ) -> Traffic:
-        """There, codes only cross; inside a host values go as they are. Back, codes go all the way,
-        as all ranks read the same.
+        """Return the bytes if codes cross between hosts on the way to owners.
+
+        Inside a host values go as they are then. Codes go all the way back, because all ranks must
+        read the same values.
         """
         ranks, other_hosts = range(topology.size), len(topology.ranks_on) - 1
         plain, sizes, returned = (b.slice_bytes(topology.size) for b in (bucket, there, back))
@@ -74,7 +77,7 @@ class Hierarchical(CodingExchange):
         return Traffic(tuple(sent), tuple(received), rounds, tuple(crossing))
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Add up what one collects inside the host, then the hosts' sums of one's own slice."""
+        """Add up collected slices inside the host, then the hosts' sums of one's own slice."""
         own, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
         hosts, sends = list(comm.topology.ranks_on), list[Pending]()
         afar = [_collector(comm.rank, host, comm.topology) for host in hosts if host != own_host]
@@ -87,7 +90,7 @@ class Hierarchical(CodingExchange):
             send.wait()
 
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """Likewise, but hosts' sums cross as codes."""
+        """Add up slices as `reduce_scatter` does, but send hosts' sums as codes."""
         rank, sends = comm.rank, list[Pending]()
         across: list[tuple[Tensor, Pending] | None] = [None]
         if coding.slices[rank].numel():
@@ -105,7 +108,7 @@ class Hierarchical(CodingExchange):
             send.wait()
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """The same way back: own slice to all collectors, collected ones to the ranks beside."""
+        """Send one's own slice to all collectors, and collected ones to the host's other ranks."""
         hosts = comm.topology.ranks_on
         own, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
         beside = [r for r in hosts[own_host] if r != comm.rank]
@@ -126,14 +129,14 @@ class Hierarchical(CodingExchange):
 
 
 def _collector(owner: int, host: str, topology: Topology) -> int:
-    """The rank that collects the owner's slice on a host: on its own the owner itself."""
+    """Return the rank that collects the owner's slice on a host: at home the owner itself."""
     ranks = topology.ranks_on[host]
     return ranks[topology.local_ranks[owner] % len(ranks)]
 
 
 def _collected_bytes(sizes: Sequence[int], topology: Topology) -> list[int]:
     """Bytes of the slices that each rank collects."""
-    # of all slices whose owners have that place on their hosts
+    # bytes of all slices, by the places of their owners on their hosts
     at_place = [0] * topology.ranks_per_host
     for place, size in zip(topology.local_ranks, sizes, strict=True):
         at_place[place] += size
@@ -144,9 +147,9 @@ def _collected_bytes(sizes: Sequence[int], topology: Topology) -> list[int]:
 
 
 def _summed_inside(slices: Sequence[Tensor], comm: Comm, sends: list[Pending]) -> Iterator[int]:
-    """The owners of what this rank collects, each when its slice is the host's sum.
+    """Give the owners of the slices that this rank collects, each when its slice is the host's sum.
 
-    Puts in `sends` what is under way to the ranks beside it.
+    Adds to `sends` the messages that are under way to the host's other ranks.
     """
     topology, rank = comm.topology, comm.rank
     beside = [r for r in topology.ranks_on[topology.hosts[rank]] if r != rank]
@@ -167,9 +170,9 @@ def _wait_for_flight(part: tuple[Tensor, Pending]) -> Tensor:
 
 
 def _owners_for(slices: Sequence[Tensor], comm: Comm, rank: int | None = None) -> list[int]:
-    """The owners of what a rank (without one, this) collects, save empty slices.
+    """Return the owners of the slices that a rank collects, by default this rank.
 
-    From the next rank on, itself last.
+    Empty slices are left out. Owners come from the next rank on, and the rank itself is last.
     """
     topology, rank = comm.topology, comm.rank if rank is None else rank
     owners = [(rank + step) % comm.size for step in range(1, comm.size + 1)]
@@ -187,7 +190,7 @@ def _receive(comm: Comm, like: Tensor, sources: Sequence[int]) -> list[tuple[Ten
 
 
 def _add(own: Tensor, addends: Sequence[tuple[Tensor, Pending]], place: int) -> None:
-    """Add what comes to `own`, which stands at its `place` among them, in that order.
+    """Add the messages to `own`, which has its `place` among them, in that order.
 
     So the bits depend on no owner.
     """

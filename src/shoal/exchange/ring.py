@@ -48,13 +48,13 @@ class Ring(CodingExchange):
             )
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Every slice twice, save those not sent (r, then r+1) or not received (r−1, then r)."""
+        """Return twice all slices, less the ones not sent (r, r+1) or not received (r−1, r)."""
         return self.coding_traffic(bucket, bucket, bucket, topology)
 
     def coding_traffic(
         self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
     ) -> Traffic:
-        """Likewise: there and back each slice is as long as its message."""
+        """Return the bytes if each slice is as long as its message, there and back."""
         ranks = topology.size
         sizes, returned = there.slice_bytes(ranks), back.slice_bytes(ranks)
         all_bytes = sum(sizes) + sum(returned)
@@ -67,7 +67,7 @@ class Ring(CodingExchange):
         )
 
     def _rounds(self, bucket: Bucket, ranks: int) -> int:
-        """Of one way."""
+        """Return the rounds of one way."""
         if ranks == 1 or not bucket.numel:
             return 0
         chunk = max(1, self.chunk_bytes // bucket.itemsize) * bucket.itemsize
@@ -78,9 +78,9 @@ class Ring(CodingExchange):
         self._pass_on(slices, comm, first=comm.rank - 1, add=True)
 
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """Likewise, but each rank codes anew what it has added: a slice goes on when it is whole.
+        """Add up each slice on its way, and code each sum anew. A slice goes on when it is whole.
 
-        So what a codec loses on the way is kept by the rank that lost it.
+        So each rank keeps the errors of its own codes.
         """
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         order = [(comm.rank - 1 - step) % comm.size for step in range(comm.size)]
@@ -105,9 +105,9 @@ class Ring(CodingExchange):
         self._pass_on(slices, comm, first=comm.rank, add=False)
 
     def _pass_on(self, slices: Sequence[Tensor], comm: Comm, first: int, add: bool) -> None:
-        """Send slice `first` to the right; add or take what comes from the left.
+        """Send slice `first` to the right, and add or take the slices that come from the left.
 
-        All of it goes on but the last.
+        All slices go on, except the last.
         """
         if comm.size == 1:
             return

@@ -32,7 +32,7 @@ from shoal.core.facts import Topology
 from shoal.core.pieces import chunks_of
 from shoal.exchange.arrivals import after_sending, arrivals, landing_beside
 
-_CHUNKS = 4  # at least, of a bucket that is measured in place of a large one
+_CHUNKS = 4  # least chunks of a small bucket that is measured in place of a large one
 
 
 @final

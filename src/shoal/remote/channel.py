@@ -100,7 +100,7 @@ class Channel(Generic[M]):
     """This rank's end of the way to another one.
 
     Args:
-        comm: a channel whose messages between the two ranks no other thread takes.
+        comm: a channel. No other thread takes its messages between the two ranks.
         peer: the other rank.
         incoming: the type of message that comes, or a union of some.
         most: tensors at most that were posted and have not gone yet; a post waits for that.

@@ -87,7 +87,7 @@ class FarParameters:
         return wanted
 
     def cleared(self) -> tuple[bool, ...]:
-        """Return which parameters have no gradient. Those seen and changed are told of before."""
+        """Return which parameters have no gradient. Tell of changed gradients before."""
         for cut in self._cuts():
             cut.tell()
         return tuple(local_gradient(parameter) is None for parameter in self.parameters.values())

@@ -1,4 +1,4 @@
-"""Tables whose rows are all with servers, as a worker sees them and has them learn.
+"""Tables with all rows at servers, as a worker reads them and has them learn.
 
     worker                         each server, for its rows (servers/tables.py)
       Pull                   ──▶
