@@ -33,6 +33,7 @@ from shoal.rewrite.apply import PlacedSite
 from shoal.session.running import Running
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
+from shoal.strategies.quorum import QuorumTransfer
 from shoal.strategies.state_agreement import OfState
 
 NEVER = 1 << 62  # steps before the first round, while there must be none
@@ -62,7 +63,7 @@ def set_off(
         transfer.cadence = Cadence(
             Event.STEP_ENDED, every=steps * each, phase=after + phase * each, lag=lag * each
         )
-        if isinstance(transfer, LocalTransfer):
+        if isinstance(transfer, LocalTransfer | QuorumTransfer):
             transfer.learning = learning
 
 
@@ -96,6 +97,8 @@ class RoundLength:
         self._present = self._most
         self._begun = 0  # the step of single optimizers after which rounds of this length began
         self._ends = NEVER  # the step of single optimizers that ends the round, while rounds grow
+        self._quorum = next((t for t in transfers if isinstance(t, QuorumTransfer)), None)
+        self._is_early = False  # whether the present step ends the round, because it was called
 
     def after(self, steps: int) -> int:
         """Return the length of the round that a next step belongs to.
@@ -135,6 +138,15 @@ class RoundLength:
         if steps > self._ends:
             self._present = self.after(steps)
             self.begin(self._ends)
+        if self._is_early:
+            self._is_early = False
+            self.begin(self._begun)
+        made = steps - self._begun
+        if self._quorum is not None and 0 < made < self._present * self._each:
+            self._is_early = made % self._each == 0 and self._quorum.is_called()
+        if self._is_early:
+            self._set_off(made // self._each, 0, after=self._begun)
+            self._begun = steps
 
 
 @dataclass(frozen=True)
@@ -265,7 +277,7 @@ class LocalRounds:
         assert plan.outer is not None
         self._engine, self._weigher = running.engine, running.weigher
         self._exchanged, self._companies, self._in_common = exchanged, companies, in_common
-        kinds = LocalTransfer | GeoTransfer | OfState
+        kinds = LocalTransfer | QuorumTransfer | GeoTransfer | OfState
         engine = running.engine
         self._transfers = [transfer for transfer in engine.transfers if isinstance(transfer, kinds)]
         self._each = len(optimizers)
@@ -350,7 +362,7 @@ class LocalRounds:
         self._weigher.among(None if island is None else island.counts)
         self._rounds.begin(self._steps)
         for transfer in self._transfers:
-            if isinstance(transfer, LocalTransfer):
+            if isinstance(transfer, LocalTransfer | QuorumTransfer):
                 transfer.counted = self._weigher
                 transfer.begin(state)
             elif isinstance(transfer, GeoTransfer):

@@ -35,6 +35,7 @@ from shoal.core.outer_step import Outer
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.engine.common_state import Common
+from shoal.features.local_quorum import check_quorum, quorum_of
 from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, LocalRounds, island_of
 from shoal.features.local_weights import LocalWeights
 from shoal.optim.extend import scaler_of
@@ -158,6 +159,8 @@ class LocalSteps(Feature[Opening]):
         if facts.servers:
             self._check_at_servers(plan, facts)
             return
+        if plan.outer is not None and plan.outer.quorum is not None:
+            check_quorum(plan, facts)
         for choice in plan.choices:
             exchange = choice.exchange and exchange_named(choice.exchange)
             if choice.strategy == "replicate" and (
@@ -192,6 +195,12 @@ class LocalSteps(Feature[Opening]):
                 "servers",
             )
         outer = self.outer
+        if outer is not None and outer.quorum is not None:
+            raise PlanError(
+                "workers wait for no other one at servers, so there is no quorum",
+                got=str(outer),
+                do="leave out quorum; staleness=0 or another number says who waits",
+            )
         if outer is not None and (outer.islands or outer.warmup_steps or outer.grows):
             raise PlanError(
                 "to servers each worker pushes by itself, in rounds of one length from the first "
@@ -252,10 +261,15 @@ class _LocalTraining(Attachment[Running]):
         opening.state_among = self._state_in_rounds
         self._rounds: LocalRounds | None = None
         self._weights: LocalWeights | None = None
+        self._quorum = quorum_of(opening, outer)
 
     def _serve(self, placed: PlacedSite) -> Sequence[Transfer]:
         """Rewrite nothing, because the site's parameters come together in rounds."""
         place, exchange = placed.place, placed.exchange
+        if self._quorum is not None:
+            is_first = not self._quorum.parameters
+            self._quorum.add(place.parameters)
+            return _waiting([self._quorum] if is_first else [])
         kinds = by_kind(place.parameters)
         if placed.strategy.role.takes_servers:
             geo = [GeoTransfer(kind, place, placed.label, self._outer) for kind in kinds]
@@ -272,6 +286,8 @@ class _LocalTraining(Attachment[Running]):
     def start(self, running: Running) -> None:
         exchanged = Exchanged([site for site, _ in running.rewritten.sites], self._state_among)
         self._weights = LocalWeights(running.engine, self._comm, self._outer)
+        if self._quorum is not None:
+            self._quorum.start()
         self._rounds = LocalRounds(
             running, self._plan, self._optimizers, exchanged, self._companies, self._in_common
         )

@@ -64,7 +64,7 @@ def with_local_steps(
             steps += 1
     assert isinstance(steps, int)
     waits = exchange_s > 0 if is_auto else exchange_s > max(step_s, _LEAST_S)
-    if outer.lag is None and waits and (is_auto or not cluster.servers):
+    if outer.lag is None and waits and (is_auto or not cluster.servers) and outer.quorum is None:
         turn_steps = max(steps, exchange_s / step_s if step_s else 0.0) / num_buckets
         outer = replace(outer, lag=min(steps, math.ceil(turn_steps) + 1))
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
