@@ -138,14 +138,18 @@ class RoundLength:
         if steps > self._ends:
             self._present = self.after(steps)
             self.begin(self._ends)
-        if self._is_early:
+        if self._quorum is not None:
+            self._end_if_called(self._quorum, steps)
+
+    def _end_if_called(self, quorum: QuorumTransfer, steps: int) -> None:
+        """End the round with the present step if the others wait for this rank."""
+        if self._is_early:  # the step before this one did
             self._is_early = False
             self.begin(self._begun)
-        made = steps - self._begun
-        if self._quorum is not None and 0 < made < self._present * self._each:
-            self._is_early = made % self._each == 0 and self._quorum.is_called()
-        if self._is_early:
-            self._set_off(made // self._each, 0, after=self._begun)
+        made = (steps - self._begun) % (self._present * self._each)
+        if made and made % self._each == 0 and quorum.is_called():
+            self._is_early = True
+            self._set_off(made // self._each, 0, after=steps - made)
             self._begun = steps
 
 

@@ -24,6 +24,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import LiveBucket, StateDict
 from shoal.contracts.transfer import Round, Transfer
@@ -71,6 +72,10 @@ class _PackedSteps:
     steps: Mail
     rows: float  # all rows so far
     weights: Mail | None = None  # the answer
+
+
+def _go_on(number: int, main: MainWait) -> None:
+    """Do nothing. No rank waits in vain for a rank that is elsewhere: its rounds close without."""
 
 
 @final
@@ -143,6 +148,7 @@ class QuorumTransfer(Transfer):
     def run(self, comm: Comm) -> None:
         packed = self._packed
         assert packed is not None
+        comm.journal.may_attend(_go_on)
         answer = self.office.exchange(packed.steps, comm)
         self._missed += answer.version - self.version - 1
         for _ in range(self._missed):  # ranks count their exchanges alike
@@ -182,8 +188,9 @@ class QuorumTransfer(Transfer):
             values = [own.clone() for own in keeper.weights.values]
         for value in values:
             self._comm.broadcast(value, root=0)
-        self._missed += version - self.version
-        self._take(values, version)
+        if version > self.version:
+            self._missed += version - self.version
+            self._take(values, version)
 
     def common(self) -> Mapping[str, Tensor]:
         """Return the weights in common that this rank knows, by name, as views."""

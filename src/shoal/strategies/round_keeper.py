@@ -1,4 +1,4 @@
-"""Keeper of rounds with a quorum: rank 0's thread that has the weights in common, and closes rounds.
+"""Keeper of rounds with a quorum: rank 0's thread that has the common weights and closes rounds.
 
     1  steps     a rank's difference Δ_r = θ_old − θ_r comes, with the rows that it was made on
     2  close     by the rule of round_members.py: Δ is the mean of all that came, by rows, and the
@@ -6,7 +6,7 @@
     3  weights   every rank that came gets θ_new, which has its steps
     late         a difference of an earlier round is dropped, and its rank gets θ_new at once. It
                  adds its steps to that, so they come with the next round
-    call         once there is a quorum, all others are called: a slow rank brings fewer steps
+    call         soon after there is a quorum, all others are called: a slow rank brings fewer steps
 
 Each other rank has a thread here that reads its messages, and one that writes to it. So a rank that
 is stopped holds up these two threads alone. Rank 0 holds the weights once more, the outer rule's v,
@@ -96,7 +96,7 @@ class Keeper:
         weights: KeptWeights,
         own: Callable[[Mail], None],
     ) -> None:
-        self._channel, self._members, self.weights = channel, members, weights
+        self._channel, self.members, self.weights = channel, members, weights
         self._own, self.version = own, 0  # number of the running round
         self._is_first = True  # whether no round was closed since training began
         self._came: dict[int, Mail] = {}
@@ -123,7 +123,7 @@ class Keeper:
         self.weights.values, self.version = list(values), version
         self._is_first = True
         self._came.clear()
-        self._members.begin()
+        self.members.begin(monotonic())
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until every rank has ended, at most so long. Return whether all have."""
@@ -153,7 +153,7 @@ class Keeper:
     def _serve(self) -> None:
         ranks = self._channel.comm.size
         try:
-            while len(self._members.ended) < ranks:
+            while len(self.members.ended) < ranks:
                 with suppress(Empty):
                     self._take(*self._coming.get(timeout=_LOOK_S if self._came else _IDLE_S))
                 self._look()
@@ -164,25 +164,24 @@ class Keeper:
         """Close the round if it is time, or call the ranks that are missing."""
         if not self._came:
             return
-        closes_in_s = self._members.closes_in_s(monotonic())
-        if closes_in_s <= 0:
-            self._close()
-        elif closes_in_s < float("inf"):
-            if not self._has_called:
-                self._tell_missing(MailKind.CALL)
+        now_s = monotonic()
+        if self.members.closes_in_s(now_s) <= 0:
+            self._close(now_s)
+        elif self.members.calls(now_s) and not self._has_called:
             self._has_called = True
-        if self._came and monotonic() > self._asked_s + _ASK_S:
-            self._asked_s = monotonic()
+            self._tell_missing(MailKind.CALL)
+        elif now_s > self._asked_s + _ASK_S:
+            self._asked_s = now_s
             self._tell_missing(MailKind.ASK)
 
     def _tell_missing(self, kind: MailKind) -> None:
         own = self._channel.comm.rank
-        for rank in sorted(self._members.missing):
+        for rank in sorted(self.members.missing):
             if rank == own or self._going[rank].qsize() < _MOST_MAIL:
                 self._send(rank, Mail(kind, self.version))
 
     def _take(self, rank: int, mail: Mail) -> None:
-        members = self._members
+        members = self.members
         if mail.kind is MailKind.PLACE:
             if mail.counts and mail.version == self.version:
                 members.away(rank)
@@ -200,8 +199,8 @@ class Keeper:
         values = self.weights.values  # replaced by each round, and never changed
         self._send(rank, Mail(MailKind.WEIGHTS, self.version, counts, values=values))
 
-    def _close(self) -> None:
-        members = self._members.close()
+    def _close(self, now_s: float) -> None:
+        members = self.members.close(now_s)
         came = [self._came[rank] for rank in members]
         self._came.clear()
         batches = {mail.batch for mail in came}

@@ -1,6 +1,8 @@
 """Members of a round with a quorum: the ranks whose steps count in it, and when it closes.
 
     need      ceil(quorum · ranks that are not away), at least 1
+    calls     a tenth of the round's time after `need` ranks have come, or half of `grace_s`: the
+              other ranks are called, so that a slow one brings the steps that it has made
     closes    once `need` ranks have come, and every rank that is expected; or `grace_s` later
 
 A rank is expected if it came to the last round, or has come back since. So a rank that is stopped
@@ -15,7 +17,11 @@ minimum quorum and a grace window.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import final
+
+_SLOWER = 0.1  # share of a round's time that a rank may be slower than a quorum of the others
+_OF_GRACE = 0.5  # share of the grace time after which ranks are called at the latest
 
 
 @final
@@ -34,6 +40,7 @@ class RoundMembers:
         self._expected = set(range(ranks))
         self._away: set[int] = set()
         self.ended: set[int] = set()  # ranks that make no steps any more
+        self._begun_s = -math.inf  # time at which the round began
         self._met_s: float | None = None  # time at which the quorum was there
 
     def come(self, rank: int) -> None:
@@ -65,6 +72,11 @@ class RoundMembers:
         absent = (self._away | self.ended) - self.here
         return max(1, math.ceil(self._quorum * (self._ranks - len(absent)) - 1e-9))
 
+    @property
+    def is_met(self) -> bool:
+        """Whether a quorum has come, as of the last look at the clock."""
+        return self._met_s is not None
+
     def closes_in_s(self, now_s: float) -> float:
         """Return the seconds until the round closes: 0 at once, infinite without a quorum.
 
@@ -80,14 +92,27 @@ class RoundMembers:
             return 0.0
         return max(0.0, self._met_s + self._grace_s - now_s)
 
-    def close(self) -> list[int]:
+    def calls(self, now_s: float) -> bool:
+        """Return whether the ranks that are missing are to bring the steps that they have made.
+
+        A rank that is a little slower than the others makes all of its steps.
+        """
+        if self._met_s is None:  # no quorum has come
+            return False
+        slower_s = min(_SLOWER * (self._met_s - self._begun_s), _OF_GRACE * self._grace_s)
+        return now_s - self._met_s > slower_s
+
+    def close(self, now_s: float) -> list[int]:
         """Close the round, and begin the next one. Return the ranks that came, in their order."""
         members = sorted(self.here)
-        self._expected, self.here, self._met_s = set(members), set(), None
-        self._away.clear()
+        self._begin(members, now_s)
         return members
 
-    def begin(self) -> None:
+    def begin(self, now_s: float) -> None:
         """Begin a round in which every rank makes steps from the same weights."""
-        self._expected, self.here, self._met_s = set(range(self._ranks)), set(), None
+        self._begin(range(self._ranks), now_s)
+
+    def _begin(self, expected: Iterable[int], now_s: float) -> None:
+        self._expected, self.here = set(expected), set()
+        self._begun_s, self._met_s = now_s, None
         self._away.clear()
