@@ -297,6 +297,12 @@ class LocalRounds:
         return self._is_exact
 
     @property
+    def number(self) -> int:
+        """Number of the running round, counted from 0 since training began here."""
+        kinds = LocalTransfer | QuorumTransfer
+        return min((t.round_number for t in self._transfers if isinstance(t, kinds)), default=0)
+
+    @property
     def has_ended(self) -> bool:
         """Whether a round ends here, so that ranks have all that each of them has learned."""
         return self._is_exact or self._rounds.has_ended(self._steps)

@@ -398,6 +398,25 @@ def global_weights(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def round_number(model: nn.Module) -> int:
+    """Return the number of the running round, counted from 0 since training began here.
+
+    With a quorum ranks may make different numbers of steps, and a loop that ends at a round ends on
+    all of them soon. Without `local_steps`, and with servers, there are none.
+
+    Args:
+        model: a parallelised model.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> shoal.round_number(torch.nn.Linear(4, 2))
+        0
+    """
+    kept = _attachment(model)
+    return 0 if kept is None else kept.rounds.number
+
+
 def check_in_step(models: Iterable[nn.Module]) -> None:
     """Refuse models that train by local steps, also during the warm-up."""
     if any(_attachment(model) is not None for model in models):

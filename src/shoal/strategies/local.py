@@ -291,6 +291,11 @@ class LocalTransfer(Transfer):
             found[name]["rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
         return found
 
+    @property
+    def round_number(self) -> int:
+        """Number of rounds that this rank has come to."""
+        return self._times
+
     def kept(self) -> Sequence[Tensor]:
         packed = self._packed
         under_way = [] if packed is None else [packed.before, *packed.left, packed.momentum]

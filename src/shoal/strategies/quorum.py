@@ -97,6 +97,7 @@ class QuorumTransfer(Transfer):
         self._flats: list[_Flat] = []
         self._packed: _PackedSteps | None = None
         self.version = 0  # number of the round that this rank is in
+        self._first = 0  # number of the first round
         self._missed = 0  # rounds that this rank's lane has not noted
         self._counted_rows = 0.0  # rows of steps that are in the weights in common
         self.counted: RowCounter  # set before the first round
@@ -131,6 +132,11 @@ class QuorumTransfer(Transfer):
     def _learning_rates(self) -> dict[str, float]:
         rates = self.learning()
         return {name: rates.get(id(p), 0.0) for name, p in self.parameters.items()}
+
+    @property
+    def round_number(self) -> int:
+        """Number of rounds that have closed since the last `begin`, as far as this rank knows."""
+        return self.version - self._first
 
     def is_called(self) -> bool:
         """Return whether the others wait for this rank's steps of its round."""
@@ -215,7 +221,8 @@ class QuorumTransfer(Transfer):
             for velocity, flat in zip(keeper.weights.velocities, self._flats, strict=True):
                 velocity.load(state, flat.parameters)
         self._missed += last - self.version
-        self.version, self._packed = last + 1, None
+        self.version = self._first = last + 1
+        self._packed = None
         self._counted_rows = self.counted.own()
         self._comm.gather_objects(None, "local steps: a round has begun")
 
