@@ -148,7 +148,7 @@ def transfer_of(model: nn.Module) -> QuorumTransfer:
 def quorum_is_here(transfers: Mapping[int, QuorumTransfer]) -> bool:
     keeper = transfers[0].office.keeper
     assert keeper is not None
-    return keeper.members.is_met and len(keeper.members.here) == RANKS - 1
+    return keeper.members.has_quorum and len(keeper.members.here) == RANKS - 1
 
 
 Gate = Callable[[int, int], None]  # waits, before a rank's step of that number
@@ -219,7 +219,7 @@ def test_late_rank_keeps_its_steps_and_called_rank_makes_fewer(rule: str, clock:
             if rank == 3 and number == 4:
                 wait_for(lambda: quorum_is_here(transfers))
                 clock.now_s += 1
-                wait_for(own.is_called)
+                wait_for(own.has_call)
                 clock.now_s += GRACE_S  # the grace time is over
                 wait_for(lambda: all(transfers[r].version == own.version + 1 for r in range(3)))
             elif rank == 3 and number == 5:
@@ -227,7 +227,7 @@ def test_late_rank_keeps_its_steps_and_called_rank_makes_fewer(rule: str, clock:
             elif rank == 3 and number == 9:
                 wait_for(lambda: quorum_is_here(transfers))
                 clock.now_s += GRACE_S / 2 + 1
-                wait_for(own.is_called)
+                wait_for(own.has_call)
             elif rank != 3 and number == 6:
                 assert was_late.wait(LIMIT_S)
 

@@ -201,7 +201,7 @@ class Outer:
         quorum += f", grace_s={self.grace_s:g}" if quorum else ""
         return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup}{grows}{quorum})"
 
-    def written(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def in_file(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields that a plan's file has: options that are off have none."""
         off = [] if self.grows else ["grows"]
         off += ["quorum", "grace_s"] if self.quorum is None else []

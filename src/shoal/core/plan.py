@@ -379,7 +379,7 @@ class Plan(Layout):
         if not self.features:  # earlier releases can read a plan without these fields
             del head["features"]
         if self.outer is not None:
-            head["outer"] = self.outer.written(head["outer"])
+            head["outer"] = self.outer.in_file(head["outer"])
         lines = ["{", f'  "format": {FORMAT},', f'  "written_by": "{_WRITTEN_BY}",']
         lines += [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = ",\n".join("    " + json.dumps(asdict(choice)) for choice in self.choices)

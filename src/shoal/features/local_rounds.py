@@ -133,21 +133,21 @@ class RoundLength:
         self._ends = NEVER if has_grown else steps + self._present * self._each
         self._set_off(self._present, self._lag if has_grown else 0, after=steps)
 
-    def stepped(self, steps: int) -> None:
+    def note_step(self, steps: int) -> None:
         """Begin the next round if its first step has been made: then the last one has ended."""
         if steps > self._ends:
             self._present = self.after(steps)
             self.begin(self._ends)
         if self._quorum is not None:
-            self._end_if_called(self._quorum, steps)
+            self._end_at_call(self._quorum, steps)
 
-    def _end_if_called(self, quorum: QuorumTransfer, steps: int) -> None:
+    def _end_at_call(self, quorum: QuorumTransfer, steps: int) -> None:
         """End the round with the present step if the others wait for this rank."""
         if self._is_early:  # the step before this one did
             self._is_early = False
             self.begin(self._begun)
         made = (steps - self._begun) % (self._present * self._each)
-        if made and made % self._each == 0 and quorum.is_called():
+        if made and made % self._each == 0 and quorum.has_call():
             self._is_early = True
             self._set_off(made // self._each, 0, after=steps - made)
             self._begun = steps
@@ -348,7 +348,7 @@ class LocalRounds:
 
     def _note_step(self) -> None:
         self._steps += 1
-        self._rounds.stepped(self._steps)
+        self._rounds.note_step(self._steps)
         if self._left:
             self._left -= 1
             if not self._left:

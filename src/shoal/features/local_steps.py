@@ -1,14 +1,16 @@
 """Local steps: ranks step by themselves, and come together every so many steps by an outer rule.
 
-Without servers ranks hold all weights, and exchange them in rounds (strategies/local.py). With
-servers each worker pushes its changes of the weights to them (strategies/geo.py).
+Without servers ranks hold all weights, and exchange them in rounds (strategies/local.py, or
+quorum.py if rounds have a quorum). With servers each worker pushes its changes of the weights to
+them (strategies/geo.py).
 
     planner/local.py     the number of steps that hide the exchange, and the time of such a step
     local_rounds.py      the rounds in which ranks come together, and the exchanges of each step
     local_weights.py     the weights that all ranks have in common: to evaluate, and to save
 
 The mathematics is not that of one process, so the plan and the report say it. Guarded by
-tests/equivalence/test_local_steps.py, test_islands.py, test_warmup.py and test_geo.py.
+tests/equivalence/test_local_steps.py, test_quorum.py, test_islands.py, test_warmup.py and
+test_geo.py.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from shoal.core.outer_step import Outer
 from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.engine.common_state import Common
-from shoal.features.local_quorum import check_quorum, quorum_of
 from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, LocalRounds, island_of
 from shoal.features.local_weights import LocalWeights
 from shoal.optim.extend import scaler_of
@@ -48,6 +49,7 @@ from shoal.session.session import found
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.landing import by_kind
 from shoal.strategies.local import LocalTransfer
+from shoal.strategies.quorum import QuorumTransfer
 from shoal.strategies.state_agreement import OfState
 
 _MOST = 1 << 20
@@ -160,7 +162,7 @@ class LocalSteps(Feature[Opening]):
             self._check_at_servers(plan, facts)
             return
         if plan.outer is not None and plan.outer.quorum is not None:
-            check_quorum(plan, facts)
+            _check_quorum(plan, facts)
         for choice in plan.choices:
             exchange = choice.exchange and exchange_named(choice.exchange)
             if choice.strategy == "replicate" and (
@@ -195,18 +197,14 @@ class LocalSteps(Feature[Opening]):
                 "servers",
             )
         outer = self.outer
-        if outer is not None and outer.quorum is not None:
-            raise PlanError(
-                "workers wait for no other one at servers, so there is no quorum",
-                got=str(outer),
-                do="leave out quorum; staleness=0 or another number says who waits",
-            )
-        if outer is not None and (outer.islands or outer.warmup_steps or outer.grows):
+        if outer is not None and (
+            outer.islands or outer.warmup_steps or outer.grows or outer.quorum is not None
+        ):
             raise PlanError(
                 "to servers each worker pushes by itself, in rounds of one length from the first "
                 "step on",
                 got=str(outer),
-                do="leave out islands, warmup_steps and grows, or start without servers",
+                do="leave out islands, warmup_steps, grows and quorum, or start without servers",
             )
         if plan.placement not in (BALANCED, {}):
             raise PlanError(
@@ -229,6 +227,35 @@ class LocalSteps(Feature[Opening]):
 
     def line(self, plan: Plan) -> str:
         return f"{plan.locally}: this changes the mathematics"
+
+
+def _check_quorum(plan: Plan, facts: PlanFacts) -> None:
+    """Refuse what does not go together with a quorum (PlanError)."""
+    for choice in plan.choices:
+        if choice.codec:
+            raise PlanError(
+                "with a quorum weights travel exactly",
+                where=f"layer {choice.layer}",
+                got=choice.way,
+                do="leave out pins with codecs and codecs=, or leave out the quorum",
+            )
+    if facts.profile is not None and facts.profile.moving:
+        raise PlanError(
+            "training changes buffers on each rank otherwise, and ranks that a round does not wait "
+            "for cannot agree on them",
+            where=", ".join(state.name for state in facts.profile.moving[:3]),
+            do='give buffers="local", with which each rank keeps its own, or leave out the quorum',
+        )
+
+
+def _quorum_of(opening: Opening, outer: Outer) -> QuorumTransfer | None:
+    """Return the transfer of all parameters if rounds have a quorum (a collective)."""
+    if outer.quorum is None:
+        return None
+    channel = opening.channel("rounds", idle=True)
+    transfer = QuorumTransfer(channel, opening.comm, outer)
+    opening.threads.append(transfer.office)
+    return transfer
 
 
 def _waiting(transfers: Sequence[Transfer]) -> Sequence[Any]:
@@ -261,7 +288,7 @@ class _LocalTraining(Attachment[Running]):
         opening.state_among = self._state_in_rounds
         self._rounds: LocalRounds | None = None
         self._weights: LocalWeights | None = None
-        self._quorum = quorum_of(opening, outer)
+        self._quorum = _quorum_of(opening, outer)
 
     def _serve(self, placed: PlacedSite) -> Sequence[Transfer]:
         """Rewrite nothing, because the site's parameters come together in rounds."""

@@ -45,11 +45,11 @@ class _Flat:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
-        self.values = self.taken()
+        self.values = self.copy()
         numels = {name: p.numel() for name, p in parameters.items()}
         self.spans = LiveBucket.even(self.values, numels, 1).spans[0]
 
-    def taken(self) -> Tensor:
+    def copy(self) -> Tensor:
         """Return a copy of the parameters as they are."""
         return torch.cat([line(p, p).to("cpu") for p in self.parameters.values()])
 
@@ -138,15 +138,15 @@ class QuorumTransfer(Transfer):
         """Number of rounds that have closed since the last `begin`, as far as this rank knows."""
         return self.version - self._first
 
-    def is_called(self) -> bool:
+    def has_call(self) -> bool:
         """Return whether the others wait for this rank's steps of its round."""
-        return self.office.is_called(self.version)
+        return self.office.has_call(self.version)
 
     @torch.no_grad()
     def pack(self, backward: Round) -> None:
         self.office.in_round = True
         rows = self.counted.own()
-        differences = [flat.values - flat.taken() for flat in self._flats]
+        differences = [flat.values - flat.copy() for flat in self._flats]
         new_rows, batch = rows - self._counted_rows, self.counted.first_batch()
         steps = Mail(MailKind.STEPS, self.version, rows=new_rows, batch=batch, values=differences)
         self._packed = _PackedSteps(steps, rows)
@@ -180,7 +180,7 @@ class QuorumTransfer(Transfer):
     def _take(self, values: Sequence[Tensor], version: int) -> None:
         """Take newer weights in common, and keep this rank's own steps on top of them."""
         for flat, new in zip(self._flats, values, strict=True):
-            flat.put(new + (flat.taken() - flat.values))
+            flat.put(new + (flat.copy() - flat.values))
             flat.values = new
         self.version = version
 
@@ -215,7 +215,7 @@ class QuorumTransfer(Transfer):
         own = 0 if keeper is None else keeper.version
         last = self._comm.gather_objects(own, "local steps: a round begins")[0]
         for flat in self._flats:
-            flat.values = flat.taken()
+            flat.values = flat.copy()
         if keeper is not None:
             keeper.begin(self._values, last + 1)
             for velocity, flat in zip(keeper.weights.velocities, self._flats, strict=True):

@@ -73,7 +73,7 @@ class RoundMembers:
         return max(1, math.ceil(self._quorum * (self._ranks - len(absent)) - 1e-9))
 
     @property
-    def is_met(self) -> bool:
+    def has_quorum(self) -> bool:
         """Whether a quorum has come, as of the last look at the clock."""
         return self._met_s is not None
 

@@ -54,7 +54,7 @@ class RoundOffice:
             return
         threading.Thread(target=self._read, name="shoal-rounds", daemon=True).start()
 
-    def is_called(self, version: int) -> bool:
+    def has_call(self, version: int) -> bool:
         """Return whether the others wait for this rank's steps of that round."""
         return self._called >= version
 
