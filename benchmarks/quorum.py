@@ -64,7 +64,7 @@ def stop_for(seconds: float) -> None:
 
 def train(case: str, rule: str, rounds: int, out: Path) -> None:
     """One rank; all train until so many rounds have closed."""
-    world = shoal.init(lost_after_s=120)
+    world = shoal.init(lost_after_s=120, start_timeout_s=300)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images, numbers = digits()

@@ -159,7 +159,7 @@ def on_gates(
 ) -> tuple[list[Any], list[Any]]:
     """Train each rank for so many steps. Return its own state, and the one in common."""
     transfers: dict[int, QuorumTransfer] = {}
-    gate = gates(transfers)
+    gate, exchanges = gates(transfers), dict[int, int]()
 
     def work(comm: ThreadComm, model: nn.Module) -> tuple[Any, Any]:
         rank = comm.rank
@@ -171,10 +171,14 @@ def on_gates(
             gate(rank, number)
             steps(model, loss_fn, optimizer, [rows_of(batches[number], rank, RANKS, True)])
         own = state(model)
+        lane = current().attached[model].engine.routes.going[0]
+        exchanges[rank] = lane._comm.journal.record.begun
         shoal.unparallelize(model)
         return own, state(model)
 
     own, common = zip(*on_each("abcd", work), strict=True)
+    if counts[3] > 6:  # all have come to the last round
+        assert len(set(exchanges.values())) == 1, "ranks number their exchanges differently"
     return list(own), list(common)
 
 
@@ -235,6 +239,61 @@ def test_late_rank_keeps_its_steps_and_called_rank_makes_fewer(rule: str, clock:
 
     own, common = on_gates(outer, batches, [12, 12, 12, 10], gates)
     assert_plain(expected, own, common)
+
+
+def test_rank_that_misses_rounds_goes_on_from_the_newest_weights(clock: Clock) -> None:
+    """Rank 3 is held up for two rounds, of which only the first waits for it."""
+    outer, batches = quorum_of("nesterov"), features(6, 4, steps=12)
+    expected = PlainQuorum(outer, batches)
+    for rank in range(RANKS):
+        expected.step(rank, 3)
+    expected.close(0, 1, 2, 3)
+    for _ in range(2):
+        for rank in range(3):
+            expected.step(rank, 3)
+        expected.close(0, 1, 2)
+    expected.step(3, 2)
+    expected.late(3)
+    for rank in range(RANKS):
+        expected.step(rank, 3)
+    expected.close(0, 1, 2, 3)
+
+    was_late = threading.Event()
+
+    def gates(transfers: dict[int, QuorumTransfer]) -> Gate:
+        def gate(rank: int, number: int) -> None:
+            own = transfers[rank]
+            if rank == 3 and number == 4:
+                wait_for(lambda: quorum_is_here(transfers))
+                clock.now_s += 1
+                wait_for(own.has_call)
+                clock.now_s += GRACE_S
+                wait_for(lambda: all(transfers[r].version == own.version + 2 for r in range(3)))
+            elif rank == 3 and number == 5:
+                was_late.set()
+            elif rank != 3 and number == 9:
+                assert was_late.wait(LIMIT_S)
+
+        return gate
+
+    own, common = on_gates(outer, batches, [12, 12, 12, 8], gates)
+    assert_plain(expected, own, common)
+
+
+def test_no_rank_waits_for_one_that_is_lost() -> None:
+    """Rank 3 fails while the others wait for it, a quorum of all."""
+    outer, batches = quorum_of("average", quorum=1.0), features(6, 4, steps=6)
+
+    def gates(transfers: dict[int, QuorumTransfer]) -> Gate:
+        def gate(rank: int, number: int) -> None:
+            if rank == 3 and number == 4:
+                raise ValueError("this rank fails")
+
+        return gate
+
+    with pytest.raises(ValueError, match="this rank fails") as caught:
+        on_gates(outer, batches, [6] * RANKS, gates)
+    assert not any("had not ended" in note for note in caught.value.__notes__)
 
 
 def test_rounds_go_on_without_ranks_that_are_elsewhere(clock: Clock) -> None:
