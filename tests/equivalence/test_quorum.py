@@ -36,6 +36,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError
+from shoal.core.plan import Plan
 from shoal.session.session import current
 from shoal.strategies.quorum import QuorumTransfer
 
@@ -345,6 +346,14 @@ def test_goes_on_with_other_ranks(first: int, second: int, tmp_path: Path) -> No
     train("abc"[:second], got, after, loads=tmp_path / "s", outer=outer)
     for model, other in zip(expected.models, got, strict=True):
         assert difference(state(model), state(other)) <= 1e-10
+
+
+def test_plan_with_a_quorum_is_read_as_it_was_written() -> None:
+    choices = (shoal.Choice("0", "replicate", "direct"),)
+    for outer in (quorum_of("average"), shoal.Outer(rule="average")):
+        plan = Plan(2, "", choices, bucket_bytes=1 << 20, lanes=1, local_steps=3, outer=outer)
+        assert Plan.from_json(plan.to_json()) == plan
+        assert ("quorum" in plan.to_json()) == (outer.quorum is not None)
 
 
 @pytest.mark.parametrize(
