@@ -10,8 +10,8 @@ for long costs one grace time, and not one a round. A rank is away while it wait
 outside of rounds, as in `shoal.save`, and after its program has ended: it holds up no round then.
 
 Nothing here knows of messages or threads. Guarded by tests/strategies/test_round_members.py.
-Reference: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026, has a
-minimum quorum and a grace window.
+Reference: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026,
+arXiv 2604.21428, has a minimum quorum and a grace window.
 """
 
 from __future__ import annotations
