@@ -109,7 +109,7 @@ class RoundLength:
         has_ended = steps >= self._ends
         return min(2 * self._present, self._most) if has_ended else self._present
 
-    def has_ended(self, steps: int) -> bool:
+    def ends_at(self, steps: int) -> bool:
         """Return whether ranks have all that each has learned, after steps of single optimizers.
 
         With a lag there is no such moment, and one is as good as another.
@@ -305,7 +305,7 @@ class LocalRounds:
     @property
     def has_ended(self) -> bool:
         """Whether a round ends here, so that ranks have all that each of them has learned."""
-        return self._is_exact or self._rounds.has_ended(self._steps)
+        return self._is_exact or self._rounds.ends_at(self._steps)
 
     @property
     def warmup_steps(self) -> int:
