@@ -23,7 +23,7 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Transfer
@@ -238,7 +238,7 @@ def gradients(sites: Sequence[PlacedSite], ranks: int, *, beside: bool) -> list[
     for placed in sites:
         exact = Choice("", placed.site.strategy, placed.site.exchange).without_codec().exchange
         place, label = replace(placed.place, ranks=ranks), f"gradients of {placed.label}"
-        exchange = exchange_named("direct" if beside else exact)
+        exchange = read_exchange("direct" if beside else exact)
         found += placed.strategy.apply(place, exchange, label)
     return found
 

@@ -23,7 +23,7 @@ from weakref import ref
 
 from torch import nn
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
@@ -164,7 +164,7 @@ class LocalSteps(Feature[Opening]):
         if plan.outer is not None and plan.outer.quorum is not None:
             _check_quorum(plan, facts)
         for choice in plan.choices:
-            exchange = choice.exchange and exchange_named(choice.exchange)
+            exchange = choice.exchange and read_exchange(choice.exchange)
             if choice.strategy == "replicate" and (
                 not exchange or isinstance(exchange, SplitExchange)
             ):
