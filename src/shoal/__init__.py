@@ -29,6 +29,7 @@ from shoal.features import (
     SyncBatchNorm,
     UpdateEvery,
     global_weights,
+    round_number,
 )
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.codec_report import CodecReport, codec_report
@@ -101,6 +102,7 @@ __all__ = [
     "plan_of",
     "register",
     "replan",
+    "round_number",
     "save",
     "scaled_lr",
     "serve",

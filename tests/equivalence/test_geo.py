@@ -438,6 +438,7 @@ def test_the_plan_says_it_and_is_taken_again() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "islands": ({"outer": Outer(rule="average", islands=True)}, PlanError, "pushes by itself"),
+    "a quorum": ({"outer": Outer(rule="average", quorum=0.5)}, PlanError, "pushes by itself"),
     "another strategy": ({"pins": {"*": "replicate"}}, PlanError, "weights of every layer"),
     "rows of tables": ({"pins": {"0": "server_rows"}}, PlanError, "weights of every layer"),
     "a codec": ({"pins": {"*": "server:direct+int8"}}, PlanError, "weights of every layer"),

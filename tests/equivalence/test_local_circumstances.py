@@ -329,6 +329,14 @@ def test_bad_input_is_refused_on_every_rank(case: str) -> None:
         ({"momentum": -0.1}, "below 1"),
         ({"rule": "average", "momentum": 0.9}, "no momentum"),
         ({"lag": -1}, "number of steps"),
+        ({"quorum": 0}, "share of the ranks"),
+        ({"quorum": 1.5}, "share of the ranks"),
+        ({"quorum": "most"}, "share of the ranks"),
+        ({"grace_s": -1.0}, "number of seconds"),
+        ({"quorum": 0.75, "grace_s": float("inf")}, "number of seconds"),
+        ({"quorum": 0.75, "lag": 1}, "together with a lag"),
+        ({"quorum": 0.75, "islands": True}, "together with islands"),
+        ({"quorum": 0.75, "grows": True}, "together with rounds that grow"),
     ],
 )
 def test_outer_rule_refuses(options: dict[str, Any], said: str) -> None:

@@ -64,6 +64,16 @@ def test_without_a_lag_the_work_of_exchanges_is_counted_once() -> None:
         assert plan.predicted_s == pytest.approx(predicted_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(("ranks", "exchange_s"), [(2, 16.0), (4, 48.0)])
+def test_with_a_quorum_all_weights_cross_the_link_of_rank_0(ranks: int, exchange_s: float) -> None:
+    """8 MB at 1 MB/s from each other rank, and as many back; a round waits for that."""
+    where = cluster(ranks, 1e6)
+    exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
+    plan = with_local_steps(exact, NET, where, 16, Outer(quorum=0.75))
+    assert plan.outer is not None and plan.outer.lag == 0
+    assert plan.predicted_s == pytest.approx(3.5 + exchange_s / 16, rel=1e-3)
+
+
 @pytest.mark.parametrize(("warmup", "times"), [(0, "1.37"), (100, "")])
 def test_explain_shows_how_much_later_local_steps_learn(warmup: int, times: str) -> None:
     where = cluster(2, 1e6)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
-from shoal.core.numbers import check_number, check_truth, check_whole
+from shoal.core.numbers import MOST_SECONDS, check_number, check_truth, check_whole
 from shoal.core.option import Flag, option, read_whole
 
 # learning rate and momentum of each rule; None: 1 − 1/N for N ranks
@@ -38,6 +38,7 @@ RULES: dict[str, tuple[float, float | None]] = {
 
 _RATES = 1e-6, 1e3  # bounds of the outer learning rate
 _MOST_MOMENTUM = 1 - 1e-6
+_LEAST_QUORUM = 1e-9
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Outer:
             without local steps.
         grows: whether the first rounds are short: of 1 step, then 2, 4 and so on, up to
             `local_steps`. Each of them waits for its exchange.
+        quorum: the share of the ranks, over 0 and at most 1, that closes a round once `grace_s` is
+            over. A rank that comes later keeps its own steps for the next round. By default a round
+            waits for all ranks.
+        grace_s: seconds, from 0 on, for which a round waits for further ranks once there is a
+            quorum.
 
     Raises:
         UsageError: there is no such rule, or a number is out of its bounds.
@@ -107,6 +113,8 @@ class Outer:
             "Begin with rounds of 1, 2, 4 steps and so on, with --local-steps.", "--grow", no=True
         ),
     )
+    quorum: float | None = None
+    grace_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or self.rule not in RULES:
@@ -137,6 +145,26 @@ class Outer:
             do="give 100, or leave it out to begin with local steps",
         )
         check_truth("grows is True or False", self.grows, do="give grows=True for short rounds")
+        self._check_quorum()
+
+    def _check_quorum(self) -> None:
+        rule = "grace_s is a number of seconds, from 0 on"
+        check_number(rule, self.grace_s, 0, MOST_SECONDS, do="give 5.0")
+        if self.quorum is None:
+            return
+        rule = "the quorum is a share of the ranks, over 0 and at most 1"
+        check_number(rule, self.quorum, _LEAST_QUORUM, 1, do="give 0.75, or leave it out")
+        for is_asked, words, way_out in (
+            (self.lag, "a lag", "leave out lag"),
+            (self.islands, "islands", "leave out islands: each rank steps by itself"),
+            (self.grows, "rounds that grow", "give warmup_steps in place of grows"),
+        ):
+            if is_asked:
+                raise UsageError(
+                    f"a round with a quorum does not go together with {words}",
+                    got=str(self),
+                    do=f"{way_out}, or leave out the quorum",
+                )
 
     def _check_momentum(self) -> None:
         momentum: Any = self.momentum
@@ -155,7 +183,10 @@ class Outer:
         """Return the rule with all defaults that depend on the hosts of the ranks."""
         hosts, ranks = len(topology.ranks_on), topology.size
         islands = hosts > 1 if self.islands is None else self.islands
-        islands = islands and hosts < ranks  # otherwise each rank is an island
+        # with a quorum each rank is one of its own
+        islands = (
+            islands and hosts < ranks and self.quorum is None
+        )  # otherwise each rank is an island
         workers = hosts if islands else ranks
         momentum = 1 - 1 / workers if self.momentum is None else self.momentum
         return replace(self, momentum=momentum, islands=islands)
@@ -166,7 +197,15 @@ class Outer:
         islands = ", islands=True" if self.islands else ""
         warmup = f", warmup_steps={self.warmup_steps}" if self.warmup_steps else ""
         grows = ", grows=True" if self.grows else ""
-        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup}{grows})"
+        quorum = "" if self.quorum is None else f", quorum={self.quorum:g}"
+        quorum += f", grace_s={self.grace_s:g}" if quorum else ""
+        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup}{grows}{quorum})"
+
+    def in_file(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that a plan's file has: options that are off have none."""
+        off = [] if self.grows else ["grows"]
+        off += ["quorum", "grace_s"] if self.quorum is None else []
+        return {name: value for name, value in fields.items() if name not in off}
 
     def step(self, old: Tensor, difference: Tensor, momentum: Tensor) -> Tensor:
         """Return new values, from the old ones and their difference to the mean over ranks.

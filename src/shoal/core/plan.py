@@ -378,8 +378,8 @@ class Plan(Layout):
         head = {k: v for k, v in asdict(self).items() if k != "choices"}
         if not self.features:  # earlier releases can read a plan without these fields
             del head["features"]
-        if self.outer is not None and not self.outer.grows:
-            del head["outer"]["grows"]
+        if self.outer is not None:
+            head["outer"] = self.outer.in_file(head["outer"])
         lines = ["{", f'  "format": {FORMAT},', f'  "written_by": "{_WRITTEN_BY}",']
         lines += [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = ",\n".join("    " + json.dumps(asdict(choice)) for choice in self.choices)

@@ -3,7 +3,7 @@
 from shoal.features.accuracy import Accuracy
 from shoal.features.check_every import CheckReplicas
 from shoal.features.first_steps import FirstSteps
-from shoal.features.local_steps import LocalSteps, check_in_step, global_weights
+from shoal.features.local_steps import LocalSteps, check_in_step, global_weights, round_number
 from shoal.features.lossy import Lossy
 from shoal.features.max_error import MaxError
 from shoal.features.older_keywords import Older
@@ -26,4 +26,5 @@ __all__ = [
     "UpdateEvery",
     "check_in_step",
     "global_weights",
+    "round_number",
 ]

@@ -33,6 +33,7 @@ from shoal.rewrite.apply import PlacedSite
 from shoal.session.running import Running
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
+from shoal.strategies.quorum import QuorumTransfer
 from shoal.strategies.state_agreement import OfState
 
 NEVER = 1 << 62  # steps before the first round, while there must be none
@@ -62,7 +63,7 @@ def set_off(
         transfer.cadence = Cadence(
             Event.STEP_ENDED, every=steps * each, phase=after + phase * each, lag=lag * each
         )
-        if isinstance(transfer, LocalTransfer):
+        if isinstance(transfer, LocalTransfer | QuorumTransfer):
             transfer.learning = learning
 
 
@@ -96,6 +97,8 @@ class RoundLength:
         self._present = self._most
         self._begun = 0  # the step of single optimizers after which rounds of this length began
         self._ends = NEVER  # the step of single optimizers that ends the round, while rounds grow
+        self._quorum = next((t for t in transfers if isinstance(t, QuorumTransfer)), None)
+        self._is_early = False  # whether the present step ends the round, because it was called
 
     def after(self, steps: int) -> int:
         """Return the length of the round that a next step belongs to.
@@ -106,7 +109,7 @@ class RoundLength:
         has_ended = steps >= self._ends
         return min(2 * self._present, self._most) if has_ended else self._present
 
-    def has_ended(self, steps: int) -> bool:
+    def ends_at(self, steps: int) -> bool:
         """Return whether ranks have all that each has learned, after steps of single optimizers.
 
         With a lag there is no such moment, and one is as good as another.
@@ -135,6 +138,19 @@ class RoundLength:
         if steps > self._ends:
             self._present = self.after(steps)
             self.begin(self._ends)
+        if self._quorum is not None:
+            self._end_at_call(self._quorum, steps)
+
+    def _end_at_call(self, quorum: QuorumTransfer, steps: int) -> None:
+        """End the round with the present step if the others wait for this rank."""
+        if self._is_early:  # the step before this one did
+            self._is_early = False
+            self.begin(self._begun)
+        made = (steps - self._begun) % (self._present * self._each)
+        if made and made % self._each == 0 and quorum.has_call():
+            self._is_early = True
+            self._set_off(made // self._each, 0, after=steps - made)
+            self._begun = steps
 
 
 @dataclass(frozen=True)
@@ -265,7 +281,7 @@ class LocalRounds:
         assert plan.outer is not None
         self._engine, self._weigher = running.engine, running.weigher
         self._exchanged, self._companies, self._in_common = exchanged, companies, in_common
-        kinds = LocalTransfer | GeoTransfer | OfState
+        kinds = LocalTransfer | QuorumTransfer | GeoTransfer | OfState
         engine = running.engine
         self._transfers = [transfer for transfer in engine.transfers if isinstance(transfer, kinds)]
         self._each = len(optimizers)
@@ -281,9 +297,15 @@ class LocalRounds:
         return self._is_exact
 
     @property
+    def number(self) -> int:
+        """Number of the running round, counted from 0 since training began here."""
+        kinds = LocalTransfer | QuorumTransfer
+        return min((t.round_number for t in self._transfers if isinstance(t, kinds)), default=0)
+
+    @property
     def has_ended(self) -> bool:
         """Whether a round ends here, so that ranks have all that each of them has learned."""
-        return self._is_exact or self._rounds.has_ended(self._steps)
+        return self._is_exact or self._rounds.ends_at(self._steps)
 
     @property
     def warmup_steps(self) -> int:
@@ -350,7 +372,7 @@ class LocalRounds:
         self._weigher.among(None if island is None else island.counts)
         self._rounds.begin(self._steps)
         for transfer in self._transfers:
-            if isinstance(transfer, LocalTransfer):
+            if isinstance(transfer, LocalTransfer | QuorumTransfer):
                 transfer.counted = self._weigher
                 transfer.begin(state)
             elif isinstance(transfer, GeoTransfer):

@@ -1,14 +1,16 @@
 """Local steps: ranks step by themselves, and come together every so many steps by an outer rule.
 
-Without servers ranks hold all weights, and exchange them in rounds (strategies/local.py). With
-servers each worker pushes its changes of the weights to them (strategies/geo.py).
+Without servers ranks hold all weights, and exchange them in rounds (strategies/local.py, or
+quorum.py if rounds have a quorum). With servers each worker pushes its changes of the weights to
+them (strategies/geo.py).
 
     planner/local.py     the number of steps that hide the exchange, and the time of such a step
     local_rounds.py      the rounds in which ranks come together, and the exchanges of each step
     local_weights.py     the weights that all ranks have in common: to evaluate, and to save
 
 The mathematics is not that of one process, so the plan and the report say it. Guarded by
-tests/equivalence/test_local_steps.py, test_islands.py, test_warmup.py and test_geo.py.
+tests/equivalence/test_local_steps.py, test_quorum.py, test_islands.py, test_warmup.py and
+test_geo.py.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from shoal.session.session import found
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.landing import by_kind
 from shoal.strategies.local import LocalTransfer
+from shoal.strategies.quorum import QuorumTransfer
 from shoal.strategies.state_agreement import OfState
 
 _MOST = 1 << 20
@@ -158,6 +161,8 @@ class LocalSteps(Feature[Opening]):
         if facts.servers:
             self._check_at_servers(plan, facts)
             return
+        if plan.outer is not None and plan.outer.quorum is not None:
+            _check_quorum(plan, facts)
         for choice in plan.choices:
             exchange = choice.exchange and read_exchange(choice.exchange)
             if choice.strategy == "replicate" and (
@@ -192,12 +197,14 @@ class LocalSteps(Feature[Opening]):
                 "servers",
             )
         outer = self.outer
-        if outer is not None and (outer.islands or outer.warmup_steps or outer.grows):
+        if outer is not None and (
+            outer.islands or outer.warmup_steps or outer.grows or outer.quorum is not None
+        ):
             raise PlanError(
                 "to servers each worker pushes by itself, in rounds of one length from the first "
                 "step on",
                 got=str(outer),
-                do="leave out islands, warmup_steps and grows, or start without servers",
+                do="leave out islands, warmup_steps, grows and quorum, or start without servers",
             )
         if plan.placement not in (BALANCED, {}):
             raise PlanError(
@@ -220,6 +227,35 @@ class LocalSteps(Feature[Opening]):
 
     def line(self, plan: Plan) -> str:
         return f"{plan.locally}: this changes the mathematics"
+
+
+def _check_quorum(plan: Plan, facts: PlanFacts) -> None:
+    """Refuse what does not go together with a quorum (PlanError)."""
+    for choice in plan.choices:
+        if choice.codec:
+            raise PlanError(
+                "with a quorum weights travel exactly",
+                where=f"layer {choice.layer}",
+                got=choice.way,
+                do="leave out pins with codecs and codecs=, or leave out the quorum",
+            )
+    if facts.profile is not None and facts.profile.moving:
+        raise PlanError(
+            "training changes buffers on each rank otherwise, and ranks that a round does not wait "
+            "for cannot agree on them",
+            where=", ".join(state.name for state in facts.profile.moving[:3]),
+            do='give buffers="local", with which each rank keeps its own, or leave out the quorum',
+        )
+
+
+def _quorum_of(opening: Opening, outer: Outer) -> QuorumTransfer | None:
+    """Return the transfer of all parameters if rounds have a quorum (a collective)."""
+    if outer.quorum is None:
+        return None
+    channel = opening.channel("rounds", idle=True)
+    transfer = QuorumTransfer(channel, opening.comm, outer)
+    opening.threads.append(transfer.office)
+    return transfer
 
 
 def _waiting(transfers: Sequence[Transfer]) -> Sequence[Any]:
@@ -252,10 +288,15 @@ class _LocalTraining(Attachment[Running]):
         opening.state_among = self._state_in_rounds
         self._rounds: LocalRounds | None = None
         self._weights: LocalWeights | None = None
+        self._quorum = _quorum_of(opening, outer)
 
     def _serve(self, placed: PlacedSite) -> Sequence[Transfer]:
         """Rewrite nothing, because the site's parameters come together in rounds."""
         place, exchange = placed.place, placed.exchange
+        if self._quorum is not None:
+            is_first = not self._quorum.parameters
+            self._quorum.add(place.parameters)
+            return _waiting([self._quorum] if is_first else [])
         kinds = by_kind(place.parameters)
         if placed.strategy.role.takes_servers:
             geo = [GeoTransfer(kind, place, placed.label, self._outer) for kind in kinds]
@@ -272,6 +313,8 @@ class _LocalTraining(Attachment[Running]):
     def start(self, running: Running) -> None:
         exchanged = Exchanged([site for site, _ in running.rewritten.sites], self._state_among)
         self._weights = LocalWeights(running.engine, self._comm, self._outer)
+        if self._quorum is not None:
+            self._quorum.start()
         self._rounds = LocalRounds(
             running, self._plan, self._optimizers, exchanged, self._companies, self._in_common
         )
@@ -380,6 +423,25 @@ def global_weights(model: nn.Module) -> Iterator[None]:
         return
     with kept.weights.at_round(model):
         yield
+
+
+def round_number(model: nn.Module) -> int:
+    """Return the number of the running round, counted from 0 since training began here.
+
+    With a quorum ranks may make different numbers of steps, and a loop that ends at a round ends on
+    all of them soon. Without `local_steps`, and with servers, there are none.
+
+    Args:
+        model: a parallelised model.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> shoal.round_number(torch.nn.Linear(4, 2))
+        0
+    """
+    kept = _attachment(model)
+    return 0 if kept is None else kept.rounds.number
 
 
 def check_in_step(models: Iterable[nn.Module]) -> None:

@@ -33,6 +33,7 @@ from shoal.engine.engine import Engine
 from shoal.session.compiled_models import without_compilation
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
+from shoal.strategies.quorum import QuorumTransfer
 from shoal.strategies.state_agreement import OfState
 
 
@@ -50,8 +51,15 @@ class LocalWeights:
         self._engine, self._comm, self._outer = engine, comm, outer
 
     @property
-    def _in_rounds(self) -> list[LocalTransfer]:
-        return [t for t in self._engine.transfers if isinstance(t, LocalTransfer)]
+    def _in_rounds(self) -> list[LocalTransfer | QuorumTransfer]:
+        kinds = LocalTransfer | QuorumTransfer
+        return [t for t in self._engine.transfers if isinstance(t, kinds)]
+
+    def _meet(self) -> None:
+        """Bring every rank to the newest weights, if rounds have a quorum (a collective)."""
+        for transfer in self._in_rounds:
+            if isinstance(transfer, QuorumTransfer):
+                transfer.meet()
 
     @property
     def _at_servers(self) -> list[GeoTransfer]:
@@ -85,6 +93,8 @@ class LocalWeights:
         for transfer in self._engine.transfers:
             if isinstance(transfer, LocalTransfer):
                 common |= transfer.common(latest=latest)
+            elif isinstance(transfer, QuorumTransfer):
+                common |= transfer.common()
             elif isinstance(transfer, GeoTransfer):
                 for name, piece in transfer.pieces.items():
                     common.setdefault(name, torch.empty_like(piece.parameter).detach())
@@ -101,6 +111,7 @@ class LocalWeights:
         of codecs, are of that moment, too.
         """
         self._engine.wait()
+        self._meet()
         self._ask_servers(GeoTransfer.look, "look at")
         common = self.common(latest=True)
         for transfer in self._at_servers:
@@ -112,6 +123,7 @@ class LocalWeights:
     def take_global(self, model: nn.Module) -> None:
         """Give the model the weights that all ranks have in common, to keep (a collective)."""
         self._engine.settle()
+        self._meet()
         self._ask_servers(GeoTransfer.look, "look at")
         held = _tensors(model)
         with torch.no_grad():

@@ -16,7 +16,7 @@ import math
 from dataclasses import replace
 
 from shoal.contracts.exchange import SplitExchange
-from shoal.core.cost import Pace, total
+from shoal.core.cost import Pace, Traffic, total
 from shoal.core.explanation import Explanation, PredictedStep
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.outer_step import Outer
@@ -56,6 +56,8 @@ def with_local_steps(
     if known.islands:
         step_s = max(step_s, _island_s(plan, profile, cluster))
     exchange_s, num_buckets = _exchange_s(plan, predictor, cluster)
+    if outer.quorum is not None:
+        exchange_s = _by_first_rank_s(profile.nbytes, cluster)
     lanes_s = predictor.lanes_s(plan)
     is_auto = steps == "auto"
     if is_auto:
@@ -64,7 +66,7 @@ def with_local_steps(
             steps += 1
     assert isinstance(steps, int)
     waits = exchange_s > 0 if is_auto else exchange_s > max(step_s, _LEAST_S)
-    if outer.lag is None and waits and (is_auto or not cluster.servers):
+    if outer.lag is None and waits and (is_auto or not cluster.servers) and outer.quorum is None:
         turn_steps = max(steps, exchange_s / step_s if step_s else 0.0) / num_buckets
         outer = replace(outer, lag=min(steps, math.ceil(turn_steps) + 1))
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
@@ -107,6 +109,21 @@ def _island_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     choices = tuple(Choice(choice.layer, "replicate", "direct") for choice in plan.choices)
     exact = replace(plan, ranks=ranks, choices=choices)
     return Predictor(profile, island).as_is(exact).step_s
+
+
+def _by_first_rank_s(nbytes: float, cluster: Cluster) -> float:
+    """Return the seconds in which all ranks send rank 0 so many bytes, and get as many back."""
+    topology = cluster.topology
+    others = range(1, topology.size)
+    nothing = [0.0 for _ in others]
+    apart = sum(topology.apart(0, rank) for rank in others)
+    back = Traffic(
+        (nbytes * len(others), *nothing),
+        (0.0, *(nbytes for _ in others)),
+        rounds=1,
+        leaving=(nbytes * apart, *nothing),
+    )
+    return 2 * cluster.link_s(back)
 
 
 def _exchange_s(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[float, int]:

@@ -189,7 +189,7 @@ def _running(
     )
     session.threads[running.number] = Threads(
         ref(opening.model),
-        engine.routes.lanes,
+        (*engine.routes.lanes, *opening.threads),
         weigher,
         opening.opened_boundary,
         ref(engine),

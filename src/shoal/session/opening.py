@@ -27,7 +27,7 @@ from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
 from shoal.session.holding import HeldApart
 from shoal.session.job import TrainingJob
-from shoal.session.session import Session
+from shoal.session.session import Session, SessionPart
 from shoal.session.watch import Watched
 from shoal.strategies.state_agreement import OfState
 
@@ -90,6 +90,7 @@ class Opening:
         weighing: tells the weight of this rank's rows in the running backward.
         tables: the way to tables at servers, if there are any.
         apart: the ways to hosts that hold layers and bring no rows, if there are any.
+        threads: threads of features, which end as the lanes do.
     """
 
     session: Session
@@ -102,6 +103,7 @@ class Opening:
     weighing: Weighing = field(default_factory=Weighing)
     tables: Tables | None = None
     apart: HeldApart | None = None
+    threads: list[SessionPart] = field(default_factory=list)
     _boundary: Comm | None = None
     _attendance: LaneAttendance | None = None
     _channels: list[Comm] = field(default_factory=list)
@@ -136,9 +138,9 @@ class Opening:
         """The beginning of the names of this model's channels."""
         return f"model{self.session.models}"
 
-    def channel(self, name: str) -> Comm:
-        """Open a channel of this model among all ranks that train."""
-        opened = self.comm.channel(f"{self.prefix}-{name}")
+    def channel(self, name: str, *, idle: bool = False) -> Comm:
+        """Open a channel of this model among all ranks that train (see `Comm.channel`)."""
+        opened = self.comm.channel(f"{self.prefix}-{name}", idle=idle)
         self._channels.append(opened)
         return opened
 

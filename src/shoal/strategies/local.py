@@ -73,8 +73,8 @@ class _PackedRound:
 
 
 @final
-class _Velocity:
-    """The outer rule's v of one rank's slice.
+class Velocity:
+    """The outer rule's v of one rank's slice. With a quorum rank 0 has all.
 
     Args:
         own: the slice.
@@ -146,7 +146,7 @@ class LocalTransfer(Transfer):
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, of_codec, ranks))
         self._own = cut(self._flat, ranks)[rank]
         spans = LiveBucket.even(self._flat, numels, ranks).spans  # the spans of every rank
-        self._velocity = _Velocity(self._own, spans[rank])
+        self._velocity = Velocity(self._own, spans[rank])
         self._packed: _PackedRound | None = None  # set between `pack` and `publish`
         self._is_lossy = not self.carrier.exact  # whether a codec has lost something so far
         self._packed_rows, self._times = 0.0, 0  # this rank's rows and rounds at the last pack
@@ -290,6 +290,11 @@ class LocalTransfer(Transfer):
         for name, rate in rates.items():
             found[name]["rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
         return found
+
+    @property
+    def round_number(self) -> int:
+        """Number of rounds that this rank has come to."""
+        return self._times
 
     def kept(self) -> Sequence[Tensor]:
         packed = self._packed
