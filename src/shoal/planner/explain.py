@@ -20,7 +20,7 @@ from shoal.core.explanation import (
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
-from shoal.pipeline.prices import stations_at
+from shoal.pipeline.prices import front_of, stations_at
 from shoal.planner.holders import holders_in, is_dealt, unasked_holders
 from shoal.planner.learning import learning_line
 from shoal.planner.local import explain_locally
@@ -166,8 +166,10 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
         return ()
     holders = holders_in(plan)
     layers = [layer for layer in predictor.profile.layers if layer.name in holders]
-    stations = stations_at(layers, holders)
-    before = [0.0, *(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
+    front = front_of(layers, holders, cluster.size)
+    stations = stations_at(layers, holders, front)
+    before = [station.before_bytes * cluster.size for station in stations]
+    before = [before[0] if front else 0.0, *before[1:], 0.0]
     hosts, seen, found = (
         cluster.topology.hosts + cluster.tail,
         set[str](),

@@ -24,7 +24,7 @@ from shoal.core.way import rows_and_rest
 from shoal.planner.dealt_plans import dealing_of, is_dealt_alone
 from shoal.planner.lossy_plans import with_codecs
 from shoal.planner.options import micro_batches_of
-from shoal.planner.search import predict_again, search, within_memory
+from shoal.planner.search import CUT_WORTH, predict_again, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
 from shoal.planner.simpler_plans import take_simpler
 from shoal.profiling.tails import tail_of
@@ -74,6 +74,8 @@ def plan_for(
             raise
         return pipeline
     saved_s = plan.predicted_s - pipeline.predicted_s
+    if cluster.tail:  # these hosts are there to be used
+        return pipeline if plan.predicted_s > (1 + CUT_WORTH) * pipeline.predicted_s else plan
     is_worth = plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > LEAST_SAVED_S
     return pipeline if is_worth else plan
 

@@ -13,14 +13,13 @@ from typing import Any
 from torch import nn
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.state import OF_LOSS
 from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.pipeline.guide import ChangedSettings, Guide
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.route import EACH
-from shoal.planner.holders import holders_in
+from shoal.planner.holders import holders_in, home_of
 from shoal.profiling.identity import trainable_layers
 from shoal.remote.holder_way import FarHolder, HolderWay
 from shoal.remote.station_messages import OpenStations
@@ -119,38 +118,3 @@ def _check_first(hosts: TailHosts) -> None:
             "hosts that bring no rows hold layers of the model that is parallelised first",
             do="parallelise this one first, or name ranks that train",
         )
-
-
-def home_of(name: str, holders: Mapping[str, int]) -> int:
-    """Return the rank of a buffer that training changes: that of the layers around it.
-
-    Args:
-        name: the dotted name of the buffer.
-        holders: the rank of each layer.
-
-    Raises:
-        PlanError: it is in the loss, or layers around it have several ranks.
-    """
-    if name.startswith(OF_LOSS):
-        raise PlanError(
-            "a pipeline does not keep buffers of the loss that training changes",
-            where=f"buffer {name.removeprefix(OF_LOSS)} of the loss",
-            do="make the buffer a part of the model, or leave out the pipeline",
-        )
-    module = name
-    while True:
-        module = module.rpartition(".")[0]
-        near = {
-            rank
-            for layer, rank in holders.items()
-            if not module or layer == module or layer.startswith(f"{module}.")
-        }
-        if len(near) == 1:
-            return near.pop()
-        if near:
-            raise PlanError(
-                "training changes a buffer of a module with layers on several ranks",
-                where=f"buffer {name}",
-                do="make it a buffer of a module with layers of one rank, or give these layers to "
-                "one rank",
-            )

@@ -37,9 +37,9 @@ from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.model_calls import PipelineCalls
 from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.output import EndOutput, as_bound
-from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of
+from shoal.pipeline.prices import RowPassage, front_of, stations_at, step_of, traffic_of
 from shoal.pipeline.route import EACH
-from shoal.pipeline.uses import UseFacts, uses_of
+from shoal.pipeline.uses import UseFacts
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_parameters import AtTail, FarParameters
@@ -69,16 +69,19 @@ class Pipeline(Strategy):
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
-        uses = uses_of(layers)
-        stations = stations_at(layers, {layer.name: layer.setting.rank for layer in layers})
+        holders = {layer.name: layer.setting.rank for layer in layers}
+        front = front_of(layers, holders, cluster.size)
+        stations = stations_at(layers, holders, front)
+        uses = [use for station in stations for use in station.uses]
         passage = passage_of(layers[0].setting, layers[0].measured(RowFacts), cluster)
-        forward_s, backward_s = step_of(stations, cluster, passage)
+        forward_s, backward_s = step_of(stations, cluster, passage, front)
         nbytes = dict.fromkeys(range(cluster.size + len(cluster.tail)), 0)
         for layer in layers:
             nbytes[layer.setting.rank] += layer.nbytes
         whole = max(1, sum(nbytes.values()))
         paces = {station.rank: station.pace for station in stations}
         most = max(nbytes.values()) / whole
+        slowest = max(nbytes[rank] * pace for rank, pace in paces.items())
         there = traffic_of(stations, len(nbytes), passage, cluster.size)
         back = replace(there, sent=there.received, received=there.sent)
         return Cost(
@@ -86,9 +89,10 @@ class Pipeline(Strategy):
             in_backward=Phase(back, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
             forward_s=forward_s - sum(use.forward_s for use in uses),
             backward_s=backward_s - sum(use.backward_s for use in uses),
-            memory_bytes=max(nbytes.values()),  # gradients
-            held=most,
-            update=Update(main=max(nbytes[rank] * pace for rank, pace in paces.items()) / whole),
+            memory_bytes=0.0 if front else max(nbytes.values()),  # gradients
+            held=0.0 if front else most,
+            # hosts that bring no rows make their step beside the ranks'
+            update=Update(main=0.0, host=most) if front else Update(main=slowest / whole),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
