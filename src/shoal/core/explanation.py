@@ -39,26 +39,6 @@ class LayerExplanation:
 
 
 @dataclass(frozen=True)
-class Route:
-    """Bytes between a worker and the end of the model on another host, in one step."""
-
-    worker: str  # its rank and host
-    to: str
-    sent_bytes: float
-    received_bytes: float
-
-
-@dataclass(frozen=True)
-class TailExplanation:
-    """End of the model on hosts of its own."""
-
-    layers: tuple[str, ...]
-    micro_batches: int
-    joined: bool  # whether all micro-batches go through it at once
-    routes: tuple[Route, ...]
-
-
-@dataclass(frozen=True)
 class StationExplanation:
     """Run of layers of a pipeline that one rank holds. Seconds are for one rank's rows."""
 
@@ -102,7 +82,6 @@ class Explanation:
     step: PredictedStep
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # owners of parameters
-    stage: TailExplanation | None = None
     # servers or tail hosts that were given no layer
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that is made equal on all ranks in each backward

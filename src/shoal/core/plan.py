@@ -152,7 +152,6 @@ class Layout:
         placement: owners of parameters: a policy's name, or ranks by dotted name or glob.
         micro_batches: number of parts that each rank's batch is cut into, if the layers are in a
             pipeline, or the end of the model has hosts of its own.
-        joined: whether these hosts run all micro-batches at once.
         chunks: number of chunks in which layers that are cut over ranks receive their rows.
         late: this many of the last sites that go to servers come back first. The others come when
             forward needs them.
@@ -167,7 +166,6 @@ class Layout:
     predicted_s: float = 0.0
     placement: Placement = BALANCED
     micro_batches: int = MICRO_BATCHES
-    joined: bool = True
     chunks: int = 1
     late: int = 0
     least_part_bytes: int = LEAST_PART_BYTES
@@ -193,7 +191,7 @@ class Layout:
           have the same strategy, exchange and update period. A layer that has owners and fills more
           than one bucket is cut into parts of about one bucket each.
         * Layers that send rows join by eights.
-        * All layers on tail hosts are one site, in whatever way these hosts share them.
+        * All layers of a pipeline are one site.
         * Any other layer is a site of its own.
 
         Args:
@@ -218,22 +216,15 @@ class Layout:
         used = {choice.strategy: roles[choice.strategy] for choice in self.choices}
         joining = {name for name, role in used.items() if role.joins_layers}
         carried = {name for name, role in used.items() if role.takes_exchange}
-        ends = {name for name, role in used.items() if role.is_at_tail}
         ranked = {name for name, role in used.items() if role.names_ranks}
         on_ranks = [choice for choice in self.choices if choice.strategy in ranked]
         if on_ranks:
             holders = ",".join(str(choice.holder) for choice in on_ranks)
             names = tuple(choice.layer for choice in on_ranks)
             yield Site(names, on_ranks[0].strategy, _rows_before(on_ranks, holders))
-        at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange, self.period(choice.layer))
             if choice.strategy in ranked:
-                continue
-            if choice.strategy in ends:
-                if choice == at_tail[-1]:
-                    names = tuple(c.layer for c in at_tail)
-                    yield Site(names, choice.strategy, _rows_before(at_tail))
                 continue
             if choice.strategy not in joining:
                 yield _site([choice.layer], *key)
@@ -412,6 +403,7 @@ class Plan(Layout):
                 f"{source} is not a plan of format {FORMAT}", got=text.strip()[:80], do=redo
             )
         data.pop("written_by", None)
+        data.pop("joined", None)  # an older setting of tail hosts
         rows = data.pop("choices", None)
         if not isinstance(rows, list):
             raise PlanError(

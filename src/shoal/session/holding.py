@@ -21,9 +21,9 @@ from shoal.pipeline.parts import RowParts
 from shoal.pipeline.route import EACH
 from shoal.planner.holders import holders_in, home_of
 from shoal.profiling.identity import trainable_layers
-from shoal.remote.holder_way import FarHolder, HolderWay
+from shoal.remote.far_parameters import FarParameters, HolderWay
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.remote.station_messages import OpenStations
-from shoal.remote.tail_hosts import TailHosts
 from shoal.strategies.carrier_terms import row_codec
 
 
@@ -44,7 +44,7 @@ class HeldApart:
         changed: settings of the model and the loss that may change.
     """
 
-    hosts: TailHosts
+    hosts: HoldingHosts
     holders: Mapping[str, int]
     homes: Mapping[str, int]
     comm: Comm
@@ -61,13 +61,13 @@ class HeldApart:
                 if self.holders[layer.name] == trainers.size + number
             }
             if own:
-                far.append(FarHolder(HolderWay(self.hosts, number, trainers), own))
+                far.append(FarParameters(HolderWay(self.hosts, number, trainers), own))
         tell = None if trainers.rank else self.hosts.tell_all
         return Guide(trainers, tell, far, self.changed)
 
 
 def open_held(
-    hosts: TailHosts,
+    hosts: HoldingHosts,
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     plan: Plan,
@@ -84,7 +84,7 @@ def open_held(
     named_ranks = holders_in(plan)
     holders = {layer.name: named_ranks.get(layer.name, EACH) for layer in trainable_layers(model)}
     homes = {state.name: home_of(state.name, holders) for state in moving}
-    workers = hosts.comm.workers
+    workers = len(hosts.trainers)
     buffers = {
         state.name: (state.how == "mean", homes[state.name])
         for state in moving
@@ -92,15 +92,15 @@ def open_held(
     }
     codecs = {choice.rows for choice in plan.choices if choice.layer in named_ranks}
     codec = row_codec(max(codecs))
-    hosts.tell(
-        OpenStations(
-            holders,
-            buffers,
-            (parts.count, {form: tuple(cut) for form, cut in parts.calls.items()}),
-            "" if codec is None else str(codec),
-        )
+    opening = OpenStations(
+        holders,
+        buffers,
+        (parts.count, {form: tuple(cut) for form, cut in parts.calls.items()}),
+        "" if codec is None else str(codec),
     )
-    comm, _ = hosts.open_stations()
+    if not hosts.orders.rank:
+        hosts.tell_all(opening)
+    comm = hosts.open_stations()
     changed = ChangedSettings(model, loss_fn)
     changed.local = {name for name, home in homes.items() if home < workers} | {
         name
@@ -111,7 +111,7 @@ def open_held(
     return HeldApart(hosts, holders, homes, comm, changed)
 
 
-def _check_first(hosts: TailHosts) -> None:
+def _check_first(hosts: HoldingHosts) -> None:
     """Raise PlanError if these hosts have taken part in an earlier `parallelize`."""
     if hosts.calls > 1:
         raise PlanError(

@@ -42,9 +42,9 @@ from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import UseFacts
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.remote.far_parameters import AtTail, FarParameters
+from shoal.remote.far_parameters import AtHost, FarParameters
+from shoal.strategies.other_runs import run_by, run_no_more, runs_by
 from shoal.strategies.row_parts import RowFacts, RowProbe
-from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.strategies.state_agreement import OfState, of_holders, transfers_of
 from shoal.strategies.uses import UseProbe
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
@@ -143,7 +143,7 @@ def _pipelined(place: Place) -> PipelinedModel:
 
 def _give(name: str, parameter: nn.Parameter, far: FarParameters) -> None:
     """Give a parameter to a host that brings no rows, and leave this rank its form."""
-    at_host = AtTail(name, parameter, far)
+    at_host = AtHost(name, parameter, far)
     far.write_values(name, parameter.detach())
     if parameter.grad is not None:
         far.write_gradient(name, parameter.grad)
