@@ -47,10 +47,8 @@ class Choice:
     """Service of one layer: a strategy, and the exchange that carries its gradients.
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
-    codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by
-    which they share it among themselves. Rows between workers and tail hosts may cross as codes:
-    "+bfloat16", or "+bfloat16:sliced:direct". If it is in a pipeline, `exchange` names its rank:
-    "2", or "+bfloat16:2".
+    codec: "+bfloat16". If the layer is in a pipeline, `exchange` names its rank: "2", or
+    "+bfloat16:2" if values cross as codes.
 
     Examples:
         >>> import shoal
@@ -95,7 +93,7 @@ class Choice:
 
         Examples:
             >>> import shoal
-            >>> shoal.Choice("classifier.6", "stage", "+bfloat16:sliced:direct").rows
+            >>> shoal.Choice("classifier.6", "pipeline", "+bfloat16:2").rows
             '+bfloat16'
         """
         codec, _ = rows_and_rest(self.exchange)
@@ -151,7 +149,7 @@ class Layout:
         predicted_s: step time in seconds that the planner expects.
         placement: owners of parameters: a policy's name, or ranks by dotted name or glob.
         micro_batches: number of parts that each rank's batch is cut into, if the layers are in a
-            pipeline, or the end of the model has hosts of its own.
+            pipeline.
         chunks: number of chunks in which layers that are cut over ranks receive their rows.
         late: this many of the last sites that go to servers come back first. The others come when
             forward needs them.

@@ -105,7 +105,7 @@ def _of_model(request: Request, loss: nn.Module) -> Options:
             "the loss has a trainable parameter that is not the model's, and other ranks or hosts "
             "compute the loss",
             where=f"parameter {next(name for name, _ in loss.named_parameters())} of the loss",
-            do="leave a pipeline or stage out, or make it a part of the model before parallelize: "
+            do="leave a pipeline out, or make it a part of the model before parallelize: "
             "model.loss = loss_fn, and give the optimizer model.parameters()",
         )
     return replace(request.options, strategies=usable)

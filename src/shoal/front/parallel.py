@@ -164,10 +164,9 @@ def parallelize(
               only. 0 is the synchronous step, None is any number. If it is not 0, all layers are
               served, every rank weighs the same however many rows it has, and there is no one
               gradient to read or to clip. With local steps it counts rounds of them.
-            * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline, or
-              if the end of the model has hosts of its own ("stage", 4 by default). In a pipeline
-              that you pin it is 1 by default. Otherwise the planner finds it. Other plans have no
-                  parts.
+            * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline.
+              If you pin the pipeline, it is 1 by default. Otherwise the planner finds it. Other
+              plans have no parts.
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger

@@ -309,8 +309,10 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
         }
         session = found()
         hosts = session.other(HoldingHosts) if session is not None else None
-        if hosts is not None and hosts.calls > 1 and not is_pipelined(draft):
-            cluster = replace(cluster, tail=())  # they hold layers of the first model alone
+        is_later = hosts is not None and hosts.calls > 1
+        if (is_later or device_of(facts.model).type != "cpu") and not is_pipelined(draft):
+            # such hosts hold layers of the first model alone, and on CPUs
+            cluster = replace(cluster, tail=())
         plan = known_plan(profile, cluster, among)
         if session is not None and not (anew or session.others):
             plan = learn_plan(plan, profile, cluster, among, facts.model in session.usual_rows)

@@ -147,7 +147,7 @@ class Guide:
         self._alive[run] = self._calls
         if self.tell is None:
             return
-        # batch 11: the first rank speaks for all
+        # batch 1: the first rank speaks for all
         settings = self.changed.take()
         number, arguments = told.numbers[0], None
         if number not in self._known:

@@ -69,7 +69,7 @@ class HeldParameters:
             case Write():
                 self._write(order, verb)
             case Norm(_, order_of_norm):
-                optimizer: Any = self._optimizers[order.optimizer]  # which has been extended
+                optimizer: Any = self._optimizers[order.optimizer]  # extended
                 self._answer(optimizer.clip_grad_norm_(math.inf, order_of_norm))
             case ScaleBy(_, factor):
                 self._scale(order.optimizer, factor)
@@ -111,7 +111,7 @@ class HeldParameters:
             case Aspect.GRADIENT:
                 gradient = self._parameters[order.name].grad
                 return None if gradient is None else gradient.detach().clone()
-            case Aspect.STATE:  # of each parameter by name, in one-process form
+            case Aspect.STATE:  # states by name, in one-process form
                 state = self._optimizers[order.optimizer].state_dict()["state"]
                 names = enumerate(self._held(order.optimizer))
                 return {name: state[place] for place, name in names if place in state}

@@ -61,7 +61,7 @@ class Inbox:
         channel = Channel[StationOrder](comm, 0, StationOrder)
         order: StationOrder | None = None
         while not isinstance(order, End):
-            order = channel.next()  # ahead of the work
+            order = channel.next()  # batch 2: ahead of the work
             with self._moved:
                 while len(self._orders) >= _AHEAD:
                     self._moved.wait()

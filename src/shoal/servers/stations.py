@@ -152,7 +152,7 @@ class HeldStations:
     def _call(self, order: StationCall) -> None:
         """Take part in a call of the model."""
         pipeline, calls = self._calls.pipeline, self._calls
-        # batch 12: run the stations
+        # batch 3: run the stations
         self._set(order.settings)
         self._runs = {run: held for run, held in self._runs.items() if run >= order.oldest}
         pipeline.outbox.finish()
@@ -174,7 +174,7 @@ class HeldStations:
         run = held.ended.run
         if run.comm.rank != run.route.end:
             return
-        # batch 14: compute functions of the output
+        # batch 5: compute functions of the output
         call, made = self._expressions(order, held)
         run.comm.journal.begins("pipeline: functions of the output")
         loss = next((each for each in made if each.is_loss), None)
@@ -219,7 +219,7 @@ class HeldStations:
 
     def _go_back(self, order: StationBackward) -> None:
         """Go back through a call."""
-        # batch 16: go back
+        # batch 7: go back
         held = self._runs[order.run]
         run = held.ended.run
         self._held.clear([order.cleared[name] for name in self._parameters])

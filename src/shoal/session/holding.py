@@ -77,12 +77,13 @@ def open_held(
     """Tell hosts the layers that they hold (a collective).
 
     Raises:
-        PlanError: the model is not the first, or training changes a buffer of the loss, or of a
-            module with layers on several ranks.
+        PlanError: the model is not the first, or is on a GPU, or training changes a buffer of the
+            loss, or of a module with layers on several ranks.
     """
     _check_first(hosts)
     named_ranks = holders_in(plan)
     holders = {layer.name: named_ranks.get(layer.name, EACH) for layer in trainable_layers(model)}
+    _check_devices(model, holders, len(hosts.trainers))
     homes = {state.name: home_of(state.name, holders) for state in moving}
     workers = len(hosts.trainers)
     buffers = {
@@ -118,3 +119,16 @@ def _check_first(hosts: HoldingHosts) -> None:
             "hosts that bring no rows hold layers of the model that is parallelised first",
             do="parallelise this one first, or name ranks that train",
         )
+
+
+def _check_devices(model: nn.Module, holders: Mapping[str, int], trainers: int) -> None:
+    """Raise PlanError if a layer that such a host would hold is not on a CPU."""
+    for layer in trainable_layers(model):
+        devices = {str(p.device) for p in layer.parameters.values() if p.device.type != "cpu"}
+        if holders[layer.name] >= trainers and devices:
+            raise PlanError(
+                "hosts that bring no rows hold layers on CPUs only",
+                where=f"layer {layer.name}",
+                got=", ".join(sorted(devices)),
+                do="give the layer to ranks that train, or train the model on CPUs",
+            )

@@ -30,6 +30,7 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import HeldWay
 from shoal.core.cost import Cost, Phase, Update, Wait
+from shoal.core.eager_methods import eager
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
 from shoal.core.role import Role
@@ -43,7 +44,7 @@ from shoal.pipeline.uses import UseFacts
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_parameters import AtHost, FarParameters
-from shoal.strategies.other_runs import run_by, run_no_more, runs_by
+from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.strategies.row_parts import RowFacts, RowProbe
 from shoal.strategies.state_agreement import OfState, of_holders, transfers_of
 from shoal.strategies.uses import UseProbe
@@ -51,6 +52,7 @@ from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.rank_parameter import OnRank
 from shoal.tensors.row_crossing import RowCrossing
 
+_SLOT = "_runner"  # attribute of a module: the object that runs it
 _NUMBER = 4  # bytes of a number that crosses, if its type is not known
 
 
@@ -314,3 +316,43 @@ class _LossAtEnd:
             if output is None
             else output.forward.loss(forward, args, kwargs)
         )
+
+
+def run_by(module: nn.Module, runner: Any) -> None:
+    """Make calls of the module call `runner.called(forward, …)` instead."""
+    kind = type(module)
+    module.__class__ = class_served_by(_OtherRun, kind, f"Staged{kind.__name__}")
+    module.__dict__[_SLOT] = runner
+
+
+def run_no_more(module: nn.Module) -> None:
+    """Undo `run_by`, if it was done."""
+    if issubclass(type(module), _OtherRun):
+        del module.__dict__[_SLOT]
+        module.__class__ = kind_before(module)
+
+
+def runs_by(module: nn.Module) -> Any:
+    """Return the object that runs a module; None if the module runs as it is."""
+    return module.__dict__.get(_SLOT)
+
+
+class _OtherRun(nn.Module):
+    """A module that another object runs. Its parameters, names and repr are the same.
+
+    A copy of it is an ordinary module.
+    """
+
+    _runner: Any = None
+
+    @eager
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._runner is None:
+            return super().forward(*args, **kwargs)
+        return self._runner.called(super().forward, *args, **kwargs)
+
+    def _get_name(self) -> str:
+        return kind_before(self).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, kind_before(self), _SLOT)
