@@ -36,6 +36,7 @@ from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import extend
 from shoal.planner.dealt_plans import way_of_dealing
+from shoal.planner.holders import check_cuts, holders_in
 from shoal.planner.search import predict_again
 from shoal.planner.search_options import Constraints
 from shoal.planner.timeline import as_planned
@@ -295,6 +296,8 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
     if request.given_plan is not None and not anew:
         check_served(draft, profile, cluster)
         check_row_parts(draft, profile)
+        if is_pipelined(draft):
+            check_cuts(profile, holders_in(draft))
         plan = predict_again(draft, profile, cluster)
     else:
         among: dict[str, Any] = {

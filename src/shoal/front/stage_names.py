@@ -1,8 +1,8 @@
 """Reads "stage", an older name: hosts that bring no rows run the end of the model.
 
 A pipeline does that today, with layers on these hosts. A pin of one layer still stands for this
-layer and all layers after it. Older plans may name a way by which such hosts share a layer, as
-"stage:column": then each of them holds some of the layers.
+layer and all layers after it in the same module. Older plans may name a way by which such hosts
+share a layer, as "stage:column": then each of them holds some of the layers.
 """
 
 from __future__ import annotations
@@ -87,8 +87,11 @@ def _pins(
     for pattern, pin in pins.items():
         ways |= dict.fromkeys(matched(pattern, names, "pin", "layer"), pin)
     staged = [name for name in names if _is_stage(ways.get(name))]
-    for name in names[names.index(staged[0]) :]:
-        ways.setdefault(name, ways[staged[0]])
+    for name in staged:
+        inside = name.rpartition(".")[0]
+        for later in names[names.index(name) :]:
+            if not inside or later.startswith(f"{inside}."):
+                ways.setdefault(later, ways[name])
     staged = [name for name in names if _is_stage(ways.get(name))]
     ranks = _ranks(staged, model, facts, facts.topology.size)
     exchanges = {name: strategy_and_exchange(ways[name])[1] for name in staged}

@@ -13,10 +13,9 @@ from shoal.contracts.state import OF_LOSS
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Choice, Plan
-from shoal.pipeline.prices import stations_at
 from shoal.pipeline.route import EACH
-from shoal.pipeline.uses import NO_CUT, UseFacts, uses_of
-from shoal.planner.holders import home_of, in_runs
+from shoal.pipeline.uses import UseFacts, uses_of
+from shoal.planner.holders import check_cuts, home_of, in_runs
 from shoal.planner.options import PLAIN
 from shoal.planner.timeline import Predictor, as_planned
 
@@ -68,9 +67,8 @@ def _places(count: int) -> Sequence[int]:
 def _can_be(profile: ModelProfile, held: Held) -> bool:
     """Return whether cuts and buffers allow that hosts hold these layers."""
     holders = dict.fromkeys(profile.names, EACH) | held
-    if any(s.before_bytes >= NO_CUT for s in stations_at(profile.layers, holders)[1:]):
-        return False
     try:
+        check_cuts(profile, held)
         for state in profile.moving:
             home_of(state.name, holders)
     except PlanError:

@@ -161,8 +161,19 @@ def _are_apart(exchanges: Iterable[str], cluster: Cluster) -> bool:
 
 
 def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
-    """Raise PlanError if layers have ranks such that a cut lies where none can."""
-    for station in stations_at(profile.layers, dict.fromkeys(profile.names, EACH) | dict(holders)):
+    """Raise PlanError if layers have ranks such that a cut lies where none can.
+
+    Layers that each rank has for its own rows come before all others.
+    """
+    stations = stations_at(profile.layers, dict.fromkeys(profile.names, EACH) | dict(holders))
+    for number, station in enumerate(stations):
+        if number and station.rank == EACH:
+            raise PlanError(
+                "layers of the ranks that train come after layers on hosts that bring no rows",
+                where=f"layer {station.uses[0].layer}",
+                do="give all layers from there on to these hosts, too, or those before to ranks "
+                "that train",
+            )
         if station.before_bytes >= NO_CUT:
             raise PlanError(
                 "forward changes a value in place of which another rank has a view",
