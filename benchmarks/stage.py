@@ -25,7 +25,7 @@ from torch import nn
 
 import shoal
 
-RANKS, STEPS, TURNS, ROWS, WIDE = 2, 12, 3, 32, 1024
+RANKS, STEPS, TURNS, ROWS, WIDE = 2, 12, 2, 32, 1024
 MICRO_BATCHES = (1, 4)
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "stage.json"
