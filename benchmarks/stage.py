@@ -1,6 +1,6 @@
 """The end of a model on a host of its own: seconds of a step, also with another checkout.
 
-    sudo .venv/bin/python benchmarks/stage.py [--rate 200mbit] [--other CHECKOUT]
+    sudo .venv/bin/python benchmarks/stage.py [--rate 200mbit] [--other CHECKOUT] [--turns 3]
 
 Two ranks train and one host holds wide layers, in a lab. Steps go with one micro-batch a rank and
 with four. With CHECKOUT, the source of another version takes turns with this one: pins say "stage",
@@ -25,7 +25,7 @@ from torch import nn
 
 import shoal
 
-RANKS, STEPS, TURNS, ROWS, WIDE = 2, 12, 2, 32, 1024
+RANKS, STEPS, ROWS, WIDE = 2, 12, 32, 1024
 MICRO_BATCHES = (1, 4)
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "stage.json"
@@ -53,6 +53,7 @@ def rank(micro_batches: str, file: str) -> None:
     torch.set_num_threads(1)
     model, loss_fn = Net(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.manual_seed(shoal.world().rank)  # rows of its own
     x, y = torch.randn(ROWS, 256), torch.randint(10, (ROWS,))
     pins = {"front.*": "replicate:direct", "end.*": "stage"}
     model, loss_fn, optimizer = shoal.parallelize(
@@ -86,10 +87,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--other", type=Path)
+    parser.add_argument("--turns", type=int, default=3)
     asked = parser.parse_args()
     sources = {"this": ROOT} | ({"other": asked.other} if asked.other else {})
     steps: dict[str, list[float]] = {}
-    for _ in range(TURNS):
+    for _ in range(asked.turns):
         for count in MICRO_BATCHES:
             for name, source in sources.items():
                 seconds = measured(source, asked.rate, count)

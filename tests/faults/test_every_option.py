@@ -123,6 +123,7 @@ TAKEN: dict[str, str] = {
     "Plan(bucket_bytes)": "3",
     "Plan(chunks)": "3",
     "Plan(features)": "{}",
+    "Plan(joined)": "True",
     "Plan(lanes)": "3",
     "Plan(late)": COUNT,
     "Plan(least_part_bytes)": "3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.placement import BALANCED, Placement
@@ -82,6 +83,8 @@ class Explanation:
     step: PredictedStep
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # owners of parameters
+    # the end of the model on hosts of its own, in records of earlier releases
+    stage: dict[str, Any] | None = None
     # servers or tail hosts that were given no layer
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that is made equal on all ranks in each backward

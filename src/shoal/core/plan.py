@@ -150,6 +150,7 @@ class Layout:
         placement: owners of parameters: a policy's name, or ranks by dotted name or glob.
         micro_batches: number of parts that each rank's batch is cut into, if the layers are in a
             pipeline.
+        joined: a field of older plans, without effect. Earlier releases read plans that have it.
         chunks: number of chunks in which layers that are cut over ranks receive their rows.
         late: this many of the last sites that go to servers come back first. The others come when
             forward needs them.
@@ -164,6 +165,7 @@ class Layout:
     predicted_s: float = 0.0
     placement: Placement = BALANCED
     micro_batches: int = MICRO_BATCHES
+    joined: bool = True
     chunks: int = 1
     late: int = 0
     least_part_bytes: int = LEAST_PART_BYTES
@@ -401,7 +403,6 @@ class Plan(Layout):
                 f"{source} is not a plan of format {FORMAT}", got=text.strip()[:80], do=redo
             )
         data.pop("written_by", None)
-        data.pop("joined", None)  # an older setting of tail hosts
         rows = data.pop("choices", None)
         if not isinstance(rows, list):
             raise PlanError(
