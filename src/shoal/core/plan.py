@@ -201,7 +201,7 @@ class Layout:
                 plan's own placement may say so, too.
         """
         placed = placed or self.placement not in (BALANCED, {})
-        for site in self._joined(nbytes, roles):
+        for site in self._join_sites(nbytes, roles):
             parts = 1
             if roles[site.strategy].has_owners and len(site.layers) == 1 and not placed:
                 parts = max(
@@ -210,7 +210,7 @@ class Layout:
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
 
-    def _joined(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
+    def _join_sites(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
         open_: dict[tuple[str, str, int], list[str]] = {}
         filled: dict[tuple[str, str, int], int] = {}
         used = {choice.strategy: roles[choice.strategy] for choice in self.choices}

@@ -38,9 +38,9 @@ from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.forward_only import for_use, mean_of_output, thaw_all
 from shoal.front.learning_loss import learning_loss, spread_loss
-from shoal.front.no_effect import effective, untrained
+from shoal.front.no_effect import effective, find_untrained
 from shoal.front.options import AUTO, Options
-from shoal.front.parallel_ranks import alone, chosen, how_profiled, job_of, profiled, spread
+from shoal.front.parallel_ranks import alone, chosen, job_of, profile_options, profiled, spread
 from shoal.front.replan import at_epoch_ends
 from shoal.front.request import (
     Request,
@@ -275,7 +275,7 @@ def by_options(
     job = job_of(request, loss_fn, optimizers)
     stages = Stages(speaks=comm.rank == 0 and comm.size > 1)
     stages.say(request.note)
-    stages.say(untrained(session, job))
+    stages.say(find_untrained(session, job))
     if comm.size == 1 and request.is_nothing_for_one():
         return given, alone(session, job, sample), optimizer
     if sample is None and job.compute_loss is not None:
@@ -365,7 +365,7 @@ def plan_by_options(
     check_updated_everywhere(optimizers, model, request.draft)
     job = job_of(request, loss_fn, optimizers)
     Stages(speaks=comm.rank == 0).say(request.note)
-    how = how_profiled(request)
+    how = profile_options(request)
     with all_uncompiled:
         profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, request.options.pins, options.allowed_codecs)

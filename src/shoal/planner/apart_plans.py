@@ -17,7 +17,7 @@ from shoal.pipeline.route import EACH
 from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.planner.holders import check_cuts, home_of, in_runs
 from shoal.planner.options import PLAIN
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 Held = dict[str, int]  # the host of each layer of an end, as its rank
 _MOST_PLACES = 24
@@ -94,4 +94,4 @@ def step_with(
         for name in profile.names
     )
     plan = Plan(cluster.size, profile.digest, choices, _BUCKET_BYTES, _LANES, micro_batches=parts)
-    return Predictor(as_planned(profile, plan), cluster).as_is(plan).step_s
+    return Predictor(with_settings_of(profile, plan), cluster).as_is(plan).step_s

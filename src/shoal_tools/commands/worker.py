@@ -33,7 +33,7 @@ from shoal.front.codec_report import codec_report
 from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
-from shoal.front.parallel_ranks import chosen, how_profiled, job_of, profiled
+from shoal.front.parallel_ranks import chosen, job_of, profile_options, profiled
 from shoal.front.recipe import Recipe
 from shoal.front.request import Request, facts_for, listed, request_of
 from shoal.front.session_start import init, is_tail_host, serve_and_end
@@ -352,7 +352,7 @@ def _differences(
     optimizer = recipe.optimizer(single.parameters())
     before = [parameter.detach().clone() for parameter in single.parameters()]
     for parts in zip(*everyone, strict=True):
-        time_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
+        time_step(single, recipe.objective(), optimizer, recipe.batch(_join(parts)))
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
 
     def relative(a: Tensor, b: Tensor) -> float:
@@ -429,7 +429,7 @@ def measured(
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     request = request_of(asked, model, facts_for(asked, model, cluster))
     job = job_of(request, objective.loss_fn, listed(optimizer))
-    how = how_profiled(request)
+    how = profile_options(request)
     profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
     stages.say(request.note)
@@ -478,7 +478,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
+def _join(parts: tuple[Any, ...]) -> Any:
     """Join the ranks' batches."""
     return pytree.tree_map(
         lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
