@@ -31,7 +31,7 @@ IRREGULAR = re.compile(
 )
 NO_PARTICIPLES = ("need", "feed", "seed", "speed", "bed", "red", "reed", "embed", "shed")
 ADVERBS = ("again", "ahead", "alone", "around", "aside", "elsewhere", "inside", "outside", "apart")
-REMOTE_ROOMS = ("shoal/remote", "shoal/servers", "shoal/tail")  # the way to other hosts, both sides
+REMOTE_ROOMS = ("shoal/remote", "shoal/servers")  # the way to other hosts, both sides
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -26,7 +26,7 @@ LIBRARY = {
     "optim": 8,
     "servers": 9,
     "session": 10,
-    **dict.fromkeys(["tail", "features"], 11),
+    "features": 11,
     "front": 12,
     "moved": 12,  # old names of tools
     "integrations": 13,

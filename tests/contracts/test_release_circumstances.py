@@ -32,14 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
-from with_tail import Net as NetWithTail
-from with_tail import together
 
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.front.session_start import using
-from shoal.session.session import Session, current
+from shoal.session.session import Session
 
 # layers in several transfers
 in_small_parts = partial(shoal.parallelize, search_options=SMALL)
@@ -282,14 +280,3 @@ def test_a_staleness_is_refused() -> None:
             shoal.unparallelize(model)
 
     together_on(RANKS, work, "server")
-
-
-def test_a_tail_is_refused_and_trains_on() -> None:
-    def loop(model: nn.Module, loss_fn: Any, optimizer: Any, batches: list[Batch]) -> None:
-        plain(model, loss_fn, optimizer, batches[:1])
-        with pytest.raises(UsageError, match=r"stage cannot be undone[\s\S]*again from it"):
-            shoal.unparallelize(model)
-        plain(model, loss_fn, optimizer, batches[1:])
-        assert model in current().attached
-
-    together(built(NetWithTail), loop, workers=2)

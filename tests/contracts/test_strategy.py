@@ -50,14 +50,10 @@ class Net(nn.Module):
 
 
 def pins() -> list[str]:
-    """Every strategy, with every exact exchange that it takes; of "stage" see
-    equivalence/test_stage.py. "tied" has a model of its own.
+    """Every strategy, with every exact exchange that it takes; but "tied", which has a
+    model of its own.
     """
-    kinds = {
-        name: kind
-        for name, kind in of(Strategy).items()
-        if not kind.role.is_at_tail and name != "tied"
-    }
+    kinds = {name: kind for name, kind in of(Strategy).items() if name != "tied"}
     carried = [
         f"{name}:{exchange}"
         for name, kind in kinds.items()

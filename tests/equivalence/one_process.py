@@ -59,7 +59,7 @@ BUCKETED = [name for name, kind in of(Strategy).items() if kind.role.takes_excha
 HERE = {
     name: kind
     for name, kind in of(Strategy).items()
-    if not kind.role.is_at_tail and kind.role is not Role.ROWS and name != "tied"
+    if kind.role is not Role.ROWS and name != "tied"
 }
 ALL_CUTS = [name for name, kind in HERE.items() if kind.role.is_cut and name != "row_pair"]
 # those that serve linear layers anywhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -33,7 +33,6 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.errors import PlanError
 from shoal.front.session_start import using
 
 
@@ -386,22 +385,6 @@ def test_a_plan_of_it_needs_no_count() -> None:
         compute_loss=lambda model, batch: model(numbers(batch["seed"], 7)).mean(),
     )
     assert len(plan.choices) == 2
-
-
-def test_the_planner_leaves_stage_out_and_says_why() -> None:
-    model, compute_loss = built(mlp), of_pair
-    cluster = replace(cluster_of(2), tail=("tail",))
-    sample = features(7, 3, steps=1)[0]
-
-    def plan(**how: Any) -> Any:
-        optimizer = sgd(model.parameters())
-        return shoal.plan(
-            model, None, optimizer, sample=sample, cluster=cluster, compute_loss=compute_loss, **how
-        )
-
-    assert "stage" not in {choice.strategy for choice in plan().choices}
-    with pytest.raises(PlanError, match="compute_loss calls the model itself"):
-        plan(pins={"2": "stage"})
 
 
 class Gated(nn.Module):

@@ -39,7 +39,7 @@ def given() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("codec", "way", "tail", "micro_batches"),
-    [("bfloat16", "", 1, 2), ("float16", ":sliced", 2, 1), ("bfloat16", "", 2, 4)],
+    [("bfloat16", "", 1, 2), ("float16", ":sliced", 2, 1)],
 )
 def test_training_is_near_the_exact_run_and_the_report_says_how_far(
     codec: str, way: str, tail: int, micro_batches: int
@@ -51,12 +51,12 @@ def test_training_is_near_the_exact_run_and_the_report_says_how_far(
     moved = difference(state(built(Net, torch.float32)), exact)
     assert 0 < difference(exact, coded) < 4 * MOST[codec] * moved
     (row,) = report.rows
-    assert row.way.startswith(f"stage+{codec}{way}")
+    assert row.way == f"pipeline+{codec}" and row.layer == "3 layers on hosts"
     assert row.step_error is not None and 0 < row.step_error < MOST[codec]
     assert row.sent_bytes < row.exact_bytes
 
 
-def test_an_evaluation_crosses_so_too() -> None:
+def test_an_evaluation_is_exact() -> None:
     def judged(model: nn.Module, loss_fn: Any, optimizer: Any, batches: Any) -> torch.Tensor:
         model.eval()
         with torch.no_grad():
@@ -65,14 +65,14 @@ def test_an_evaluation_crosses_so_too() -> None:
 
     _, exact = trained(EXACT, judged)
     _, coded = trained(EXACT | {"tail.*": "stage+bfloat16"}, judged)
-    assert 0 < (exact - coded).abs().max() < 0.05
+    assert torch.equal(exact, coded)
 
 
 @pytest.mark.parametrize(
     ("pins", "said"),
     [
         ({"tail.*": "stage+int8"}, "int8 cannot have the rows(.|\n)*bfloat16"),
-        ({"tail.*": "stage", "tail.1": "stage+bfloat16"}, "one codec for all"),
+        ({"tail.*": "stage", "tail.1": "stage+bfloat16"}, "has one codec, or none"),
     ],
 )
 def test_what_cannot_be_is_refused(pins: dict[str, str], said: str) -> None:

@@ -84,15 +84,14 @@ def together(
             with suppress(SystemExit):
                 _, its_loss, _ = shoal.parallelize(mine, its_loss, its, sample=own[0], **how)
                 plan = session.attached[mine].plan
-                assert how["pins"] not in (PINS, None) or any(
-                    choice.strategy == "stage" for choice in plan.choices
-                )
+                held = [choice.holder for choice in plan.choices if choice.strategy == "pipeline"]
+                assert how["pins"] not in (PINS, None) or (held and min(held) >= workers)
                 return loop(mine, its_loss, its, own), state(mine)
         assert comm.rank >= workers
         return None, {}
 
     hosts = cluster.topology.hosts + cluster.tail
-    results = run(workers + tail, work, timeout_s=20, hosts=hosts, tail=tail)
+    results = run(workers + tail, work, timeout_s=60, hosts=hosts, tail=tail)
     return [r[1] for r in results[:workers]], [r[0] for r in results[:workers]]
 
 

@@ -11,9 +11,8 @@ import torch
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.session_start import using
+from shoal.front.session_start import hold, using
 from shoal.servers.servers import serve
-from shoal.tail.stage import serve_tail
 
 ROWS = [torch.arange(12.0).reshape(6, 2)[start:stop] for start, stop in ((0, 3), (3, 4), (4, 6))]
 
@@ -24,7 +23,7 @@ def on_ranks(ranks: int, work: Any, **beside: int) -> list[Any]:
             return serve(comm)
         with using(comm) as session:
             if comm.rank >= comm.workers:
-                return serve_tail(session)
+                return hold(session)
             return work(comm.rank)
 
     return run(ranks + sum(beside.values()), each, timeout_s=10, **beside)[:ranks]

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.session.holding import _check_devices
 from shoal.session.session import current
 from shoal_tools.testing.planned_faults import FaultyComm, Kill, Killed
 
@@ -377,3 +378,11 @@ def test_a_saved_plan_is_read_again(tmp_path: Path) -> None:
     read = script("gpt", options={"plan": file})
     (_, got), *_ = Apart(read, 2, 1).trained({})
     assert difference(expected, got) <= 1e-10
+
+
+def test_layers_on_a_gpu_are_refused() -> None:
+    """The device "meta" stands for a GPU."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    _check_devices(model, {"0": 2, "1": 1}, 2)
+    with pytest.raises(PlanError, match="on CPUs only"):
+        _check_devices(model, {"0": 0, "1": 2}, 2)

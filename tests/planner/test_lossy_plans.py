@@ -6,21 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_up import cluster, layer, linear, measured, model
+from made_up import cluster, layer, linear, model
 
 from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.exchange import Bucket
 from shoal.core.cost import CodingPace
 from shoal.core.errors import PlanError
-from shoal.core.facts import LayerProfile, ModelProfile
-from shoal.core.plan import Plan, Site
+from shoal.core.facts import LayerProfile
+from shoal.core.plan import Plan
 from shoal.front.text import explained, plain
 from shoal.planner.explain import explain
 from shoal.planner.plan_details import plan_for
 from shoal.planner.search_options import SearchOptions
-from shoal.planner.timeline import Predictor
-from shoal.profiling.products import ProductFacts
-from shoal.profiling.tails import Tail, TailFacts
 
 FAST, SLOW = CodingPace(1e-10, 1e-10), CodingPace(1e-5, 1e-5)
 
@@ -138,54 +135,6 @@ def test_terms_are_taken_where_codes_take_long() -> None:
         "replicate:allreduce+low_rank",
         "replicate:tree+low_rank",
     }
-
-
-def with_end(activation_bytes: float) -> ModelProfile:
-    """Two layers; the one whose gradient comes first may run on a tail host."""
-    tail = Tail(
-        ("late",),
-        ("late",),
-        micro_batches=4,
-        sent_bytes=activation_bytes,
-        received_bytes=activation_bytes,
-        forward_s=0.1,
-        backward_s=0.2,
-        body_forward_s=0.5,
-        body_backward_s=1.0,
-        activation_bytes=activation_bytes,
-        gradient_bytes=activation_bytes,
-    )
-    late = measured(matrix("late", 0.5, 100_000), TailFacts(tail), ProductFacts())
-    return model(late, matrix("early", 2.0, 10))
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "codecs", "way"),
-    [
-        (40e6, ["bfloat16"], "stage+bfloat16"),
-        (1e3, ["bfloat16"], "stage"),  # hardly anything crosses
-    ],
-)
-def test_what_goes_to_tail_hosts_and_back(nbytes: float, codecs: list[str], way: str) -> None:
-    net = replace(SLOW_LINK, tail=("far",))
-    chosen = plan_for(
-        with_end(nbytes), net, codecs=codecs, strategies=["stage", "replicate"], options=FEW
-    )
-    assert chosen.choice("late").way == way
-
-
-def test_what_codes_take_at_a_worker_and_its_tail_host() -> None:
-    """By hand: of 1,000 activations a worker codes as many, and reads as many gradients."""
-    pace = CodingPace(encode_s=0.003, decode_s=0.005)
-    net = replace(SLOW_LINK, codings={"bfloat16": pace}, tail=("far",))
-    profile, way = with_end(4000.0), ("late",)
-    predictor = Predictor(profile, net)
-    exact, coded = (predictor.cost(Site(way, "stage", c)) for c in ("", "+bfloat16"))
-    assert coded.traffic.sent[0] == exact.traffic.sent[0] / 2
-    assert coded.traffic.received[0] == exact.traffic.received[0] / 2
-    # what the body takes more is waited for in any case: all micro-batches go through it
-    assert coded.forward_s - exact.forward_s > 3.0
-    assert coded.backward_s - exact.backward_s > 5.0
 
 
 @pytest.mark.parametrize(("top_k_s", "chosen"), [(3e-8, "top_k"), (3e-7, "low_rank")])

@@ -26,14 +26,14 @@ from shoal.core.facts import (
 from shoal.core.terms import Terms
 from shoal.profiling.products import ProductFacts
 from shoal.profiling.profile_file import Measured
-from shoal.profiling.tails import Tail, TailFacts
 from shoal.strategies.cut_layers import CutFacts
+from shoal.strategies.row_parts import RowFacts
 
 WEIGHT = ParameterProfile("fc.weight", (3, 2), 6, 4, used=True, ready_s=0.1 + 0.2, sparse=True)
 FACTS = (
     ProductFacts(1e-3, 1e-6, own_s=2e-3),
     CutFacts(input_elements=7, rowwise=True),
-    TailFacts(Tail(("fc",), ("fc",), 4, 1.5, 2.5), ""),
+    RowFacts("", (("call", (True, False)),), 4, 0.5),
 )
 LAYER = LayerProfile("fc", "Linear", (WEIGHT,), rows=8, inputs=2, outputs=3, facts=FACTS)
 PROFILE = ModelProfile(
@@ -62,7 +62,7 @@ def test_what_was_measured_comes_back(tmp_path: Path) -> None:
     Measured(PROFILE, CLUSTER).save(path)
     back = Measured.load(path)
     assert back == Measured(PROFILE, replace(CLUSTER, paces=dict(CLUSTER.paces)))
-    assert back.profile.layers[0].measured(TailFacts).tail == FACTS[2].tail
+    assert back.profile.layers[0].measured(RowFacts) == FACTS[2]
 
 
 def test_a_lone_process_has_no_links_but_cores() -> None:

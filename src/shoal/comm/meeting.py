@@ -187,11 +187,11 @@ def check_workers(seat: Seat, size: int) -> None:
     if servers >= size:
         got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
         raise UsageError("not every rank can be a server", got=got, do=do)
-    if tail and (servers or size - tail < max(2, tail)):
+    if tail and (servers or size - tail < 2):
         raise UsageError(
-            "a tail needs two workers, and as many as it has ranks itself; and no servers",
+            "a tail needs two workers, and no servers",
             got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
-            do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
+            do="set SHOAL_TAIL such that two ranks train, and no SHOAL_SERVERS",
         )
 
 

@@ -99,7 +99,6 @@ class Trial:
     layers: tuple[Layer, ...]
     optimizers: tuple[Optimizer, ...]
     ranks: int
-    micro_batches: int | None  # micro-batches of a batch, if tail hosts may run the model's end
     row_parts: int | None  # parts of a rank's batch in a pipeline; None: the planner may choose
     step: MeasuredStep  # the median of some measured steps
     read: frozenset[str]  # parameters that functions of PyTorch were seen to read in forward

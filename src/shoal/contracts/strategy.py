@@ -92,9 +92,8 @@ class Strategy(Contract, ABC):
         """Return why it cannot serve this layer, or None. This asks `unable` and `refuses`, and
         looks at sparse gradients and at owners.
         """
-        servers, tail_hosts = len(cluster.servers), len(cluster.tail)
         like = first(facts.works_like() for facts in layer.facts)
-        if reason := self.unable(layer.kind, servers, tail_hosts, like):
+        if reason := self.unable(layer.kind, len(cluster.servers), like):
             return reason
         for parameter in layer.parameters:
             if parameter.sparse and not self.takes_sparse:
@@ -110,13 +109,12 @@ class Strategy(Contract, ABC):
         return self.refuses(layer, cluster)
 
     @classmethod
-    def unable(cls, kind: str, servers: int, tail_hosts: int, like: str = "") -> str:
+    def unable(cls, kind: str, servers: int, like: str = "") -> str:
         """Return why it cannot serve a layer, as far as this is known before a measurement.
 
         Args:
             kind: the class of the layer's module.
             servers: number of hosts that own parameters and do not train.
-            tail_hosts: number of hosts that run the end of the model.
             like: the class in torch.nn that the layer may work like, or ''.
 
         Returns:
@@ -128,8 +126,6 @@ class Strategy(Contract, ABC):
             return f"it serves {served}, and this is a {kind}"
         if cls.role.takes_servers and not servers:
             return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
-        if cls.role.is_at_tail and not tail_hosts:
-            return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
         return ""
 
     @classmethod

@@ -31,22 +31,6 @@ class TableWay(Protocol):
         """
 
 
-class TailWay(Protocol):
-    """Way to the hosts that run the end of a model."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The whole model."""
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """Modules that the hosts run, by dotted name."""
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters of these modules, by dotted name."""
-
-
 class HeldWay(Protocol):
     """The ways to hosts that hold layers of a pipeline and bring no rows."""
 
@@ -72,7 +56,6 @@ class Ways:
 
     Args:
         tables: the way to servers that hold tables.
-        tail: the way to hosts that run the end of the model.
         model: the model, if a strategy runs its forward by itself.
         holders: the rank of each layer of a pipeline, by name.
         apart: the ways to hosts that hold layers of a pipeline and bring no rows.
@@ -82,7 +65,6 @@ class Ways:
 
     tables: TableWay | None = None
     sharing: Mapping[str, nn.Module] = field(default_factory=dict)
-    tail: TailWay | None = None
     model: nn.Module | None = None
     holders: Mapping[str, int] = field(default_factory=dict)
     apart: HeldWay | None = None

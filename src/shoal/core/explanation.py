@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.placement import BALANCED, Placement
@@ -36,26 +37,6 @@ class LayerExplanation:
     forward_s: float = 0.0
     plain_bytes: float = 0.0  # bytes that an all-reduce of its gradients would send
     exact_bytes: float = 0.0  # bytes that the choice would send without its codec
-
-
-@dataclass(frozen=True)
-class Route:
-    """Bytes between a worker and the end of the model on another host, in one step."""
-
-    worker: str  # its rank and host
-    to: str
-    sent_bytes: float
-    received_bytes: float
-
-
-@dataclass(frozen=True)
-class TailExplanation:
-    """End of the model on hosts of its own."""
-
-    layers: tuple[str, ...]
-    micro_batches: int
-    joined: bool  # whether all micro-batches go through it at once
-    routes: tuple[Route, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +83,8 @@ class Explanation:
     step: PredictedStep
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # owners of parameters
-    stage: TailExplanation | None = None
+    # the end of the model on hosts of its own, in records of earlier releases
+    stage: dict[str, Any] | None = None
     # servers or tail hosts that were given no layer
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that is made equal on all ranks in each backward

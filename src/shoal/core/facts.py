@@ -268,7 +268,7 @@ def first(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Layers that make a job of their own: the end of the model, on tail hosts."""
+    """Layers that make a job of their own, with more or fewer rows."""
 
     layers: tuple[str, ...]
     rows: float  # rows of each rank of that job, in multiples of a worker's rows
@@ -279,7 +279,6 @@ class Setting:
     """Settings of a layer in a plan besides its strategy, most of them the same for all layers."""
 
     chunks: int = 1  # chunks of rows, to and from a layer that is cut
-    joined: bool = True  # tail hosts run all micro-batches at once
     codec: str = ""  # codec of this layer's rows, if it is cut
     every: int = 1  # steps from one update of the layer to the next
     rank: int = 0  # holder of the layer, in a pipeline

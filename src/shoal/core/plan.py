@@ -47,10 +47,8 @@ class Choice:
     """Service of one layer: a strategy, and the exchange that carries its gradients.
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
-    codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by
-    which they share it among themselves. Rows between workers and tail hosts may cross as codes:
-    "+bfloat16", or "+bfloat16:sliced:direct". If it is in a pipeline, `exchange` names its rank:
-    "2", or "+bfloat16:2".
+    codec: "+bfloat16". If the layer is in a pipeline, `exchange` names its rank: "2", or
+    "+bfloat16:2" if values cross as codes.
 
     Examples:
         >>> import shoal
@@ -95,7 +93,7 @@ class Choice:
 
         Examples:
             >>> import shoal
-            >>> shoal.Choice("classifier.6", "stage", "+bfloat16:sliced:direct").rows
+            >>> shoal.Choice("classifier.6", "pipeline", "+bfloat16:2").rows
             '+bfloat16'
         """
         codec, _ = rows_and_rest(self.exchange)
@@ -151,8 +149,8 @@ class Layout:
         predicted_s: step time in seconds that the planner expects.
         placement: owners of parameters: a policy's name, or ranks by dotted name or glob.
         micro_batches: number of parts that each rank's batch is cut into, if the layers are in a
-            pipeline, or the end of the model has hosts of its own.
-        joined: whether these hosts run all micro-batches at once.
+            pipeline.
+        joined: a field of older plans, without effect. Earlier releases read plans that have it.
         chunks: number of chunks in which layers that are cut over ranks receive their rows.
         late: this many of the last sites that go to servers come back first. The others come when
             forward needs them.
@@ -193,7 +191,7 @@ class Layout:
           have the same strategy, exchange and update period. A layer that has owners and fills more
           than one bucket is cut into parts of about one bucket each.
         * Layers that send rows join by eights.
-        * All layers on tail hosts are one site, in whatever way these hosts share them.
+        * All layers of a pipeline are one site.
         * Any other layer is a site of its own.
 
         Args:
@@ -203,7 +201,7 @@ class Layout:
                 plan's own placement may say so, too.
         """
         placed = placed or self.placement not in (BALANCED, {})
-        for site in self._joined(nbytes, roles):
+        for site in self._join_sites(nbytes, roles):
             parts = 1
             if roles[site.strategy].has_owners and len(site.layers) == 1 and not placed:
                 parts = max(
@@ -212,28 +210,21 @@ class Layout:
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
 
-    def _joined(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
+    def _join_sites(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
         open_: dict[tuple[str, str, int], list[str]] = {}
         filled: dict[tuple[str, str, int], int] = {}
         used = {choice.strategy: roles[choice.strategy] for choice in self.choices}
         joining = {name for name, role in used.items() if role.joins_layers}
         carried = {name for name, role in used.items() if role.takes_exchange}
-        ends = {name for name, role in used.items() if role.is_at_tail}
         ranked = {name for name, role in used.items() if role.names_ranks}
         on_ranks = [choice for choice in self.choices if choice.strategy in ranked]
         if on_ranks:
             holders = ",".join(str(choice.holder) for choice in on_ranks)
             names = tuple(choice.layer for choice in on_ranks)
             yield Site(names, on_ranks[0].strategy, _rows_before(on_ranks, holders))
-        at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange, self.period(choice.layer))
             if choice.strategy in ranked:
-                continue
-            if choice.strategy in ends:
-                if choice == at_tail[-1]:
-                    names = tuple(c.layer for c in at_tail)
-                    yield Site(names, choice.strategy, _rows_before(at_tail))
                 continue
             if choice.strategy not in joining:
                 yield _site([choice.layer], *key)

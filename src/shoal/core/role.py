@@ -11,7 +11,6 @@ runtime ask the properties of the role.
     LAYER     one layer                 on every rank       as the strategy itself sends them
     CUT       one layer                 a part on each      nowhere: a part's gradient stays there
     TABLE     one layer                 on servers          to the servers
-    STAGE     the end of the model      on tail hosts       to the tail hosts
     PIPELINE  all of its layers         on one rank each    nowhere: they stay there
 """
 
@@ -30,7 +29,6 @@ class Role(Enum):
     LAYER = auto()
     CUT = auto()
     TABLE = auto()
-    STAGE = auto()
     PIPELINE = auto()
 
     @property
@@ -63,7 +61,7 @@ class Role(Enum):
         """Whether no rank has all of the layer, so that all ranks call, save and load it
         together.
         """
-        return self in (Role.CUT, Role.STAGE, Role.PIPELINE)
+        return self in (Role.CUT, Role.PIPELINE)
 
     @property
     def owns_at_servers(self) -> bool:
@@ -81,21 +79,6 @@ class Role(Enum):
         return self in (Role.SERVED, Role.TABLE)
 
     @property
-    def is_at_tail(self) -> bool:
-        """Whether tail hosts run its layers. All of these are one site."""
-        return self is Role.STAGE
-
-    @property
     def names_ranks(self) -> bool:
         """Whether a plan names the rank of each layer, and all of its layers are one site."""
         return self is Role.PIPELINE
-
-    @property
-    def runs_elsewhere(self) -> bool:
-        """Whether other ranks, or tail hosts, run the layers in a rank's call of the model."""
-        return self.is_at_tail or self.names_ranks
-
-    @property
-    def fits_tail_hosts(self) -> bool:
-        """Whether tail hosts can share a layer in this way: it needs no other hosts."""
-        return not (self.takes_servers or self.runs_elsewhere)

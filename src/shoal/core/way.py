@@ -14,7 +14,7 @@ def strategy_and_exchange(way: str) -> tuple[str, str]:
 
 
 def rows_and_rest(exchange: str) -> tuple[str, str]:
-    """Split "+bfloat16:sliced" into the codec of rows and the way tail hosts share the layer.
+    """Split "+bfloat16:2" into the codec of rows and the rank that holds the layer.
 
     For any other exchange return '' and the exchange itself.
     """

@@ -44,7 +44,6 @@ from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
 from shoal.pipeline.absent_tensors import Absent
 from shoal.pipeline.output import EndOutput
-from shoal.remote.stage_output import StageOutput
 from shoal.strategies.landing import history
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput
@@ -357,8 +356,6 @@ def _cross(tensor: Tensor, crossing: BorderCrossing) -> Tensor:
         return tensor
     if isinstance(tensor, EndOutput):
         return tensor.over(lambda loss: _cross(loss, crossing))
-    if isinstance(tensor, StageOutput):
-        return tensor.over(lambda ticket: _cross(ticket, crossing))
     # tensors made from it cross the border, with this rank's rows alone
     if isinstance(tensor, CutOutput):
         return tensor.over(lambda made: _cross(made, crossing) if made.requires_grad else made)

@@ -67,9 +67,8 @@ class SyncBatchNorm(Feature[Opening]):
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         roles = {named(Strategy, choice.strategy).role for choice in plan.choices}
-        has_tail = any(role.is_at_tail for role in roles)
         is_pipeline = any(role.names_ranks for role in roles)
-        if plan.in_step and not (has_tail or is_pipeline):
+        if plan.in_step and not is_pipeline:
             return
         names = list(norms_of(facts.model, self.convert))  # a walk through the model, so last
         if not names:
@@ -87,18 +86,11 @@ class SyncBatchNorm(Feature[Opening]):
                 where=where,
                 do=f"{_LEAVE_OUT}; or give staleness=0",
             )
-        if is_pipeline:
-            raise PlanError(
-                "a pipeline takes the rows of one rank after those of another, so batch norms "
-                "cannot go by the rows of all",
-                where=where,
-                do=f"{_LEAVE_OUT}; or leave out the pipeline",
-            )
         raise PlanError(
-            "batch norms over all ranks are not served where the end of the model has hosts of its "
-            "own",
+            "a pipeline takes the rows of one rank after those of another, so batch norms "
+            "cannot go by the rows of all",
             where=where,
-            do=f'{_LEAVE_OUT}; or leave "stage" out of strategies',
+            do=f"{_LEAVE_OUT}; or leave out the pipeline",
         )
 
     @contextmanager

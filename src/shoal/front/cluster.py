@@ -29,7 +29,7 @@ from shoal.planner.search import LANES
 from shoal.planner.search_options import DEFAULT
 from shoal.profiling.links import is_as_before, probe_link, probe_now
 from shoal.profiling.paces import CPU, probe_moves, probe_paces, probe_pack
-from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.servers.servers import Servers
 from shoal.session.session import Session
 from shoal.strategies.landing_pace import probe_landing
@@ -74,7 +74,7 @@ def measured_cluster(
     """
     _forget_old_links(session)
     comm = session.comm
-    is_kept = comm.size > 1 and not (session.other(Servers) or session.other(TailHosts))
+    is_kept = comm.size > 1 and not (session.other(Servers) or session.other(HoldingHosts))
     key = key_of_links(comm, device) if is_kept else ""
     if session.cluster is None and is_kept:
         session.cluster = known_cluster(comm, key)
@@ -142,7 +142,7 @@ def _measure(session: Session, device: torch.device) -> Cluster:
     if session.cluster is None:
         comm = session.comm
         cores, steady, sharing = _cores(comm)
-        servers, tail = session.other(Servers), session.other(TailHosts)
+        servers, tail = session.other(Servers), session.other(HoldingHosts)
         server_hosts = servers.hosts if servers else ()
         if comm.size == 1:
             link = Link(0.0, math.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -15,7 +15,6 @@ from shoal.planner.timeline import Predictor
 from shoal.session.compiled_models import without_compilation
 from shoal.strategies.cut_layer import error_of_rows
 from shoal.strategies.pipeline import error_of_crossing
-from shoal.strategies.stage import error_at_tail
 
 
 @dataclass(frozen=True)
@@ -122,18 +121,17 @@ def codec_report(model: nn.Module) -> CodecReport:
     errors = _Errors.of(coded_carriers(attached.engine.transfers))
     coded = [choice for choice in attached.plan.choices if choice.codec]
     modules = dict(without_compilation(model).named_modules())
-    if coded and predictor.role(coded[0].strategy).names_ranks:
-        return CodecReport((_of_pipeline(attached.plan, predictor, modules[""]),))
-    # all layers of the tail share one crossing: the last of them has its row
-    of_tail = [c for c in coded if c.rows and predictor.role(c.strategy).is_at_tail]
-    coded = [choice for choice in coded if choice not in of_tail[1:]]
+    # all layers of a pipeline share one crossing
+    held = [choice for choice in coded if predictor.role(choice.strategy).names_ranks]
+    coded = [choice for choice in coded if choice not in held]
     steps = attached.plan.steps_per_exchange
     rows = [_row(choice, predictor, errors, steps) for choice in coded]
     for at, choice in enumerate(coded):
         if choice.exchange.startswith("+"):
-            at_tail = choice in of_tail
-            own = error_at_tail(modules[""]) if at_tail else error_of_rows(modules[choice.layer])
+            own = error_of_rows(modules[choice.layer])
             rows[at] = replace(rows[at], step_error=own)
+    if held:
+        rows.append(_of_pipeline(attached.plan, held, predictor, modules[""]))
     return CodecReport(tuple(rows))
 
 
@@ -177,15 +175,23 @@ def _row(choice: Choice, predictor: Predictor, errors: _Errors, steps: int) -> C
     )
 
 
-def _of_pipeline(plan: Plan, predictor: Predictor, model: nn.Module) -> CodecRow:
+def _of_pipeline(
+    plan: Plan, held: Sequence[Choice], predictor: Predictor, model: nn.Module
+) -> CodecRow:
     """Return the row of values that cross between the ranks of a pipeline."""
     exact = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
+    first = held[0]
     before, after = (
-        sum(cost.traffic.worst for cost in predictor.costs(each)) for each in (exact, plan)
+        sum(
+            predictor.cost(site).traffic.worst
+            for site in predictor.sites(each)
+            if site.strategy == first.strategy
+        )
+        for each in (exact, plan)
     )
-    first = plan.choices[0]
-    way = f"{first.strategy}{first.rows}"
-    return CodecRow("all layers", way, before, after, error_of_crossing(model), None, True)
+    layers = "all layers" if len(held) == len(plan.choices) else f"{len(held)} layers on hosts"
+    way, error = f"{first.strategy}{first.rows}", error_of_crossing(model)
+    return CodecRow(layers, way, before, after, error, None, True)
 
 
 def _percent(error: float | None) -> str:

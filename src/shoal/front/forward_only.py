@@ -25,7 +25,7 @@ from shoal.planner.options import known
 
 def run_here(strategies: Iterable[str] | None) -> tuple[str, ...]:
     """Return the known ones of these strategies by which each rank runs all of its own calls."""
-    return tuple(n for n in known(strategies) if not named(Strategy, n).role.runs_elsewhere)
+    return tuple(n for n in known(strategies) if not named(Strategy, n).role.names_ranks)
 
 
 def for_use(options: Options) -> Options:

@@ -100,12 +100,12 @@ def _of_model(request: Request, loss: nn.Module) -> Options:
     """Return options for the model by which every rank computes the loss."""
     usable = run_here(request.options.strategies)
     pinned = [named(Strategy, choice.strategy).role for choice in request.draft.choices]
-    if not usable or any(role.runs_elsewhere for role in pinned):
+    if not usable or any(role.names_ranks for role in pinned):
         raise UsageError(
             "the loss has a trainable parameter that is not the model's, and other ranks or hosts "
             "compute the loss",
             where=f"parameter {next(name for name, _ in loss.named_parameters())} of the loss",
-            do="leave a pipeline or stage out, or make it a part of the model before parallelize: "
+            do="leave a pipeline out, or make it a part of the model before parallelize: "
             "model.loss = loss_fn, and give the optimizer model.parameters()",
         )
     return replace(request.options, strategies=usable)

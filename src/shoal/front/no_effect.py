@@ -1,6 +1,6 @@
 """Arguments of `parallelize` that have no effect: refused early if that is certain, or else logged.
 
-    micro_batches     parts of a batch, with a plan that has no pipeline and no stage
+    micro_batches     parts of a batch, with a plan that has no pipeline
     parameters        they train, and no optimizer that Shoal knows would update them
 
 Rank 0 logs them once for each call of `parallelize`. Nothing else changes.
@@ -36,7 +36,7 @@ def effective(request: Request) -> Request:
         PlanError: no plan for the request can have micro-batches, or a given plan has others.
     """
     options, draft = request.options, request.draft
-    if options.micro_batches in (None, 1) or request.facts.tail_hosts:
+    if options.micro_batches in (None, 1):
         return request
     if request.given_plan is not None:
         if draft.micro_batches != options.micro_batches:
@@ -92,4 +92,4 @@ def _out_of(held: set[int], of: str, parameters: Iterable[tuple[str, nn.Paramete
 
 def _has_parts(plan: Plan) -> bool:
     """Return whether a layer of a plan runs in micro-batches."""
-    return any(named(Strategy, choice.strategy).role.runs_elsewhere for choice in plan.choices)
+    return any(named(Strategy, choice.strategy).role.names_ranks for choice in plan.choices)

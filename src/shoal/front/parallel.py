@@ -55,7 +55,7 @@ from shoal.front.session_start import is_tail_host, serve_and_end
 from shoal.front.stages import Stages
 from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.profiling.moving_state import check_ways
-from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.session.compiled_models import all_uncompiled, without_compilation
 from shoal.session.job import TrainingJob
 from shoal.session.pending_model import pending_of
@@ -164,10 +164,9 @@ def parallelize(
               only. 0 is the synchronous step, None is any number. If it is not 0, all layers are
               served, every rank weighs the same however many rows it has, and there is no one
               gradient to read or to clip. With local steps it counts rounds of them.
-            * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline, or
-              if the end of the model has hosts of its own ("stage", 4 by default). In a pipeline
-              that you pin it is 1 by default. Otherwise the planner finds it. Other plans have no
-                  parts.
+            * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline.
+              If you pin the pipeline, it is 1 by default. Otherwise the planner finds it. Other
+              plans have no parts.
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger
@@ -259,8 +258,8 @@ def by_options(
     comm = session.comm
     if is_tail_host(session):
         serve_and_end(session, model, loss_fn, listed(optimizer))
-    if (tail := session.other(TailHosts)) is not None:
-        tail.calls += 1
+    if (hosts := session.other(HoldingHosts)) is not None:
+        hosts.calls += 1
     comm.reached("parallelize: comparing what the ranks were given")
     request = agreed(
         comm,
@@ -274,7 +273,9 @@ def by_options(
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
-    Stages(speaks=comm.rank == 0 and comm.size > 1).say(find_untrained(session, job))
+    stages = Stages(speaks=comm.rank == 0 and comm.size > 1)
+    stages.say(request.note)
+    stages.say(find_untrained(session, job))
     if comm.size == 1 and request.is_nothing_for_one():
         return given, alone(session, job, sample), optimizer
     if sample is None and job.compute_loss is not None:
@@ -363,16 +364,16 @@ def plan_by_options(
     request = effective(request_of(options, model, facts_for(options, model, cluster)))
     check_updated_everywhere(optimizers, model, request.draft)
     job = job_of(request, loss_fn, optimizers)
-    has_tail = request.facts.tail_hosts > 0
-    how = profile_options(request, request.draft.micro_batches if has_tail else None)
+    Stages(speaks=comm.rank == 0).say(request.note)
+    how = profile_options(request)
     with all_uncompiled:
         profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
-    wanted = all_codecs(None, options.pins, options.allowed_codecs)
+    wanted = all_codecs(None, request.options.pins, options.allowed_codecs)
     device = device_of(model)
     measured = (
         with_codings(cluster, comm, wanted, device)
         if cluster
-        else measured_cluster(current(), exchanges_of(None, options.pins), device, wanted)
+        else measured_cluster(current(), exchanges_of(None, request.options.pins), device, wanted)
     )
     facts = replace(request.facts, profile=profile, cluster=measured)
     return from_first(comm, Plan, lambda: chosen(request, facts))

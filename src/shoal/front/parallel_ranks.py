@@ -5,7 +5,7 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -16,19 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import from_first
-from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.feature import Features, PlanFacts, planned
 from shoal.contracts.sample import Sample
-from shoal.contracts.strategy import Strategy
-from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.freed_memory import return_free_memory
-from shoal.core.plan import Choice, Plan
-from shoal.core.registry import named
+from shoal.core.plan import Plan
 from shoal.core.side_threads import side_threads
 from shoal.core.terms import Terms
-from shoal.core.way import rows_and_rest
 from shoal.engine.weights import inputs_alike
 from shoal.features import Replan
 from shoal.front.carriers import all_codecs, exchanges_of
@@ -41,16 +36,13 @@ from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import extend
 from shoal.planner.dealt_plans import way_of_dealing
-from shoal.planner.plan_details import with_sharing
+from shoal.planner.holders import check_cuts, holders_in
 from shoal.planner.search import predict_again
 from shoal.planner.search_options import Constraints
 from shoal.planner.timeline import with_settings_of
 from shoal.profiling.layers import ProfileOptions, profile_model
-from shoal.profiling.tails import tail_of
 from shoal.profiling.trials import warn_of_unlike
-from shoal.remote.far_tail import FarTail, TailFeed
-from shoal.remote.tail_hosts import TailHosts
-from shoal.remote.tail_messages import Open
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.rewrite.align import of_first
 from shoal.rewrite.apply import check_served, cuts
 from shoal.session.additions import add
@@ -62,9 +54,7 @@ from shoal.session.opening import Prepared
 from shoal.session.replan_record import Again, keep
 from shoal.session.session import Session, found
 from shoal.session.watch import Watched
-from shoal.strategies.carrier_terms import row_codec
 from shoal.strategies.row_parts import check_buffers, check_row_parts, is_pipelined
-from shoal.tensors.row_crossing import RowCrossing
 
 
 @dataclass(frozen=True)
@@ -134,7 +124,7 @@ def _spread(
     keep_free_memory()
     session.end_dropped_models()  # before this model is measured: they keep parts of models
     comm.reached("parallelize: measuring the model")
-    how = profile_options(request, _micro_batches(session, request))
+    how = profile_options(request)
     if comm.size == 1 and how.row_parts is None:  # nothing is given to other ranks
         how = replace(how, row_parts=1)
     profile = _profile_or_recall(job, sample, comm, request.features, how)
@@ -193,7 +183,6 @@ def follow(
         found.cluster,
         again.asked.features,
         again.alike,
-        _open_tail(session, model, job.loss_fn, plan, profile),
         values,
         before,
     )
@@ -209,20 +198,14 @@ def follow(
     return loss
 
 
-def profile_options(request: Request, micro_batches: int | None) -> ProfileOptions:
-    """Return the options for profiling a model.
-
-    Args:
-        request: the request.
-        micro_batches: number per batch; None if this rank runs the end of the model itself.
-    """
+def profile_options(request: Request) -> ProfileOptions:
+    """Return the options for profiling the model of a request."""
     options, draft = request.options, request.draft
     row_parts: int | None = draft.micro_batches if is_pipelined(draft) else 1
     among = Constraints(pins=options.pins, strategies=request.usable, placement=options.placement)
     if request.given_plan is None and way_of_dealing(among) is not None:
         row_parts = options.micro_batches
     return ProfileOptions(
-        micro_batches,
         row_parts=row_parts,
         buffers=options.buffers,
         compute_loss=options.compute_loss,
@@ -230,17 +213,11 @@ def profile_options(request: Request, micro_batches: int | None) -> ProfileOptio
     )
 
 
-def _micro_batches(session: Session, request: Request) -> int | None:
-    """Return the micro-batches per batch; None if this rank runs the end of the model itself."""
-    tail = session.other(TailHosts)
-    return None if tail is None or tail.calls > 1 else request.draft.micro_batches
-
-
 def _profile_or_recall(
     job: TrainingJob, sample: Any, comm: Comm, features: Features, how: ProfileOptions
 ) -> ModelProfile:
     """Profile a model, with the times of an earlier start if they are known."""
-    parts = [how.row_parts, how.micro_batches, *(type(feature).__name__ for feature in features)]
+    parts = [how.row_parts, *(type(feature).__name__ for feature in features)]
     earlier = KnownModel(comm, key_of_model(job, sample, comm, parts))
     profile = profiled(job, sample, comm, features, replace(how, known=earlier.known))
     earlier.keep()
@@ -319,7 +296,9 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
     if request.given_plan is not None and not anew:
         check_served(draft, profile, cluster)
         check_row_parts(draft, profile)
-        plan = with_sharing(predict_again(draft, profile, cluster), profile, cluster)
+        if is_pipelined(draft):
+            check_cuts(profile, holders_in(draft))
+        plan = predict_again(draft, profile, cluster)
     else:
         among: dict[str, Any] = {
             "pins": options.pins,
@@ -331,60 +310,15 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             "options": options.search_options,
             "codecs": options.allowed_codecs,
         }
-        plan = known_plan(profile, cluster, among)
         session = found()
+        hosts = session.other(HoldingHosts) if session is not None else None
+        is_later = hosts is not None and hosts.calls > 1
+        if (is_later or device_of(facts.model).type != "cpu") and not is_pipelined(draft):
+            # such hosts hold layers of the first model alone, and on CPUs
+            cluster = replace(cluster, tail=())
+        plan = known_plan(profile, cluster, among)
         if session is not None and not (anew or session.others):
             plan = learn_plan(plan, profile, cluster, among, facts.model in session.usual_rows)
         check_row_parts(plan, profile)
     check_buffers(plan, profile)
     return planned(plan, request.features, facts)
-
-
-def _open_tail(
-    session: Session,
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    plan: Plan,
-    profile: ModelProfile,
-) -> FarTail | None:
-    """Open the way to the end of the model; None if the plan has none of it on tail hosts."""
-    at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
-    hosts = session.other(TailHosts)
-    if hosts is None or not at_tail:
-        return None
-    if hosts.calls > 1:
-        raise PlanError(
-            "tail hosts run the end of the model that is parallelised first",
-            do='parallelise this one first, or leave "stage" out of its plan',
-        )
-    tail = tail_of(map(profile.layer, at_tail))
-    assert tail is not None, "a layer is at the tail that is in no end of the model"
-    if set(tail.layers) != set(at_tail):
-        raise PlanError(
-            "the layers that the plan gives to tail hosts are no end of the model",
-            got=", ".join(at_tail),
-            expected=", ".join(tail.layers),
-            do="give all of these to them, or none",
-        )
-    modules = {name: model.get_submodule(name) for name in tail.modules}
-    shared = {name: rows_and_rest(choice.exchange)[1] for name, choice in at_tail.items()}
-    codec = _codec_of_tail(at_tail.values())
-    written = "" if codec is None else str(codec)
-    hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared, written))
-    at_workers = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
-    alike = any(strategy.role.is_cut for strategy in at_workers)
-    feed = TailFeed(plan.micro_batches, RowCrossing(codec), alike)
-    return FarTail(hosts, model, modules, loss_fn, feed)
-
-
-def _codec_of_tail(at_tail: Iterable[Choice]) -> Codec | None:
-    """Return the codec by which activations cross: one for all layers of the tail."""
-    rows = {choice.rows: choice.layer for choice in at_tail}
-    if len(rows) > 1:
-        ways = ", ".join(f"{layer} stage{codec}" for codec, layer in rows.items())
-        raise PlanError(
-            "layers on tail hosts have one codec for all",
-            got=ways,
-            do="give all of them the same, or none",
-        )
-    return row_codec(next(iter(rows)))

@@ -42,8 +42,8 @@ def unparallelize(model: nn.Module) -> None:
         model: a model that `parallelize` was given.
 
     Raises:
-        UsageError: the model is not parallelised, gradients were accumulated and not sent, its end
-            is on tail hosts, or workers run ahead of one another.
+        UsageError: the model is not parallelised, gradients were accumulated and not sent, or
+            workers run ahead of one another.
         RanksDiffer: another rank releases another model.
         WorldError: a rank was lost; then start again from a checkpoint.
 

@@ -40,12 +40,13 @@ from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import from_outside
 from shoal.front.options import Options, compared, in_order_of_patterns
+from shoal.front.stage_names import plan_with_pipeline, with_pipeline
 from shoal.optim.checks import check_optimizer
 from shoal.optim.closure_loss import check_updated_everywhere
 from shoal.planner.options import check_able, known, micro_batches_of, resolve, with_pins
 from shoal.profiling.identity import content, model_digest, other_names, trainable_layers
 from shoal.profiling.moving_state import check_ways
-from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
 from shoal.session.pending_model import pending_of
@@ -70,6 +71,7 @@ class Request:
         draft: the given plan, or the pinned layers, with the additions of features.
         facts: the facts that are known before anything is measured.
         usable: names of the strategies that the planner may use: no feature refuses them.
+        note: a line for the log about older names; '' if there are none.
     """
 
     options: Options
@@ -77,6 +79,7 @@ class Request:
     draft: Plan
     facts: PlanFacts
     usable: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def given_plan(self) -> Plan | None:
@@ -111,7 +114,7 @@ def checked(
     _check_left_alone(options.left_alone, model)
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     own = parameters | set(map(id, options.left_alone))
-    if isinstance(options.compute_loss, nn.Module) or session.other(TailHosts) is not None:
+    if isinstance(options.compute_loss, nn.Module) or session.other(HoldingHosts) is not None:
         _check_loss(loss, own)
     if isinstance(loss_fn, nn.Module):
         parameters |= held & {id(parameter) for parameter in loss_fn.parameters()}
@@ -124,8 +127,11 @@ def checked(
 
 def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     """Make the request for a model. Refuse a plan or options that do not go together."""
-    options = _by_known_names(options, model)
+    options, note = with_pipeline(_by_known_names(options, model), model, facts)
     given = options.given_plan()
+    if given is not None:
+        given, noted = plan_with_pipeline(given, model, facts)
+        note = noted or note
     if given is not None and options.pins:
         given = with_pins(given, options.pins)
     if given is None:
@@ -143,8 +149,8 @@ def request_of(options: Options, model: nn.Module, facts: PlanFacts) -> Request:
     if given is None:
         modules = {layer.name: layer.module for layer in trainable_layers(model)}
         pinned = {choice.layer: choice.strategy for choice in draft.choices}
-        check_able(modules, pinned, usable, facts.servers, facts.tail_hosts)
-    return Request(options, features, draft, facts, usable)
+        check_able(modules, pinned, usable, facts.servers)
+    return Request(options, features, draft, facts, usable, note)
 
 
 def _by_known_names(options: Options, model: nn.Module) -> Options:
@@ -207,7 +213,7 @@ def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> Pl
         servers, tail = len(cluster.servers), len(cluster.tail)
         return PlanFacts(model, cluster.topology, servers, tail, counted)
     session = current()
-    others, ends = session.other(Servers), session.other(TailHosts)
+    others, ends = session.other(Servers), session.other(HoldingHosts)
     servers, tail = len(others.hosts) if others else 0, len(ends.hosts) if ends else 0
     return PlanFacts(model, session.comm.topology, servers, tail, counted)
 

@@ -33,11 +33,11 @@ from shoal.core.numbers import MOST_SECONDS, is_positive
 from shoal.front import text
 from shoal.front.errors import show_messages_only
 from shoal.front.request import listed
-from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.servers.servers import Servers
 from shoal.servers.servers import serve as serve_workers
+from shoal.servers.stations import serve_stations
 from shoal.session.session import Session, World, begin, found, leave, of_thread
-from shoal.tail.stage import serve_tail
 
 
 @final
@@ -65,8 +65,8 @@ def init(
 
     If SHOAL_SERVERS=S is set on every rank, the last S ranks are servers (strategy "server"). On a
     server this call serves until the workers have ended, and then raises `Served`. If SHOAL_TAIL=T
-    is set, the last T ranks run the end of the model (strategy "stage"), or hold layers of a
-    pipeline ("pipeline:2" if two ranks train). They serve in `parallelize`.
+    is set, the last T ranks bring no rows, and hold layers of a pipeline ("pipeline:2" if two ranks
+    train). They serve in `parallelize`.
 
     Args:
         timeout_s: seconds after which an unfinished exchange is an error. By default the others
@@ -154,14 +154,14 @@ def serve(
             where=f"rank {session.world.rank} of {session.world.size}",
             do="call shoal.init() and train; or set SHOAL_SERVERS or SHOAL_TAIL on every rank",
         )
-    serve_tail(session, model, loss_fn, listed(optimizer))
+    hold(session, model, loss_fn, listed(optimizer))
     leave(None)
 
 
 def is_tail_host(session: Session) -> bool:
     """Return whether this process runs the end of models, and does not train."""
-    tail = session.other(TailHosts)
-    return tail is not None and tail.is_one
+    hosts = session.other(HoldingHosts)
+    return hosts is not None and hosts.is_one
 
 
 def serve_and_end(
@@ -171,9 +171,23 @@ def serve_and_end(
     optimizers: Sequence[Optimizer] = (),
 ) -> NoReturn:
     """Run a tail host until the workers have ended, and then raise `Served`."""
-    serve_tail(session, model, loss_fn, optimizers)
+    hold(session, model, loss_fn, optimizers)
     leave(None)
     raise Served
+
+
+def hold(
+    session: Session,
+    model: nn.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizers: Sequence[Optimizer] = (),
+) -> None:
+    """Hold layers of a model, as a host without rows, until the ranks that train have ended."""
+    hosts = session.other(HoldingHosts)
+    assert hosts is not None
+    serve_stations(hosts, model, loss_fn, optimizers)
+    session.drain()
+    session.close()
 
 
 def _is_server(comm: Comm) -> bool:
@@ -236,7 +250,7 @@ def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
     if comm.workers == comm.size:
         return Session(comm, world, cluster=cluster)
     if comm.topology.tail:
-        tail = TailHosts(comm)
+        tail = HoldingHosts(comm)
         return Session(comm.group(tail.peers), world, (tail,), cluster)
     return Session(comm.group(range(comm.workers)), world, (Servers(comm),), cluster)
 

@@ -20,7 +20,6 @@ from shoal.core.explanation import (
     Explanation,
     LayerExplanation,
     StationExplanation,
-    TailExplanation,
 )
 from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.numbers import how_many
@@ -70,8 +69,6 @@ def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableT
         parts.append(_refusals(explanation))
     if explanation.step.stations:
         parts.append(_stations(explanation.step.stations))
-    if explanation.stage is not None:
-        parts.append(_routes(explanation.stage))
     parts.append(_step(explanation))
     return Group(*parts)
 
@@ -172,20 +169,6 @@ def _refusals(explanation: Explanation) -> Text:
 
 def _and_more(count: int) -> str:
     return f" and {count} more" if count else ""
-
-
-def _routes(stage: TailExplanation) -> RenderableType:
-    at_once = "which go through it at once" if stage.joined else "one after the other"
-    layers = ", ".join(stage.layers)
-    title = f"the end of the model, {layers}: {stage.micro_batches} micro-batches a step, {at_once}"
-    table = _table(worker="left", to="left", sends="right", gets_back="right")
-    for route in stage.routes[:_MOST_ROWS]:
-        table.add_row(
-            route.worker, route.to, megabytes(route.sent_bytes), megabytes(route.received_bytes)
-        )
-    if more := stage.routes[_MOST_ROWS:]:
-        table.add_row(f"{len(more)} more workers, likewise")
-    return Group(Text(title, style="bold"), table)
 
 
 def _stations(stations: Sequence[StationExplanation]) -> RenderableType:

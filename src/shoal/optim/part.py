@@ -3,7 +3,7 @@
     whole    this rank has all of it; the optimizer itself updates it         (whole_parameters.py)
     owned    ranks or servers own pieces of it, and update these on lanes     (owned_pieces.py)
     cut      every rank has a part of it, and the optimizer updates that      (cut.py)
-    tail     hosts that run the end of the model have all of it               (tail.py)
+    far      hosts that hold layers and bring no rows have all of it          (far.py)
     table    servers have all rows of it                                      (table.py)
 
 An optimizer has parts of each model that it trains. Its methods loop over them, in the same order

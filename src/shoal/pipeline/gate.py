@@ -63,6 +63,6 @@ class CallGate:
     def go_back(self, run: Any) -> None:
         """Tell hosts without rows that a backward goes through the call."""
         assert self._guide is not None
-        # batch 15: all slopes are on their way
+        # batch 6: all slopes are on their way
         results, self._results, self._went_back = self._results, [], True
         self._guide.goes_back(run, results)

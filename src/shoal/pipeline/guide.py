@@ -30,15 +30,15 @@ from shoal.pipeline.told_functions import (
     shapes_of,
 )
 from shoal.remote.far_parameters import FarParameters
+from shoal.remote.holding_hosts import plain_settings
 from shoal.remote.station_messages import (
     ModuleSettings,
     StationBackward,
     StationCall,
     StationExpressions,
+    StationOrder,
     ToldResult,
 )
-from shoal.remote.tail_hosts import plain_settings
-from shoal.remote.tail_messages import TailMessage
 from shoal.remote.wire import Data
 from shoal.tensors.cut import is_cut
 
@@ -129,7 +129,7 @@ class Guide:
     """
 
     trainers: Comm
-    tell: Callable[[TailMessage], None] | None
+    tell: Callable[[StationOrder], None] | None
     far: Sequence[FarParameters]
     changed: ChangedSettings
     _known: set[int] = field(default_factory=set)
@@ -147,7 +147,7 @@ class Guide:
         self._alive[run] = self._calls
         if self.tell is None:
             return
-        # batch 11: the first rank speaks for all
+        # batch 1: the first rank speaks for all
         settings = self.changed.take()
         number, arguments = told.numbers[0], None
         if number not in self._known:

@@ -9,6 +9,9 @@ and the sum of gradients that an earlier micro-batch has left. All ranks meet so
 With S even stations and M micro-batches on processors of their own, where nothing crosses, a
 passage takes (M + S - 1) / M of the work of a rank: the bubble is (S - 1) / (M + S - 1).
 
+Where hosts without rows hold the last layers, each rank computes the front for its own rows, part
+by part. Parts go to the first host over its one link, and their gradients come back over it.
+
 Reference: Huang et al., "GPipe", 2019, section 3.2.
 """
 
@@ -62,11 +65,41 @@ class StationUses:
         return sum(use.gradient_bytes for use in self.uses)
 
 
-def stations_at(layers: Sequence[LayerProfile], holders: Mapping[str, int]) -> list[StationUses]:
+@dataclass(frozen=True)
+class Front:
+    """Layers before the first host that brings no rows: each rank computes them for its own rows.
+
+    Args:
+        forward_s: their seconds of forward.
+        backward_s: their seconds of backward.
+    """
+
+    forward_s: float
+    backward_s: float
+
+
+def front_of(layers: Sequence[LayerProfile], holders: Mapping[str, int], rows: int) -> Front | None:
+    """Return the front of layers that hosts without rows hold; None if ranks with rows hold some.
+
+    Args:
+        layers: the layers that are held.
+        holders: the rank of each layer.
+        rows: number of ranks that bring rows.
+    """
+    if min(holders[layer.name] for layer in layers) < rows:
+        return None
+    whole_s = layers[0].measured(UseFacts).backward_s
+    ready_s = max(layer.ready_s for layer in layers)
+    return Front(min(layer.needed_s for layer in layers), max(0.0, whole_s - ready_s))
+
+
+def stations_at(
+    layers: Sequence[LayerProfile], holders: Mapping[str, int], front: Front | None = None
+) -> list[StationUses]:
     """Return the stations of a model's layers, by the rank that holds each."""
     groups = {layer.measured(UseFacts).with_layer or layer.name: layer for layer in layers}
     return stations_of(
-        uses_of(layers),
+        uses_of(layers, front.forward_s if front else 0.0),
         {name: holders[layer.name] for name, layer in groups.items()},
         layers[0].measured(UseFacts).paces,
     )
@@ -111,7 +144,10 @@ WHOLE = RowPassage()
 
 
 def step_of(
-    stations: Sequence[StationUses], cluster: Cluster, passage: RowPassage = WHOLE
+    stations: Sequence[StationUses],
+    cluster: Cluster,
+    passage: RowPassage = WHOLE,
+    front: Front | None = None,
 ) -> tuple[float, float]:
     """Return the seconds of forward and of backward, waits included.
 
@@ -119,10 +155,13 @@ def step_of(
         stations: in the order of forward.
         cluster: the ranks.
         passage: the way of rows through them.
+        front: layers before the stations, if each rank computes them for its own rows. Their
+            seconds are not counted.
     """
     parts, micro_batches = passage.parts, cluster.size * passage.parts
     part, message_s = cluster.turn / parts, _message_s(cluster)
-    before = [0.0, *(station.before_bytes / parts for station in stations[1:]), 0.0]
+    before = [station.before_bytes / parts for station in stations]
+    before = [before[0] if front else 0.0, *before[1:], 0.0]
 
     def work(station: StationUses, seconds: float, come: float, go: float) -> StationWork:
         seconds = seconds * passage.slower * part + come * passage.read_s + go * passage.code_s
@@ -137,10 +176,46 @@ def step_of(
     ]
     dealt_s = _input_bytes(stations) * (cluster.size - 1) / cluster.link.bytes_per_s
     meeting_s = cluster.moves.wall.round_s if cluster.moves else 0.0
+    crossing_bytes = before[0] * passage.sent
+    arrivals = _arrivals(front, there[0].rank, crossing_bytes, cluster, parts) if front else ()
+    forward_s = passage_s(there, micro_batches, cluster, arrivals)
+    backward_s = passage_s(back[::-1], micro_batches, cluster)
+    if front:
+        forward_s -= front.forward_s
+        backward_s = _back_s(front, backward_s, crossing_bytes, cluster, parts)
     return (
-        dealt_s + _FORWARD_MEETINGS * meeting_s + passage_s(there, micro_batches, cluster),
-        _BACKWARD_MEETINGS * meeting_s + passage_s(back[::-1], micro_batches, cluster),
+        dealt_s + _FORWARD_MEETINGS * meeting_s + forward_s,
+        _BACKWARD_MEETINGS * meeting_s + backward_s,
     )
+
+
+def _arrivals(front: Front, first: int, nbytes: float, cluster: Cluster, parts: int) -> list[float]:
+    """Return the moment at which each micro-batch of the front is at the first host.
+
+    All ranks compute at once, and the host's link takes one micro-batch at a time.
+    """
+    hosts, free_s = cluster.topology.hosts + cluster.tail, 0.0
+    found = [0.0] * (cluster.size * parts)
+    for part in range(parts):
+        ready_s = front.forward_s * (part + 1) / parts
+        for rank in range(cluster.size):
+            arrives_s = ready_s
+            if hosts[rank] != hosts[first]:
+                free_s = max(ready_s, free_s) + nbytes / cluster.link.bytes_per_s
+                arrives_s = free_s + _MESSAGES * cluster.link.latency_s
+            found[rank * parts + part] = arrives_s
+    return found
+
+
+def _back_s(front: Front, hosts_s: float, nbytes: float, cluster: Cluster, parts: int) -> float:
+    """Return the seconds of backward at hosts and on the way back, without those of the front.
+
+    The front's backward goes on with the parts of a rank that have come, while others come.
+    """
+    crossing_s = nbytes / cluster.link.bytes_per_s
+    come_s = max(hosts_s, cluster.size * parts * crossing_s) + crossing_s
+    beside_s = min(front.backward_s, come_s / cluster.size) * (parts - 1) / parts
+    return come_s + _MESSAGES * cluster.link.latency_s - beside_s
 
 
 def _message_s(cluster: Cluster) -> float:
@@ -191,9 +266,14 @@ def traffic_of(
         stations: in the order of forward.
         ranks: number of ranks.
         passage: the way of rows through them.
-        rows: number of ranks that bring rows, if some bring none.
+        rows: number of ranks that bring rows, if some bring none. These compute what is before the
+            first station, if that is on none of them.
     """
     sent, received = [0.0] * ranks, [0.0] * ranks
+    if rows and stations[0].rank >= rows:
+        nbytes = stations[0].before_bytes * passage.sent
+        sent[:rows] = [nbytes] * rows
+        received[stations[0].rank] += nbytes * rows
     for one, other in pairwise(stations):
         nbytes = other.before_bytes * passage.sent * (rows or ranks)
         sent[one.rank] += nbytes
@@ -225,8 +305,19 @@ class StationWork:
     crossing_bytes: float = 0.0
 
 
-def passage_s(stations: Sequence[StationWork], micro_batches: int, cluster: Cluster) -> float:
+def passage_s(
+    stations: Sequence[StationWork],
+    micro_batches: int,
+    cluster: Cluster,
+    arrivals: Sequence[float] = (),
+) -> float:
     """Return the seconds until all micro-batches are through all stations.
+
+    Args:
+        stations: in the order in which micro-batches come to them.
+        micro_batches: number of micro-batches.
+        cluster: the ranks.
+        arrivals: moments at which micro-batches come to the first station; () means 0.
 
     Examples:
         >>> import shoal
@@ -235,13 +326,13 @@ def passage_s(stations: Sequence[StationWork], micro_batches: int, cluster: Clus
         >>> passage_s([StationWork(0, 1.0), StationWork(1, 1.0)], 2, cluster)
         3.0
     """
-    return _Passage(stations, micro_batches, cluster).run()
+    return _Passage(stations, arrivals or (0.0,) * micro_batches, cluster).run()
 
 
 @final
 class _Passage:
     def __init__(
-        self, stations: Sequence[StationWork], micro_batches: int, cluster: Cluster
+        self, stations: Sequence[StationWork], arrivals: Sequence[float], cluster: Cluster
     ) -> None:
         self._stations, self._cluster = stations, cluster
         # ranks that take turns on shared cores have a whole one while few compute
@@ -251,13 +342,13 @@ class _Passage:
             rank: [
                 (number, micro)
                 for number, station in enumerate(stations)
-                for micro in range(micro_batches)
+                for micro in range(len(arrivals))
                 if station.rank == rank
             ][::-1]
             for rank in ranks
         }
-        self._arrives = {(0, micro): 0.0 for micro in range(micro_batches)}
-        self._coming: list[float] = []  # moments of arrivals to come, a heap
+        self._arrives = {(0, micro): moment for micro, moment in enumerate(arrivals)}
+        self._coming = sorted(arrivals)  # moments of arrivals to come, a heap
         # the moment from which a rank's link is free, out and in
         self._out, self._into = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
 

@@ -280,7 +280,7 @@ class ForwardRun:
 
     def _depart(self, station: int, micro: int, values: Sequence[Tensor], token: list[Any]) -> None:
         """Send the values that cross to the next station."""
-        # batch 13: values go on
+        # batch 4: values go on
         to = self.route.holders[station + 1]
         taking = [value for value in values if self.grad and value.requires_grad]
         flags = [int(self.grad and value.requires_grad) for value in values]
@@ -315,7 +315,7 @@ class ForwardRun:
 
     def _unweigh(self, grad: Tensor) -> Tensor:
         """Return a gradient as this rank's own: the engine takes the mean over ranks later."""
-        # batch 17: undo the weighing
+        # batch 8: undo the weighing
         weight = self.pipeline.weighs(self.weight_of)
         grad = grad.mul_(len(self.pipeline.bringing))
         return grad.div_(weight) if weight else grad

@@ -34,6 +34,7 @@ class UseFacts(Facts):
             layer of each is through.
         paces: the seconds of each rank, as a part of those of the slowest one; () if ranks compute
             alike.
+        backward_s: seconds of the model's whole backward.
     """
 
     with_layer: str = ""
@@ -43,6 +44,7 @@ class UseFacts(Facts):
     reason: str = "its forward was not recorded"
     after: tuple[float, float] = (1.0, 1.0)
     paces: tuple[float, ...] = ()
+    backward_s: float = 0.0
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Self]) -> Self:
@@ -61,7 +63,8 @@ class UseFacts(Facts):
         )
         slowest_s = max(profile.rank_s, default=0.0)
         paces = tuple(own_s / slowest_s for own_s in profile.rank_s) if slowest_s else ()
-        return replace(self, after=after, paces=paces if min(paces, default=1.0) < _ALIKE else ())
+        paces = paces if min(paces, default=1.0) < _ALIKE else ()
+        return replace(self, after=after, paces=paces, backward_s=profile.backward_s)
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> Self:
         return replace(
@@ -98,11 +101,15 @@ class LayerUse:
     gradient_bytes: float = 0.0
 
 
-def uses_of(layers: Sequence[LayerProfile]) -> list[LayerUse]:
+def uses_of(layers: Sequence[LayerProfile], begin_s: float = 0.0) -> list[LayerUse]:
     """Return the uses of layers in the order of forward.
 
     The seconds between layers count for the layer before. Uses of layers with names that
     differ in numbers only, as those of alike blocks, take the mean of their seconds.
+
+    Args:
+        layers: the layers.
+        begin_s: seconds of forward before the first use, which count for no layer.
     """
     groups: dict[str, list[LayerProfile]] = defaultdict(list)
     for layer in layers:
@@ -115,7 +122,7 @@ def uses_of(layers: Sequence[LayerProfile]) -> list[LayerUse]:
         ),
         key=lambda use: (use.number, use.needed_s),
     )
-    forward_s, backward_s = _forward_seconds(uses, layers), _backward_seconds(uses, layers)
+    forward_s, backward_s = _forward_seconds(uses, layers, begin_s), _backward_seconds(uses, layers)
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, use in enumerate(uses):
         alike[use.kind].append(index)
@@ -166,12 +173,14 @@ def _facts(name: str, layers: Sequence[LayerProfile]) -> UseFacts:
     return next((each for each in layers if each.name == name), layers[0]).measured(UseFacts)
 
 
-def _forward_seconds(uses: Sequence[_GroupUse], layers: Sequence[LayerProfile]) -> list[float]:
+def _forward_seconds(
+    uses: Sequence[_GroupUse], layers: Sequence[LayerProfile], begin_s: float
+) -> list[float]:
     """Return the seconds from each use to the next, the last to the end of forward."""
-    begins, at_s = list[float](), 0.0
+    begins, at_s = list[float](), begin_s
     for use in uses:
         needed = [layer.needed_s for layer in use.layers if layer.calls and not use.at]
-        at_s = max([at_s, *needed[:1]]) if begins else 0.0
+        at_s = max([at_s, *needed[:1]]) if begins else begin_s
         begins.append(at_s)
         at_s += use.part * sum(layer.forward_s for layer in use.layers)
     after, _ = layers[0].measured(UseFacts).after

@@ -6,7 +6,7 @@ More parts keep ranks less idle, but each is computed more slowly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.codecs.coded_exchange import read_codec
@@ -15,6 +15,7 @@ from shoal.core.facts import Cluster, ModelProfile, Setting
 from shoal.core.placement import BALANCED
 from shoal.core.registry import named
 from shoal.pipeline.prices import RowPassage, stations_at, step_of
+from shoal.planner.apart_plans import ends_of, step_with
 from shoal.planner.holders import holders_of, unasked_holders
 from shoal.planner.lossy_plans import WORTH
 from shoal.planner.options import known, unserved_error
@@ -75,6 +76,8 @@ def dealing_of(
     if way is None:
         return None
     is_alone, predictor = is_dealt_alone(constraints), Predictor(profile, cluster)
+    if cluster.tail and not is_alone:
+        return _apart(predictor, way, micro_batches, codecs)
     for layer in profile.layers if is_alone else ():
         if (reason := predictor.refusal(layer, way)) is not None:
             raise unserved_error(layer.name, {way: reason})
@@ -95,6 +98,35 @@ def dealing_of(
     before = f"+{setting.codec}" if setting.codec else ""
     pins = {name: f"{way}{before}:{rank}" for name, rank in dealt.items()}
     return Dealing(pins, setting.parts)
+
+
+def _apart(
+    predictor: Predictor, way: str, micro_batches: int | None, codecs: Sequence[str]
+) -> Dealing | None:
+    """Return the best way to give an end of the model to hosts without rows; None if none can."""
+    profile, cluster = predictor.profile, predictor.cluster
+    numbers = [micro_batches] if micro_batches else _numbers(profile)
+
+    def way_there(end: Mapping[str, int], codec: str) -> dict[str, str]:
+        before = f"+{codec}:" if codec else ""
+        return {name: f"{before}{rank}" for name, rank in end.items()}
+
+    def step_s(end: Mapping[str, int], parts: int, codec: str = "") -> float:
+        return step_with(profile, cluster, way, way_there(end, codec), parts)
+
+    ends = list(ends_of(predictor, way))
+    if not ends:
+        return None
+    end = min(ends, key=lambda end: step_s(end, numbers[0]))
+    best, best_s, least_s = ("", numbers[0]), step_s(end, numbers[0]), 0.0
+    for codec in ("", *_rows_codec(codecs)):
+        for parts in numbers:
+            least_s = best_s * (1 - (WORTH if codec else _PARTS_WORTH))
+            if (seconds := step_s(end, parts, codec)) < least_s:
+                best, best_s = (codec, parts), seconds
+    codec, parts = best
+    colon = "" if codec else ":"
+    return Dealing({n: f"{way}{colon}{to}" for n, to in way_there(end, codec).items()}, parts)
 
 
 def _rows_codec(codecs: Sequence[str]) -> list[str]:

@@ -13,14 +13,12 @@ from shoal.core.explanation import (
     Explanation,
     LayerExplanation,
     PredictedStep,
-    Route,
     StationExplanation,
-    TailExplanation,
 )
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
-from shoal.pipeline.prices import stations_at
+from shoal.pipeline.prices import front_of, stations_at
 from shoal.planner.holders import holders_in, is_dealt, unasked_holders
 from shoal.planner.learning import learning_line
 from shoal.planner.local import explain_locally
@@ -29,7 +27,6 @@ from shoal.planner.options import PLAIN, known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.simpler_plans import lead_on
 from shoal.planner.timeline import Predictor, with_settings_of
-from shoal.profiling.tails import tail_of
 
 _MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the whole step
 
@@ -91,7 +88,6 @@ def explain(
             for choice in plan.choices
         ),
         placement=plan.placement,
-        stage=_stage(plan, predictor, cluster),
         idle=_idle(plan, predictor, cluster),
         moving=profile.moving,
         norms=profile.norms,
@@ -138,26 +134,10 @@ def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]
         used = held.union(busy)
         return tuple(f"rank {rank} ({host})" for rank, host in hosts if rank not in used)
     chosen = [predictor.role(choice.strategy) for choice in plan.choices]
-    is_used = any(role.takes_servers or role.is_at_tail for role in chosen)
+    is_used = any(role.takes_servers for role in chosen)
     # idle hosts come after the ones that train
     idle = () if is_used else cluster.servers + cluster.tail
     return tuple(f"rank {rank} ({host})" for rank, host in enumerate(idle, start=cluster.size))
-
-
-def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> TailExplanation | None:
-    """Describe the routes between workers and tail hosts, if these run the end of the model."""
-    at_tail = [
-        choice.layer for choice in plan.choices if predictor.role(choice.strategy).is_at_tail
-    ]
-    tail = tail_of(map(predictor.layer, at_tail))
-    if tail is None or not cluster.tail:
-        return None
-    routes = []
-    for worker, host in enumerate(cluster.topology.hosts):
-        number = worker % len(cluster.tail)
-        to = f"rank {cluster.size + number} ({cluster.tail[number]})"
-        routes.append(Route(f"rank {worker} ({host})", to, tail.sent_bytes, tail.received_bytes))
-    return TailExplanation(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
 
 
 def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[StationExplanation, ...]:
@@ -166,8 +146,10 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
         return ()
     holders = holders_in(plan)
     layers = [layer for layer in predictor.profile.layers if layer.name in holders]
-    stations = stations_at(layers, holders)
-    before = [0.0, *(station.before_bytes * cluster.size for station in stations[1:]), 0.0]
+    front = front_of(layers, holders, cluster.size)
+    stations = stations_at(layers, holders, front)
+    before = [station.before_bytes * cluster.size for station in stations]
+    before = [before[0] if front else 0.0, *before[1:], 0.0]
     hosts, seen, found = (
         cluster.topology.hosts + cluster.tail,
         set[str](),

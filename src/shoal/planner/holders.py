@@ -161,8 +161,19 @@ def _are_apart(exchanges: Iterable[str], cluster: Cluster) -> bool:
 
 
 def check_cuts(profile: ModelProfile, holders: Mapping[str, int]) -> None:
-    """Raise PlanError if layers have ranks such that a cut lies where none can."""
-    for station in stations_at(profile.layers, dict.fromkeys(profile.names, EACH) | dict(holders)):
+    """Raise PlanError if layers have ranks such that a cut lies where none can.
+
+    Layers that each rank has for its own rows come before all others.
+    """
+    stations = stations_at(profile.layers, dict.fromkeys(profile.names, EACH) | dict(holders))
+    for number, station in enumerate(stations):
+        if number and station.rank == EACH:
+            raise PlanError(
+                "layers of the ranks that train come after layers on hosts that bring no rows",
+                where=f"layer {station.uses[0].layer}",
+                do="give all layers from there on to these hosts, too, or those before to ranks "
+                "that train",
+            )
         if station.before_bytes >= NO_CUT:
             raise PlanError(
                 "forward changes a value in place of which another rank has a view",
@@ -288,3 +299,38 @@ def holders_in(plan: Plan) -> dict[str, int]:
         for choice in plan.choices
         if named(Strategy, choice.strategy).role.names_ranks
     }
+
+
+def home_of(name: str, holders: Mapping[str, int]) -> int:
+    """Return the rank of a buffer that training changes: that of the layers around it.
+
+    Args:
+        name: the dotted name of the buffer.
+        holders: the rank of each layer.
+
+    Raises:
+        PlanError: it is in the loss, or layers around it have several ranks.
+    """
+    if name.startswith(OF_LOSS):
+        raise PlanError(
+            "a pipeline does not keep buffers of the loss that training changes",
+            where=f"buffer {name.removeprefix(OF_LOSS)} of the loss",
+            do="make the buffer a part of the model, or leave out the pipeline",
+        )
+    module = name
+    while True:
+        module = module.rpartition(".")[0]
+        near = {
+            rank
+            for layer, rank in holders.items()
+            if not module or layer == module or layer.startswith(f"{module}.")
+        }
+        if len(near) == 1:
+            return near.pop()
+        if near:
+            raise PlanError(
+                "training changes a buffer of a module with layers on several ranks",
+                where=f"buffer {name}",
+                do="make it a buffer of a module with layers of one rank, or give these layers to "
+                "one rank",
+            )

@@ -169,9 +169,6 @@ class _CodecTrial:
         layers = sorted(self._predictor.profile.layers, key=lambda layer: layer.nbytes)
         most_s = plan.predicted_s * (1 + _LESS)
         together = [[layer.name] for layer in layers[-_MOST:]]
-        # tail hosts have one codec, so their layers change together
-        at_tail = [name for (name,) in together if self._is_at_tail(plan.choice(name))]
-        together = [names for names in together if names[0] not in at_tail] + [at_tail]
         for names in together:
             if any(plan.choice(name) != before[name] for name in names):
                 other = plan
@@ -181,9 +178,6 @@ class _CodecTrial:
                 if other.predicted_s <= most_s:
                     plan = other
         return plan
-
-    def _is_at_tail(self, choice: Choice) -> bool:
-        return self._predictor.role(choice.strategy).is_at_tail
 
     def _mend(self, plan: Plan) -> Plan:
         """Return the plan with exact choices for layers that have lost the layer they need."""

@@ -36,7 +36,7 @@ _SAME_LINK = 0.1  # relative difference of rates up to which two links are the s
 def has_terms(plan: Plan) -> bool:
     """Return whether a prediction's terms describe its main thread in every step."""
     roles = [named(Strategy, choice.strategy).role for choice in plan.choices]
-    elsewhere = any(role.runs_elsewhere or role.has_tables for role in roles)
+    elsewhere = any(role.names_ranks or role.has_tables for role in roles)
     return plan.in_step and not plan.periods and not elsewhere
 
 

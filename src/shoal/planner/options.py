@@ -23,6 +23,8 @@ from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 PLAIN = Replicate.name
+# an older name of a strategy, and its name today: front/stage_names.py reads the rest
+STAGE, STAGE_NOW = "stage", "pipeline"
 # least size of a layer or pair that is cut unasked: in bytes, and in seconds of the link
 _LEAST_CUT_BYTES, _LEAST_CUT_S = 1 << 20, 0.02
 
@@ -73,8 +75,7 @@ def with_pairs(
     pairs = pairs_of(predictor, options, allowed, pinned, every=every or bool(alone))
     only: dict[str, list[Option]] = {}
     for pair in pairs:
-        is_at_tail = any(predictor.role(way).is_at_tail for way, _ in pair.values())
-        if pair.keys() <= alone - only.keys() and not is_at_tail:
+        if pair.keys() <= alone - only.keys():
             only |= {name: [way] for name, way in pair.items()}
     return {**options, **only}, pairs
 
@@ -98,7 +99,6 @@ def check_able(
     pinned: Mapping[str, str],
     allowed: Sequence[str],
     servers: int,
-    tail_hosts: int,
 ) -> None:
     """Refuse, before anything is measured, strategies that cannot serve a layer or a pinned layer.
 
@@ -107,7 +107,6 @@ def check_able(
         pinned: the strategies of layers that have one already.
         allowed: names of the strategies that may serve the other layers.
         servers: number of hosts that own parameters and do not train.
-        tail_hosts: number of hosts that run the end of the model.
 
     Raises:
         PlanError: no strategy that may serve layers can serve one. The error says why.
@@ -115,10 +114,7 @@ def check_able(
     free: dict[str, Mapping[str, str]] = {}  # reasons of layers without a pin
     for layer, module in modules.items():
         names = [pinned[layer]] if layer in pinned else allowed
-        reasons = {
-            name: unable_before(named(Strategy, name), module, servers, tail_hosts)
-            for name in names
-        }
+        reasons = {name: unable_before(named(Strategy, name), module, servers) for name in names}
         if layer not in pinned:
             free[layer] = reasons
         elif all(reasons.values()):
@@ -209,9 +205,6 @@ def pairs_of(
                 for layer_name, way in needed.items()
             ):
                 continue
-            if predictor.role(name).is_at_tail:
-                pairs.append(pair)
-                continue
             together_s = sum(_seconds(predictor, layers[n], way) for n, way in served.items())
             apart_s = sum(
                 min(_seconds(predictor, layers[n], way) for way, _ in options[n]) for n in served
@@ -264,10 +257,8 @@ def add_needed(
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
-    if predictor.role(strategy).runs_elsewhere:
-        # the exchange says how tail hosts share the layer (plan_details.py), or names the rank
-        # (holders.py)
-        exchange = ""
+    if predictor.role(strategy).names_ranks:
+        exchange = ""  # the exchange names the rank: holders.py
     if exchange.startswith("+"):
         exchange = ""  # a codec of rows: carrier_terms.py
     if reason is None and exchange and not predictor.role(strategy).takes_exchange:
@@ -302,7 +293,8 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
             got=repr(strategies)[:200],
             do=f"write {[strategies] if isinstance(strategies, str) else ['replicate']}",
         )
-    return tuple(named(Strategy, name).name for name in listed)
+    now = [STAGE_NOW if name == STAGE else name for name in listed]
+    return tuple(dict.fromkeys(named(Strategy, name).name for name in now))
 
 
 def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
@@ -319,7 +311,7 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
         codec, rest = rows_and_rest(exchange)
         if codec:
             exchange = f"+{read_codec(codec)}" + (f":{rest}" if rest else "")
-        elif exchange and not role.runs_elsewhere:
+        elif exchange and not role.names_ranks:
             exchange = str(read_exchange(exchange))
         layers = matched(pattern, names, "pin", "layer")
         if role.names_ranks and not rest:  # the planner finds the rank

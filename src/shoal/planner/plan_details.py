@@ -1,7 +1,4 @@
-"""Settings of a found plan: chunks, micro-batches at the tail, and how tail hosts share layers.
-
-Tail hosts have a plan within the plan, because they are a job of their own. Each has the rows of
-its workers, W/T times one worker's rows, and its layers are served as in any job.
+"""Settings of a found plan: codecs, chunks of rows, micro-batches.
 
 The best plan of a search competes with a plan that gives each layer to a rank: a pipeline. The
 pipeline wins if its step is `DEALT_WORTH` times as short, because no rank of it can evaluate or
@@ -17,17 +14,15 @@ from typing import Any
 
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
+from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
-from shoal.core.registry import named, of
-from shoal.core.way import rows_and_rest
+from shoal.core.registry import of
 from shoal.planner.dealt_plans import dealing_of, is_dealt_alone
 from shoal.planner.lossy_plans import with_codecs
 from shoal.planner.options import micro_batches_of
-from shoal.planner.search import predict_again, search, within_memory
+from shoal.planner.search import CUT_WORTH, predict_again, search, within_memory
 from shoal.planner.search_options import DEFAULT, Constraints, SearchOptions
 from shoal.planner.simpler_plans import take_simpler
-from shoal.profiling.tails import tail_of
 
 # how many times as fast a pipeline must be, and the seconds that it must save
 DEALT_WORTH, LEAST_SAVED_S = 1.3, 0.02
@@ -43,7 +38,7 @@ def plan_for(
     codecs: Sequence[str] = (),
     **how: Any,
 ) -> Plan:
-    """Return the plan that `search` finds, with codecs, chunks of rows, and shares of tail hosts.
+    """Return the plan that `search` finds, with codecs and chunks of rows.
 
     Args:
         profile: the model, as profiled in so many micro-batches.
@@ -74,6 +69,8 @@ def plan_for(
             raise
         return pipeline
     saved_s = plan.predicted_s - pipeline.predicted_s
+    if cluster.tail:  # these hosts are there to be used
+        return pipeline if plan.predicted_s > (1 + CUT_WORTH) * pipeline.predicted_s else plan
     is_worth = plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > LEAST_SAVED_S
     return pipeline if is_worth else plan
 
@@ -99,62 +96,8 @@ def _plan_under(
             (predict_again(replace(made, chunks=c), profile, cluster) for c in options.chunks),
             key=_with_chunks_s,
         )
-    if cluster.tail:
-        made = min(
-            (predict_again(replace(made, joined=j), profile, cluster) for j in options.joined),
-            key=_predict,
-        )
-    return with_sharing(made, profile, cluster, options)
-
-
-def with_sharing(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, options: SearchOptions = DEFAULT
-) -> Plan:
-    """Add the strategy by which tail hosts share each of their layers, in its choice's `exchange`.
-
-    Raises:
-        PlanError: the plan names an impossible one.
-    """
-    kinds = of(Strategy)
-    at_tail = [choice for choice in plan.choices if kinds[choice.strategy].role.is_at_tail]
-    ways = {choice.layer: rows_and_rest(choice.exchange)[1] for choice in at_tail}
-    pinned = {layer: way for layer, way in ways.items() if way}
-    if len(cluster.tail) < 2:
-        if pinned:
-            layer, way = next(iter(pinned.items()))
-            do = 'pin it to "stage" alone, or take more tail hosts'
-            raise PlanError(
-                f"one tail host shares layer {layer} with nobody", got=f"stage:{way}", do=do
-            )
-        return plan
-    if not at_tail:
-        return plan
-    tail = tail_of(profile.layer(choice.layer) for choice in at_tail)
-    assert tail is not None, "a layer is at the tail that is in no end of the model"
-    end = profile.excerpt(Excerpt(tail.layers, rows=cluster.size / len(cluster.tail)))
-    hosts = replace(cluster, topology=Topology(cluster.tail), tail=(), servers=())
-    usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts]
-    for layer, way in pinned.items():
-        strategy = named(Strategy, way.partition(":")[0])
-        reason = "it takes hosts of its own" if strategy.name not in usable else None
-        reason = reason or strategy.refusal(end.layer(layer), hosts)
-        if reason is not None:
-            raise PlanError(
-                f"tail hosts cannot share layer {layer} so: {reason}",
-                got=f"stage:{way}",
-                expected=", ".join(usable),
-            )
-    inner = search(end, hosts, Constraints(pins=pinned, strategies=usable), options)
-    for choice in inner.choices:
-        before = plan.choice(choice.layer)
-        way = f"{before.rows}:{choice.way}" if before.rows else choice.way
-        plan = plan.with_choice(replace(before, exchange=way))
-    return plan
+    return made
 
 
 def _with_chunks_s(plan: Plan) -> float:
     return plan.predicted_s * (1 + _CHUNKS_WORTH * (plan.chunks > 1))
-
-
-def _predict(plan: Plan) -> float:
-    return plan.predicted_s

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
-from shoal.core.numbers import check_truth, check_whole, shown
+from shoal.core.numbers import check_whole, shown
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import LEAST_PART_BYTES
 
 _START_BYTES = 4 << 20
 _MOST_LAYERS = 96
 _USUAL = {"least_part_bytes": LEAST_PART_BYTES, "most_layers": _MOST_LAYERS}
-_EXAMPLES = {"bucket_bytes": "(1 << 20,)", "chunks": "(1, 2)", "joined": "(True,)"}
+_EXAMPLES = {"bucket_bytes": "(1 << 20,)", "chunks": "(1, 2)"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class SearchOptions:
         bucket_bytes: sizes of buckets.
         least_part_bytes: the least size of the parts that a layer with owners is cut into.
         chunks: numbers of chunks that rows come in to layers that are cut over ranks.
-        joined: whether to let all micro-batches go through tail hosts at once.
         most_layers: the largest number of layers that are decided one by one. With more, small
             neighbours change together.
 
@@ -43,7 +42,6 @@ class SearchOptions:
     bucket_bytes: tuple[int, ...] = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
     least_part_bytes: int = LEAST_PART_BYTES
     chunks: tuple[int, ...] = (1, 2, 4, 8)
-    joined: tuple[bool, ...] = (True, False)
     most_layers: int = _MOST_LAYERS
 
     def __post_init__(self) -> None:
@@ -55,13 +53,9 @@ class SearchOptions:
             if not values:
                 raise UsageError(f"a search has no {name} to try", do="give at least one")
             for value in values:
-                if name == "joined":
-                    check_truth("joined of a search has True, False or both", value, do=do)
-                else:
-                    rule = f"{name} of a search are whole numbers, at least 1"
-                    check_whole(rule, value, 1, do=do)
-            ordered = values if name == "joined" else sorted(values)
-            object.__setattr__(self, name, tuple(dict.fromkeys(ordered)))
+                rule = f"{name} of a search are whole numbers, at least 1"
+                check_whole(rule, value, 1, do=do)
+            object.__setattr__(self, name, tuple(dict.fromkeys(sorted(values))))
         for name in ("least_part_bytes", "most_layers"):
             rule, value = f"{name} of a search is a whole number, at least 1", getattr(self, name)
             check_whole(rule, value, 1, do=f"leave it out: it is {_USUAL[name]:,}")

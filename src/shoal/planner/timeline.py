@@ -31,8 +31,8 @@ _BURST = 0.01  # share of the step: a smaller burst does not change it
 
 
 def with_settings_of(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """Return the profile with the plan's settings of owners, of the model's end, and of chunks."""
-    setting = Setting(chunks=plan.chunks, joined=plan.joined, parts=plan.micro_batches)
+    """Return the profile with the plan's settings of owners, of parts of rows, and of chunks."""
+    setting = Setting(chunks=plan.chunks, parts=plan.micro_batches)
     return profile.with_owners(plan.owners(profile.names)).under(setting).updated(plan.periods)
 
 
@@ -93,7 +93,8 @@ class Predictor:
             self._needs[layer, strategy] = self._strategies[strategy].needs(self._layers[layer])
         return self._needs[layer, strategy]
 
-    def _sites(self, plan: Plan) -> Iterator[Site]:
+    def sites(self, plan: Plan) -> Iterator[Site]:
+        """Yield the sites of a plan."""
         return plan.sites(self._compute.nbytes, self._roles, placed=self._placed)
 
     def role(self, strategy: str) -> Role:
@@ -143,13 +144,12 @@ class Predictor:
 
     def costs(self, plan: Plan) -> list[Cost]:
         """Return the cost of each site of a plan for one rank."""
-        return [self.cost(site) for site in self._sites(plan)]
+        return [self.cost(site) for site in self.sites(plan)]
 
     def _price_site(self, site: Site) -> Priced:
         if site not in self._prices:
-            # the tail's backward is over before the workers' begins; stations change all of it
-            role = self.role(site.strategy)
-            number = 0 if role.runs_elsewhere else -1
+            # backward at hosts is over before that of the front begins; stations change all of it
+            number = 0 if self.role(site.strategy).names_ranks else -1
             self._prices[site] = Priced(site, self._estimate(site), site.layers[number])
         return self._prices[site]
 
@@ -215,7 +215,7 @@ class Predictor:
         plan = self._plan(choices, bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._compute.total_nbytes
         held = 0.0
-        for site in self._sites(plan):
+        for site in self.sites(plan):
             cost = self.cost(site)
             nbytes = sum(self._compute.nbytes[name] for name in site.layers) / site.parts
             updated = cost.update.main + cost.update.lane
@@ -259,7 +259,7 @@ class Predictor:
 
     def _step(self, plan: Plan, burst_s: float = 0.0) -> StepSimulation:
         """Return a step under a plan that begins with so many seconds of a burst."""
-        sites = [self._price_site(site) for site in self._sites(plan)]
+        sites = [self._price_site(site) for site in self.sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes, self._speeds, burst_s)
         return StepSimulation(self._compute, sites, lanes, self._state)
 

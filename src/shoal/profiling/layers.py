@@ -64,8 +64,6 @@ _UNLIKE = 1.5  # limit on a rank's seconds over the fastest rank's: a slower ran
 class ProfileOptions:
     """Settings of a profile, the same on every rank."""
 
-    # parts of a batch, if the end of the model may run on hosts of its own
-    micro_batches: int | None = None
     # parts of a rank's batch in a pipeline; None: the planner may choose
     row_parts: int | None = None
     # probes that measure for strategies; None: all that any known strategy asks for
@@ -142,7 +140,6 @@ def _trial(
         layers,
         tuple(optimizers),
         ranks,
-        options.micro_batches,
         options.row_parts,
         step,
         frozenset(readers.read),

@@ -156,17 +156,16 @@ def kind_of(module: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
 
 
-def unable_before(strategy: Strategy, module: nn.Module, servers: int, tail_hosts: int) -> str:
+def unable_before(strategy: Strategy, module: nn.Module, servers: int) -> str:
     """Return why a strategy cannot serve a module, as far as that shows before a measurement.
 
     Args:
         strategy: the strategy.
         module: the layer.
         servers: number of hosts that own parameters and do not train.
-        tail_hosts: number of hosts that run the end of the model.
     """
     like = like_of(module)
-    return strategy.unable(kind_of(module), servers, tail_hosts, like) or strategy.unfit(module)
+    return strategy.unable(kind_of(module), servers, like) or strategy.unfit(module)
 
 
 def _is_product(module: nn.Module) -> bool:

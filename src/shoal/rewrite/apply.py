@@ -70,7 +70,7 @@ class PlacedSite:
 class Rewritten:
     """Applied sites of a model, each with its transfers.
 
-    The places have no layers and no tail, which would keep the model alive.
+    The places have no layers and no model, which would keep the model alive.
     """
 
     sites: tuple[tuple[PlacedSite, tuple[Transfer, ...]], ...]
@@ -187,7 +187,7 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
     place = placed_site.place
-    ways = replace(place.ways, tail=None, model=None, sharing={})
+    ways = replace(place.ways, model=None, sharing={})
     return replace(placed_site, place=replace(place, layers={}, ways=ways))
 
 
@@ -277,7 +277,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0, tail_hosts
     modules = {layer.name: layer.module for layer in trainable_layers(model)}
     for choice in plan.choices:
         strategy, module = named(Strategy, choice.strategy), modules[choice.layer]
-        _check_serves(choice, unable_before(strategy, module, servers, tail_hosts=1))
+        _check_serves(choice, unable_before(strategy, module, servers))
         check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.runs_ahead)
 

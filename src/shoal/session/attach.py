@@ -27,7 +27,6 @@ from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import Buckets
 from shoal.core.eager_methods import keep_eager
-from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
 from shoal.engine.attendance import LaneAttendance
 from shoal.engine.border import Border
 from shoal.engine.common_state import Common, NowAndThen
@@ -37,13 +36,13 @@ from shoal.engine.weights import Weigher, Weight
 from shoal.optim.closure_loss import LossOfRanks, steers_by_loss
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts, scaler_of
+from shoal.optim.far import FarPart
 from shoal.optim.owned_pieces import OwnedPart
 from shoal.optim.owners import Owners
 from shoal.optim.part import Part
 from shoal.optim.table import TablePart
-from shoal.optim.tail import TailPart
 from shoal.remote.far_parameters import FarParameters
-from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.remote.verbs import Sum
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed, splits
@@ -66,7 +65,6 @@ from shoal.strategies.pipeline import (
     with_counters,
 )
 from shoal.strategies.row_parts import row_parts_of
-from shoal.strategies.stage import loss_at_tail
 from shoal.strategies.state_agreement import OfState, transfers_of
 
 
@@ -89,7 +87,7 @@ def attach(
     if prepared.plan.outer is not None:
         outer = prepared.plan.outer.on(session.comm.topology)
         prepared = replace(prepared, plan=replace(prepared.plan, outer=outer))
-    servers, ends = session.other(Servers), session.other(TailHosts)
+    servers, ends = session.other(Servers), session.other(HoldingHosts)
     num_servers = len(servers.hosts) if servers else 0
     num_ends = len(ends.hosts) if ends else 0
     check(prepared.plan, job.model, session.comm.size, num_servers, num_ends)
@@ -103,17 +101,13 @@ def attach(
         attachment.start(running)
     if prepared.plan.in_step:
         _compare(session, job, running)
-    far = [prepared.stage] if prepared.stage is not None else far_of(job.model)
-    _listen(session, running, far, opening.opened_attendance)
+    _listen(session, running, far_of(job.model), opening.opened_attendance)
     # 4
     parts = _extend_optimizers(opening, running)
     # 5
-    if prepared.stage is not None:
-        assert job.loss_fn is not None
-        job = replace(job, loss_fn=loss_at_tail(job.loss_fn))
     if is_pipeline(job.model) and job.loss_fn is not None:
         job = replace(job, loss_fn=loss_at_end(job.loss_fn))
-    loss, watched = watch(job, running, _terms(prepared), prepared.before)
+    loss, watched = watch(job, running, prepared.terms, prepared.before)
     _join(opening.weighing, watched.border)
     add(job.model, running.engine)
     profile, cluster = prepared.profile, prepared.cluster
@@ -156,7 +150,7 @@ def _open(opening: Opening, num_servers: int) -> Running:
 def _opened_apart(opening: Opening) -> HeldApart:
     """Tell hosts that bring no rows the layers that they hold."""
     plan, profile = opening.plan, opening.prepared.profile
-    hosts = opening.session.other(TailHosts)
+    hosts = opening.session.other(HoldingHosts)
     assert hosts is not None
     parts, moving = row_parts_of(plan, profile), opening.prepared.moving
     apart = open_holders(hosts, opening.model, opening.job.loss_fn, plan, parts, moving)
@@ -172,9 +166,8 @@ def _running(
     attachments: Mapping[str, Attachment[Any]],
 ) -> Running:
     """Start the engine, and return the running model. The session gets the threads to end them."""
-    session, tables, stage = opening.session, opening.tables, opening.stage
+    session, tables = opening.session, opening.tables
     opening.main += [tables.comm] if tables else []
-    opening.main += [stage.hosts.comm] if stage else []
     engine, at_servers = _start(opening, rewritten, buckets)
     owners = _owners(opening, engine, at_servers)
     running = Running(
@@ -202,22 +195,20 @@ def _running(
 
 def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
     """Rewrite the model's layers by the plan, with rank 0's values."""
-    stage, weighing = opening.stage, opening.weighing
+    weighing = opening.weighing
     profile = opening.prepared.profile
     measured = {} if profile is None else {layer.name: layer for layer in profile.layers}
 
     def with_channels(place: Place) -> Place:
         boundary, tables = opening.opened_boundary, opening.tables
         model = opening.model if place.ways.holders else None
-        ways = replace(place.ways, tables=tables, tail=stage, model=model, apart=opening.apart)
+        ways = replace(place.ways, tables=tables, model=model, apart=opening.apart)
         profiles = {name: measured[name] for name in place.layers if name in measured}
         return replace(place, comm=boundary, weighs=weighing, ways=ways, profiles=profiles)
 
     sites = [replace(site, place=with_channels(site.place)) for site in sites]
     values = opening.prepared.values
     take(opening.model, of_first(opening.model, opening.comm) if values is None else values)
-    if stage is not None:
-        stage.weighs = weighing
     return apply(opening.model, sites, opening.serve)
 
 
@@ -310,17 +301,6 @@ def _listen(
         engine.listen(Event.BACKWARD_ENTERED, listener)
 
 
-def _terms(prepared: Prepared) -> Terms:
-    """Return the terms of a loss without a count.
-
-    If tail hosts have the output, use the input: a look at the output would bring it here.
-    """
-    terms = prepared.terms
-    if prepared.stage is not None and terms.source == OUTPUT:
-        return replace(terms, source=INPUT, path=(), dims=OF_ROWS.dims)
-    return terms
-
-
 def _extend_optimizers(opening: Opening, running: Running) -> tuple[Part, ...]:
     """Extend the optimizers by the parts that are not whole here, and return these parts."""
     boundary = opening.opened_boundary if cuts(opening.plan) else None
@@ -329,8 +309,7 @@ def _extend_optimizers(opening: Opening, running: Running) -> tuple[Part, ...]:
         attendance.keep()
     all_parts: list[Part] = []
     for number, optimizer in enumerate(opening.optimizers):
-        far = far_of(opening.model) if opening.stage is None else [opening.stage]
-        parts = _parts(optimizer, number, running, boundary, far)
+        parts = _parts(optimizer, number, running, boundary, far_of(opening.model))
         if attendance is not None:
             _serve_states(attendance, parts)
         loss = None
@@ -365,7 +344,7 @@ def _parts(
         parts.append(OwnedPart(optimizer, number, running.owners))
     if boundary is not None:
         parts.append(CutPart(optimizer, boundary))
-    parts += [TailPart(optimizer, number, each) for each in far]
+    parts += [FarPart(optimizer, number, each) for each in far]
     if running.tables is not None:
         parts.append(TablePart(optimizer, number, running.tables))
     return parts

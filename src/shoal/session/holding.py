@@ -13,18 +13,17 @@ from typing import Any
 from torch import nn
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.state import OF_LOSS
 from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.pipeline.guide import ChangedSettings, Guide
 from shoal.pipeline.parts import RowParts
 from shoal.pipeline.route import EACH
-from shoal.planner.holders import holders_in
+from shoal.planner.holders import holders_in, home_of
 from shoal.profiling.identity import trainable_layers
-from shoal.remote.holder_way import FarHolder, HolderWay
+from shoal.remote.far_parameters import FarParameters, HolderWay
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.remote.station_messages import OpenStations
-from shoal.remote.tail_hosts import TailHosts
 from shoal.strategies.carrier_terms import row_codec
 
 
@@ -45,7 +44,7 @@ class HeldApart:
         changed: settings of the model and the loss that may change.
     """
 
-    hosts: TailHosts
+    hosts: HoldingHosts
     holders: Mapping[str, int]
     homes: Mapping[str, int]
     comm: Comm
@@ -62,13 +61,13 @@ class HeldApart:
                 if self.holders[layer.name] == trainers.size + number
             }
             if own:
-                far.append(FarHolder(HolderWay(self.hosts, number, trainers), own))
+                far.append(FarParameters(HolderWay(self.hosts, number, trainers), own))
         tell = None if trainers.rank else self.hosts.tell_all
         return Guide(trainers, tell, far, self.changed)
 
 
 def open_holders(
-    hosts: TailHosts,
+    hosts: HoldingHosts,
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     plan: Plan,
@@ -78,14 +77,15 @@ def open_holders(
     """Tell hosts the layers that they hold (a collective).
 
     Raises:
-        PlanError: the model is not the first, or training changes a buffer of the loss, or of a
-            module with layers on several ranks.
+        PlanError: the model is not the first, or is on a GPU, or training changes a buffer of the
+            loss, or of a module with layers on several ranks.
     """
     _check_first(hosts)
     named_ranks = holders_in(plan)
     holders = {layer.name: named_ranks.get(layer.name, EACH) for layer in trainable_layers(model)}
+    _check_devices(model, holders, len(hosts.trainers))
     homes = {state.name: home_of(state.name, holders) for state in moving}
-    workers = hosts.comm.workers
+    workers = len(hosts.trainers)
     buffers = {
         state.name: (state.how == "mean", homes[state.name])
         for state in moving
@@ -93,15 +93,15 @@ def open_holders(
     }
     codecs = {choice.rows for choice in plan.choices if choice.layer in named_ranks}
     codec = row_codec(max(codecs))
-    hosts.tell(
-        OpenStations(
-            holders,
-            buffers,
-            (parts.count, {form: tuple(cut) for form, cut in parts.calls.items()}),
-            "" if codec is None else str(codec),
-        )
+    opening = OpenStations(
+        holders,
+        buffers,
+        (parts.count, {form: tuple(cut) for form, cut in parts.calls.items()}),
+        "" if codec is None else str(codec),
     )
-    comm, _ = hosts.open_stations()
+    if not hosts.orders.rank:
+        hosts.tell_all(opening)
+    comm = hosts.open_stations()
     changed = ChangedSettings(model, loss_fn)
     changed.local = {name for name, home in homes.items() if home < workers} | {
         name
@@ -112,7 +112,7 @@ def open_holders(
     return HeldApart(hosts, holders, homes, comm, changed)
 
 
-def _check_first(hosts: TailHosts) -> None:
+def _check_first(hosts: HoldingHosts) -> None:
     """Raise PlanError if these hosts have taken part in an earlier `parallelize`."""
     if hosts.calls > 1:
         raise PlanError(
@@ -121,36 +121,14 @@ def _check_first(hosts: TailHosts) -> None:
         )
 
 
-def home_of(name: str, holders: Mapping[str, int]) -> int:
-    """Return the rank of a buffer that training changes: that of the layers around it.
-
-    Args:
-        name: the dotted name of the buffer.
-        holders: the rank of each layer.
-
-    Raises:
-        PlanError: it is in the loss, or layers around it have several ranks.
-    """
-    if name.startswith(OF_LOSS):
-        raise PlanError(
-            "a pipeline does not keep buffers of the loss that training changes",
-            where=f"buffer {name.removeprefix(OF_LOSS)} of the loss",
-            do="make the buffer a part of the model, or leave out the pipeline",
-        )
-    module = name
-    while True:
-        module = module.rpartition(".")[0]
-        near = {
-            rank
-            for layer, rank in holders.items()
-            if not module or layer == module or layer.startswith(f"{module}.")
-        }
-        if len(near) == 1:
-            return near.pop()
-        if near:
+def _check_devices(model: nn.Module, holders: Mapping[str, int], trainers: int) -> None:
+    """Raise PlanError if a layer that such a host would hold is not on a CPU."""
+    for layer in trainable_layers(model):
+        devices = {str(p.device) for p in layer.parameters.values() if p.device.type != "cpu"}
+        if holders[layer.name] >= trainers and devices:
             raise PlanError(
-                "training changes a buffer of a module with layers on several ranks",
-                where=f"buffer {name}",
-                do="make it a buffer of a module with layers of one rank, or give these layers to "
-                "one rank",
+                "hosts that bring no rows hold layers on CPUs only",
+                where=f"layer {layer.name}",
+                got=", ".join(sorted(devices)),
+                do="give the layer to ranks that train, or train the model on CPUs",
             )

@@ -22,7 +22,6 @@ from shoal.core.terms import OF_ROWS, Terms
 from shoal.engine.attendance import LaneAttendance
 from shoal.engine.lanes import streaming
 from shoal.engine.shared_parts import SharedParts
-from shoal.remote.far_tail import FarTail
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
 from shoal.session.holding import HeldApart
@@ -49,7 +48,6 @@ class Prepared:
         cluster: the ranks and their links as they were measured; None without a measurement.
         features: features of training, in their order.
         inputs_alike: whether ranks get the same inputs on purpose.
-        stage: the way to the end of the model, if hosts of its own run it.
         values: rank 0's values that differ between ranks. None: ranks compare all values as the
             model is attached.
         before: the hooks of an earlier plan, which has been released. The loss goes on with them.
@@ -60,7 +58,6 @@ class Prepared:
     cluster: Cluster | None = None
     features: Features = ()
     inputs_alike: bool = False
-    stage: FarTail | None = field(default=None, compare=False)
     values: Mapping[str, Tensor] | None = field(default=None, compare=False)
     before: Watched | None = field(default=None, compare=False)
 
@@ -117,11 +114,6 @@ class Opening:
     def model(self) -> nn.Module:
         """The module."""
         return self.job.model
-
-    @property
-    def stage(self) -> FarTail | None:
-        """The way to the end of the model, if hosts of its own run it."""
-        return self.prepared.stage
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -51,7 +51,7 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
                 got=rest or "no rank",
                 do=f'write for instance "{name}:0"',
             )
-    elif exchange and not strategy.role.is_at_tail:
+    elif exchange:
         raise PlanError(
             f"{name} takes no exchange",
             where=f"layer {layer}",

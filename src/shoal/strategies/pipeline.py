@@ -30,6 +30,7 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import HeldWay
 from shoal.core.cost import Cost, Phase, Update, Wait
+from shoal.core.eager_methods import eager
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
 from shoal.core.role import Role
@@ -37,20 +38,21 @@ from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.model_calls import PipelineCalls
 from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.output import EndOutput, as_bound
-from shoal.pipeline.prices import RowPassage, stations_at, step_of, traffic_of
+from shoal.pipeline.prices import RowPassage, front_of, stations_at, step_of, traffic_of
 from shoal.pipeline.route import EACH
-from shoal.pipeline.uses import UseFacts, uses_of
+from shoal.pipeline.uses import UseFacts
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.remote.far_parameters import AtTail, FarParameters
+from shoal.remote.far_parameters import AtHost, FarParameters
+from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.strategies.row_parts import RowFacts, RowProbe
-from shoal.strategies.stage import run_by, run_no_more, runs_by
 from shoal.strategies.state_agreement import OfState, of_holders, transfers_of
 from shoal.strategies.uses import UseProbe
 from shoal.tensors.cut import cut, cut_of, is_cut, opened, restore
 from shoal.tensors.rank_parameter import OnRank
 from shoal.tensors.row_crossing import RowCrossing
 
+_SLOT = "_runner"  # attribute of a module: the object that runs it
 _NUMBER = 4  # bytes of a number that crosses, if its type is not known
 
 
@@ -69,16 +71,19 @@ class Pipeline(Strategy):
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
-        uses = uses_of(layers)
-        stations = stations_at(layers, {layer.name: layer.setting.rank for layer in layers})
+        holders = {layer.name: layer.setting.rank for layer in layers}
+        front = front_of(layers, holders, cluster.size)
+        stations = stations_at(layers, holders, front)
+        uses = [use for station in stations for use in station.uses]
         passage = passage_of(layers[0].setting, layers[0].measured(RowFacts), cluster)
-        forward_s, backward_s = step_of(stations, cluster, passage)
+        forward_s, backward_s = step_of(stations, cluster, passage, front)
         nbytes = dict.fromkeys(range(cluster.size + len(cluster.tail)), 0)
         for layer in layers:
             nbytes[layer.setting.rank] += layer.nbytes
         whole = max(1, sum(nbytes.values()))
         paces = {station.rank: station.pace for station in stations}
         most = max(nbytes.values()) / whole
+        slowest = max(nbytes[rank] * pace for rank, pace in paces.items())
         there = traffic_of(stations, len(nbytes), passage, cluster.size)
         back = replace(there, sent=there.received, received=there.sent)
         return Cost(
@@ -86,9 +91,10 @@ class Pipeline(Strategy):
             in_backward=Phase(back, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
             forward_s=forward_s - sum(use.forward_s for use in uses),
             backward_s=backward_s - sum(use.backward_s for use in uses),
-            memory_bytes=max(nbytes.values()),  # gradients
-            held=most,
-            update=Update(main=max(nbytes[rank] * pace for rank, pace in paces.items()) / whole),
+            memory_bytes=0.0 if front else max(nbytes.values()),  # gradients
+            held=0.0 if front else most,
+            # hosts that bring no rows make their step beside the ranks'
+            update=Update(main=0.0, host=most) if front else Update(main=slowest / whole),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
@@ -139,7 +145,7 @@ def _find_model(place: Place) -> PipelinedModel:
 
 def _give(name: str, parameter: nn.Parameter, far: FarParameters) -> None:
     """Give a parameter to a host that brings no rows, and leave this rank its form."""
-    at_host = AtTail(name, parameter, far)
+    at_host = AtHost(name, parameter, far)
     far.write_values(name, parameter.detach())
     if parameter.grad is not None:
         far.write_gradient(name, parameter.grad)
@@ -310,3 +316,43 @@ class _LossAtEnd:
             if output is None
             else output.forward.loss(forward, args, kwargs)
         )
+
+
+def run_by(module: nn.Module, runner: Any) -> None:
+    """Make calls of the module call `runner.called(forward, …)` instead."""
+    kind = type(module)
+    module.__class__ = class_served_by(_OtherRun, kind, f"Staged{kind.__name__}")
+    module.__dict__[_SLOT] = runner
+
+
+def run_no_more(module: nn.Module) -> None:
+    """Undo `run_by`, if it was done."""
+    if issubclass(type(module), _OtherRun):
+        del module.__dict__[_SLOT]
+        module.__class__ = kind_before(module)
+
+
+def runs_by(module: nn.Module) -> Any:
+    """Return the object that runs a module; None if the module runs as it is."""
+    return module.__dict__.get(_SLOT)
+
+
+class _OtherRun(nn.Module):
+    """A module that another object runs. Its parameters, names and repr are the same.
+
+    A copy of it is an ordinary module.
+    """
+
+    _runner: Any = None
+
+    @eager
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._runner is None:
+            return super().forward(*args, **kwargs)
+        return self._runner.called(super().forward, *args, **kwargs)
+
+    def _get_name(self) -> str:
+        return kind_before(self).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, kind_before(self), _SLOT)

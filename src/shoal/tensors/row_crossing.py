@@ -4,7 +4,7 @@
 
 The error of a code is never sent later, because there is no next round of the same values. So only
 codecs that code each value by itself and are near in one step take part. A rank's own rows stay
-exact. Activations and their gradients cross between workers and tail hosts in the same way.
+exact. Values of a pipeline and their gradients cross between ranks in the same way.
 Costs two passes over the rows, on the main thread.
 """
 

@@ -40,7 +40,7 @@ from shoal_tools.launch.quota import LEAST_CORES
     "--tail",
     default=0,
     type=click.IntRange(0, MAX_HOSTS),
-    help='More hosts, for the end of models (strategy "stage").',
+    help='More hosts, for the end of models (strategy "pipeline").',
 )
 @click.option(
     "--rate",

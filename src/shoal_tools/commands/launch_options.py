@@ -59,7 +59,7 @@ _OPTIONS = [
         default=0,
         metavar="N",
         type=click.IntRange(0, MOST_RANKS_HERE),
-        help='Start more ranks, for the end of the model (strategy "stage").',
+        help='Start more ranks, for the end of the model (strategy "pipeline").',
     ),
     click.option(
         "--ranks-per-host",

@@ -42,7 +42,6 @@ from shoal.front.stages import Stages
 from shoal.planner.explain import explain
 from shoal.profiling.identity import model_digest
 from shoal.profiling.profile_file import Measured
-from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import cuts
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
@@ -430,11 +429,11 @@ def measured(
     asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
     request = request_of(asked, model, facts_for(asked, model, cluster))
     job = job_of(request, objective.loss_fn, listed(optimizer))
-    at_tail = request.draft.micro_batches if session.other(TailHosts) else None
-    how = profile_options(request, at_tail)
+    how = profile_options(request)
     profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
-    wanted = all_codecs(None, options.pins, options.allowed_codecs)
+    stages.say(request.note)
+    wanted = all_codecs(None, request.options.pins, options.allowed_codecs)
     where = (
         with_codings(cluster, session.comm, wanted)
         if cluster

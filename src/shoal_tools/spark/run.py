@@ -55,7 +55,7 @@ def run(
         df: a Spark DataFrame.
         num_ranks: number of ranks that train. Their tasks run at once, so each needs a free core.
         num_servers: number of further tasks for servers (strategy "server"). They do not call `fn`.
-        num_tail: number of further tasks for the end of the model (strategy "stage"). They call
+        num_tail: number of further tasks for the end of the model (strategy "pipeline"). They call
             `fn` with one batch, and begin to serve when it calls `parallelize`.
         batch_size: rows of each rank in a step.
         epochs: number of passes that `fn` makes. With 1 nothing is written to disk.

@@ -5,7 +5,7 @@
       StationCall         computes this host's stations for the rows of each rank
       StationExpressions  computes functions of the output, if the end is here
       StationBackward     goes back through a call; gradients go to the stations before
-      TailStep …          makes the step, with this host's own optimizer
+      HeldOrder           makes the step, with this host's own optimizer, reads, writes … (held.py)
 
 It replays the model's own forward, as the ranks that train do. Guarded by
 tests/pipeline/test_holding.py.
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, assert_never, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.codecs.coded_exchange import read_codec
-from shoal.comm.threads import ThreadComm
 from shoal.contracts.row_weights import UNWEIGHED
 from shoal.contracts.state import OF_LOSS, states
+from shoal.core.errors import UsageError
 from shoal.optim.extend import extend
 from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.computed_forward import EndedForward
@@ -38,17 +38,18 @@ from shoal.pipeline.run import model_call
 from shoal.pipeline.told_functions import LOSS_NAME, Reference, from_data, function_of, modes_of
 from shoal.profiling.identity import trainable_layers
 from shoal.remote.channel import Channel
+from shoal.remote.holding_hosts import HoldingHosts
 from shoal.remote.station_messages import (
+    HeldOrder,
     ModuleSettings,
     OpenStations,
     StationBackward,
     StationCall,
     StationExpressions,
 )
-from shoal.remote.tail_hosts import TailHosts
-from shoal.remote.tail_messages import TailDone
-from shoal.tail.held import HeldParameters, Nowhere, leave
-from shoal.tail.inbox import Inbox
+from shoal.remote.verbs import End
+from shoal.servers.held import HeldParameters, Nowhere, leave
+from shoal.servers.inbox import Inbox
 from shoal.tensors.cut import cut
 from shoal.tensors.row_crossing import RowCrossing
 
@@ -69,7 +70,7 @@ class HeldCall:
 
 
 @final
-class HeldStations(HeldParameters):
+class HeldStations:
     """The stations of one model on one host.
 
     Args:
@@ -82,24 +83,23 @@ class HeldStations(HeldParameters):
 
     def __init__(
         self,
-        hosts: TailHosts,
+        hosts: HoldingHosts,
         model: nn.Module,
         loss_fn: Callable[..., Any] | None,
         optimizers: Sequence[Optimizer],
         opening: OpenStations,
     ) -> None:
-        self._comm, self._orders = hosts.open_stations()
-        self._trainers = range(self._comm.workers)
-        self._channels = [Channel[Any](self._orders, rank) for rank in self._trainers]
+        self._comm = hosts.open_stations()
+        self._channels = [Channel[Any](hosts.orders, rank) for rank in hosts.trainers]
         self._model, self._loss_fn = model, loss_fn
         self._modules = dict(model.named_modules())
         self._named = dict(model.named_parameters())
         if isinstance(loss_fn, nn.Module):
             self._modules |= {f"{OF_LOSS}{name}": m for name, m in loss_fn.named_modules()}
         self._slots = states(model, None)
-        parameters = self._keep_own(opening.holders)
-        super().__init__(ThreadComm(), [0], 1, parameters, optimizers)
-        leave(optimizers, set(parameters.values()))
+        self._parameters = self._keep_own(opening.holders)
+        self._held = HeldParameters(self._parameters, optimizers, self._channels)
+        leave(optimizers, set(self._parameters.values()))
         for optimizer in optimizers:
             extend(optimizer)
         self._calls = PipelineCalls(self._pipeline(opening))
@@ -129,21 +129,28 @@ class HeldStations(HeldParameters):
 
     def serve(self, inbox: Inbox) -> None:
         """Follow the first rank's orders, until it ends."""
-        role: Any = self  # it plays the part of a tail host that orders of its own need
-        while not isinstance(order := inbox.next()[0], TailDone):
-            order.do(role, {0: order})
+        while not isinstance(order := inbox.next(), End):
+            match order:
+                case StationCall():
+                    self._call(order)
+                case StationExpressions():
+                    self._compute(order)
+                case StationBackward():
+                    self._go_back(order)
+                case HeldOrder():
+                    self._held.obey(order)
+                case OpenStations():
+                    raise _twice()
+                case _:
+                    assert_never(order)
             for channel in self._channels:  # before memory is used again
                 channel.settle()
         self._calls.pipeline.outbox.finish()
 
-    def _answer_all(self, content: Any) -> None:
-        for channel in self._channels:
-            channel.post(content)
-
-    def call(self, order: StationCall) -> None:
+    def _call(self, order: StationCall) -> None:
         """Take part in a call of the model."""
         pipeline, calls = self._calls.pipeline, self._calls
-        # batch 12: run the stations
+        # batch 3: run the stations
         self._set(order.settings)
         self._runs = {run: held for run, held in self._runs.items() if run >= order.oldest}
         pipeline.outbox.finish()
@@ -159,13 +166,13 @@ class HeldStations(HeldParameters):
                 self._tell_number(held, EndResult(output, number), grad)
         self._runs[order.run] = held
 
-    def expressions(self, order: StationExpressions) -> None:
+    def _compute(self, order: StationExpressions) -> None:
         """Compute functions of a call's output, if the end is here."""
         held = self._runs[order.run]
         run = held.ended.run
         if run.comm.rank != run.route.end:
             return
-        # batch 14: compute functions of the output
+        # batch 5: compute functions of the output
         call, made = self._expressions(order, held)
         run.comm.journal.begins("pipeline: functions of the output")
         loss = next((each for each in made if each.is_loss), None)
@@ -208,12 +215,12 @@ class HeldStations(HeldParameters):
         number = -1 if result.expression.number is None else result.expression.number
         held.results[number, result.number] = held.ended.told_number(result, grad)
 
-    def station_backward(self, order: StationBackward) -> None:
+    def _go_back(self, order: StationBackward) -> None:
         """Go back through a call."""
-        # batch 16: go back
+        # batch 7: go back
         held = self._runs[order.run]
         run = held.ended.run
-        self._clear([order.cleared[name] for name in self._parameters])
+        self._held.clear([order.cleared[name] for name in self._parameters])
         wanted = [order.wanted[name] for name in self._parameters]
         results = [held.results[place] for place in order.results if place in held.results]
         ends = results if run.comm.rank == run.route.end else run.gate.tensors
@@ -246,3 +253,40 @@ class HeldStations(HeldParameters):
                 present = self._named[name] if slot is None else slot.tensor
                 assert present is not None
                 present.copy_(tensor)
+
+
+def serve_stations(
+    hosts: HoldingHosts,
+    model: nn.Module | None,
+    loss_fn: Callable[..., Any] | None,
+    optimizers: Sequence[Optimizer],
+) -> None:
+    """Hold layers of a model, if a plan gives some to hosts, until the ranks that train have ended.
+
+    Args:
+        hosts: the ways to the ranks that train.
+        model: the model that these ranks train; None if this host has none.
+        loss_fn: its loss.
+        optimizers: its optimizers.
+
+    Raises:
+        UsageError: ranks leave layers to this host, which has no model.
+        WorldError: a rank was lost.
+    """
+    inbox = Inbox(hosts.orders, len(hosts.trainers))
+    opening = inbox.next()
+    if isinstance(opening, OpenStations):
+        if model is None:
+            raise UsageError(
+                "ranks leave layers of a model to this host, which has none",
+                do="give the host the same model, loss and optimizer as the ranks that train",
+            )
+        HeldStations(hosts, model, loss_fn, optimizers, opening).serve(inbox)
+    inbox.finish()
+
+
+def _twice() -> UsageError:
+    return UsageError(
+        "hosts hold layers of one model, and are asked for another's",
+        do="start every rank with the same version of Shoal",
+    )

@@ -1,1 +1,0 @@
-"""The tail hosts' own side: ranks that run the end of a model."""
