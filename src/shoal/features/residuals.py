@@ -71,15 +71,9 @@ class Residuals(Attachment[Running]):
         assert self._running is not None
         return self._running
 
-    def _settle(self) -> list[Transfer]:
-        """Return the model's transfers, once parameters on their way are there."""
-        if self.running.owners is not None:
-            self.running.owners.settle()
-        return list(self.running.engine.transfers)
-
     def own(self) -> StateDict:
         """Return the residuals that this rank owes. Not a collective."""
-        return _owed_residuals(self._settle())
+        return _owed_residuals(self.running.settled_transfers())
 
     def state(self) -> Any:
         """Return the residuals of all ranks, on every rank; None if there are none (a collective).
@@ -96,7 +90,8 @@ class Residuals(Attachment[Running]):
             return {}  # every rank returns here
         owners = self.running.owners
         served = owners.served if owners is not None else ()
-        own = _owed_residuals(transfer for transfer in self._settle() if transfer not in served)
+        transfers = self.running.settled_transfers()
+        own = _owed_residuals(transfer for transfer in transfers if transfer not in served)
         listed = [
             [name, what, numbers.numel(), numbers.dtype == torch.float64]
             for name, entries in own.items()
@@ -155,7 +150,7 @@ class Residuals(Attachment[Running]):
             if name in named and all(n.numel() == named[name].numel() for n in entries.values())
         }
         coded: set[str] = set()
-        for carrier in coded_carriers(self._settle()):
+        for carrier in coded_carriers(self.running.settled_transfers()):
             exact_again = bool(carrier.given_up)
             carrier.give(self._comm.rank, {} if exact_again else fitting)
             coded.update(() if exact_again else carrier.bucket.numels)

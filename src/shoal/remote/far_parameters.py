@@ -6,15 +6,15 @@ these ranks together. Guarded by tests/equivalence/test_stage.py and tests/pipel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
-from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.core.pieces import local_gradient, no_elements, set_local_gradient
+from shoal.remote.far_cut import FarCut
 from shoal.remote.tail_messages import (
     AddGradient,
     Groups,
@@ -32,9 +32,8 @@ from shoal.remote.tail_messages import (
     WriteTailValues,
 )
 from shoal.remote.wire import Data
-from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
+from shoal.tensors.cut import cut_of, is_cut
 
-_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # functions that need no values from before
 T = TypeVar("T")
 
 
@@ -148,7 +147,7 @@ class FarParameters:
 
 
 @final
-class AtTail(Cut):
+class AtTail(FarCut):
     """The cut of a parameter of which other hosts have all, and this rank nothing.
 
     Its local gradient has no elements either; that there is one says that there is one at the tail.
@@ -156,11 +155,11 @@ class AtTail(Cut):
 
     def __init__(self, name: str, parameter: nn.Parameter, tail: FarParameters) -> None:
         super().__init__(name, parameter, tail.hosts.comm)
-        self._parameter, self.tail = parameter, tail
+        self.tail = tail
         self._key = tail.names[parameter]
 
     def part(self, whole: Tensor) -> Tensor:
-        return whole.reshape(-1)[:0]
+        return no_elements(whole)
 
     def whole(self, part: Tensor) -> Tensor:
         return self.tail.values(self._key)
@@ -169,22 +168,14 @@ class AtTail(Cut):
         self.begin()
         self.tail.add_gradient(self._key, wholes)
         # later parts of this backward must not take it for one without a gradient
-        _mark(self._parameter)
+        self._mark()
         return self.part(wholes)
 
-    def change(
-        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        def whole(leaf: Any) -> Any:
-            return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
+    def write_values(self, whole: Tensor) -> None:
+        self.tail.write_values(self._key, whole)
 
-        values = torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
-        if function.__name__ not in _OVERWRITING:
-            values = self.whole(subject)
-        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
-        # torch does it, or refuses it
-        function(values.requires_grad_(subject.requires_grad), *args, **kwargs)
-        self.tail.write_values(self._key, values.detach())
+    def write_gradient(self, whole: Tensor) -> None:
+        self.tail.write_gradient(self._key, whole)
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if local is None or (self._seen is not None and local is self._its_part):
@@ -193,28 +184,6 @@ class AtTail(Cut):
         if whole is not None:
             self._show(parameter, whole)
         return whole
-
-    def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
-        super().assign(parameter, whole)
-        self._version = -1  # the tail does not know it
-
-    def tell(self) -> None:
-        """Give the tail a gradient that somebody has seen and changed."""
-        seen = self._seen
-        if (
-            seen is not None
-            and local_gradient(self._parameter) is self._its_part
-            and seen._version != self._version
-        ):
-            self.tail.write_gradient(self._key, seen)
-            self._version = seen._version
-
-    def begin(self) -> None:
-        """A backward begins: a gradient that was seen is not all of it any more."""
-        self.tell()
-        if self._seen is not None and local_gradient(self._parameter) is not None:
-            _mark(self._parameter)
-        self._seen = self._its_part = None
 
 
 def _mark(parameter: nn.Parameter) -> None:
