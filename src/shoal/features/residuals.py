@@ -21,6 +21,7 @@ from shoal.contracts.exchange import StateDict
 from shoal.contracts.feature import Attachment, Feature
 from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.transfer import Transfer
+from shoal.core.names import first_names
 from shoal.optim.residuals import add_residuals, sum_residuals
 from shoal.remote.verbs import Aspect, Read, Write
 from shoal.remote.wire import Data
@@ -213,5 +214,4 @@ def _owed_residuals(transfers: Iterable[Transfer]) -> StateDict:
 
 def _warn_of_dropped(names: Sequence[str], why: str) -> None:
     if names and current().comm.rank == 0:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        _log.warning("what codecs had lost of %s is dropped: %s", ", ".join(names[:3]) + more, why)
+        _log.warning("what codecs had lost of %s is dropped: %s", first_names(names, most=3), why)
