@@ -90,7 +90,7 @@ class Units:
             return sizes
         return [*sizes[:-2], sum(sizes[-2:])]
 
-    def collated_once(self, units: list[Any]) -> tuple[Units, list[Any]]:
+    def collate_once(self, units: list[Any]) -> tuple[Units, list[Any]]:
         """Return last units for several calls of `sizes` and `own`, and the division for these.
 
         A batch is looked at to be divided, and again to be trained on. It is collated once.
@@ -98,7 +98,7 @@ class Units:
         if self.rows:
             return self, units
         each = [_LastBatch(unit, self.collate) for unit in units]
-        return replace(self, collate=attrgetter("collated")), each
+        return replace(self, collate=attrgetter("batch")), each
 
     def _suffice(self, units: list[Any], deal: Deal) -> bool:
         """Return whether batches have a row for each of the ranks that share them."""
@@ -126,17 +126,17 @@ class _LastBatch:
     """One of the last batches of a stream.
 
     Args:
-        batch: the batch as the dataset gives it.
+        raw: the batch as the dataset gives it.
         collate: makes a batch of it.
     """
 
-    def __init__(self, batch: Any, collate: Collate) -> None:
-        self._batch, self._collate = batch, collate
+    def __init__(self, raw: Any, collate: Collate) -> None:
+        self._raw, self._collate = raw, collate
 
     @cached_property
-    def collated(self) -> Any:
+    def batch(self) -> Any:
         """The batch, collated when it is wanted first."""
-        return self._collate(self._batch)
+        return self._collate(self._raw)
 
 
 class WorkerBatch(NamedTuple):
@@ -303,7 +303,7 @@ class Stream(Source[T]):
             yield LoaderStep(piece.batch, taken, order=order, digest=piece.digest)
             is_start, turn = False, turn + 1
         left.sort(key=lambda unit: unit[0])  # workers end in any order
-        units, last = units.collated_once([unit for _, unit in left])
+        units, last = units.collate_once([unit for _, unit in left])
         end = sum(taken) + len(left)
         with self._drawing(epoch, end):
             sizes = units.sizes(last, deal, is_start)

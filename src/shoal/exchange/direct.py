@@ -130,9 +130,9 @@ def _deliver(
     """Start to receive one message from each worker, and to send one to each owner.
 
     Args:
-        outgoing: for each owner, what this rank has for it; of a server, nothing is sent.
-        landing: for each worker, where its part comes to lie. Nothing comes from this rank
-            itself, and nothing where there is no element.
+        outgoing: this rank's part of each owner's slice. A server sends nothing.
+        landing: the place for each worker's part. Nothing comes from this rank itself, and nothing
+            if there is no element.
         comm: the ranks.
 
     Returns:

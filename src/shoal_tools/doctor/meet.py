@@ -150,7 +150,7 @@ def among_peers(
         met = alone(name, asked, secret)
         what = f"the doctor cannot listen at port {port}"
         mend = f"shoal doctor --port {port + 1} --peer {' --peer '.join(map(forms.host, peers))}"
-        finding = _port_taken(listener_at(port), what, name, error, mend)
+        finding = _port_finding(listener_at(port), what, name, error, mend)
         return replace(met, size=len(peers) + 1, findings=(finding,))
     others, typed = _others(name, peers)
     towards = next((addresses[0] for addresses in others.values()), "")
@@ -331,10 +331,10 @@ def _cannot_hold(me: Host, address: str, port: int, error: Exception) -> Finding
             on="every host",
         )
     what = f"port {port}, where the ranks are to meet, is taken"
-    return _port_taken(taken, what, me.name, error, f"export MASTER_PORT={port + 1}")
+    return _port_finding(taken, what, me.name, error, f"export MASTER_PORT={port + 1}")
 
 
-def _port_taken(
+def _port_finding(
     listener: Taken | None, what: str, where: str, error: Exception, mend: str
 ) -> Finding:
     """Return the finding that another program has a port that all hosts need."""

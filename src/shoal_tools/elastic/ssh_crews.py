@@ -120,7 +120,7 @@ class _HostCall:
         try:
             self.ready = self._check(self.connection)
         except HostsCannotStart as error:
-            self.problem = error.listed
+            self.problem = error.list_of_hosts
         except UsageError as error:
             self.problem = str(error)
 

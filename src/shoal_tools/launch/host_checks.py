@@ -103,7 +103,7 @@ class HostsCannotStart(UsageError):
         return error
 
     @property
-    def listed(self) -> str:
+    def list_of_hosts(self) -> str:
         """The hosts with their problems, without the sentence above them."""
         return printable("\n  ".join(map(str, self.hosts)), keep="\n\t")
 

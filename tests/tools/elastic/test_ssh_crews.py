@@ -171,4 +171,4 @@ def test_too_few_hosts_are_refused_with_all_that_is_wrong(tmp_path: Path) -> Non
         launched(tmp_path)
     assert [host.login for host in refused.value.hosts] == ["a", "b"]
     assert all("no route" in host.problems[0][0] for host in refused.value.hosts)
-    assert f"{said}\n  {refused.value.listed}" == str(refused.value)
+    assert f"{said}\n  {refused.value.list_of_hosts}" == str(refused.value)
