@@ -216,8 +216,21 @@ def draw() -> None:
         flat = torch.zeros(1024)
         carrier = exchange_named(name).carrier(LiveBucket.even(flat, {"w": 1024}, comm.size))
         lane.run(carrier.reduce, "exchange 0").wait("a turn")
+        calls: list[str] = []  # of Shoal's functions in a whole sum
+
+        def profile(frame: Any, event: str, arg: object, calls: list[str] = calls) -> None:
+            if event == "call" and "/src/shoal/" in frame.f_code.co_filename:
+                calls.append(frame.f_code.co_name)
+
+        def counted(channel: Any, carrier: Any = carrier, profile: Any = profile) -> None:
+            sys.setprofile(profile)
+            carrier.reduce(channel)
+            carrier.gather(channel)
+            sys.setprofile(None)
+
+        lane.run(counted, "exchange 0").wait("a turn")
         if comm.rank == 0:
-            print(name)
+            print(f"{name}: {len(calls)} calls of Shoal's functions for a sum")
             for kind, lines in {**found, "wait": stacks[0] if stacks else []}.items():
                 own = [line for line in lines if "shoal" in line]
                 print(f"  {kind}, {len(own)} calls:", *own, sep="\n    ")
