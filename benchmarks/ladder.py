@@ -39,7 +39,7 @@ def be_rank(comm: Any, turns: Any, done: Any) -> None:
     """Take turns until the last; a turn names an exchange and the bytes of the bucket."""
     import torch  # noqa: PLC0415  (the checkout that PYTHONPATH names is imported here)
 
-    from shoal.codecs.coded_exchange import exchange_named  # noqa: PLC0415
+    from shoal.codecs.coded_exchange import read_exchange  # noqa: PLC0415
     from shoal.contracts.exchange import LiveBucket  # noqa: PLC0415
     from shoal.engine.lanes import Lane  # noqa: PLC0415
 
@@ -48,7 +48,7 @@ def be_rank(comm: Any, turns: Any, done: Any) -> None:
         for nbytes in TIMES:
             flat = torch.zeros(nbytes // 4)
             live = LiveBucket.even(flat, {"weight": nbytes // 4}, comm.size)
-            carriers[name, nbytes] = exchange_named(name).carrier(live)
+            carriers[name, nbytes] = read_exchange(name).carrier(live)
     for turn in turns:
         name, size = turn.split()
         carrier = carriers[name, int(size)]
@@ -204,7 +204,7 @@ def draw() -> None:
         return works(*args)
 
     dist.Work.wait = wait
-    from shoal.codecs.coded_exchange import exchange_named  # noqa: PLC0415
+    from shoal.codecs.coded_exchange import read_exchange  # noqa: PLC0415
     from shoal.contracts.exchange import LiveBucket  # noqa: PLC0415
     from shoal.engine.lanes import Lane  # noqa: PLC0415
 
@@ -214,7 +214,7 @@ def draw() -> None:
         found.clear()
         stacks.clear()
         flat = torch.zeros(1024)
-        carrier = exchange_named(name).carrier(LiveBucket.even(flat, {"w": 1024}, comm.size))
+        carrier = read_exchange(name).carrier(LiveBucket.even(flat, {"w": 1024}, comm.size))
         lane.run(carrier.reduce, "exchange 0").wait("a turn")
         calls: list[str] = []  # of Shoal's functions in a whole sum
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codecs.coded_exchange import Coded, exchange_named
+from shoal.codecs.coded_exchange import Coded, read_exchange
 from shoal.comm.blocking_calls import OWN, Aside
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.torch_calls import Inside, WorkHandle
@@ -91,9 +91,9 @@ class CodedMail(Mail):
 
 def test_an_exchange_takes_codecs_if_it_writes_reduce_codes() -> None:
     with registry.registered(Mail), registry.registered(CodedMail):
-        assert isinstance(exchange_named("coded_mail+int8"), Coded)
+        assert isinstance(read_exchange("coded_mail+int8"), Coded)
         with pytest.raises(PlanError, match="takes no codec") as refused:
-            exchange_named("mail+int8")
+            read_exchange("mail+int8")
     assert "coded_mail" in str(refused.value)
     able = {name for name, kind in registry.of(Exchange).items() if _takes_codecs(kind)}
     assert able == {"direct", "ring", "hierarchical"}
@@ -113,6 +113,6 @@ def test_codes_by_such_an_exchange_sum_as_by_direct() -> None:
         return flat
 
     with registry.registered(CodedMail):
-        ways = [exchange_named(f"{name}+int8") for name in ("coded_mail", "direct")]
+        ways = [read_exchange(f"{name}+int8") for name in ("coded_mail", "direct")]
     one, other = (run(3, lambda comm, way=way: summed(comm, way)) for way in ways)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

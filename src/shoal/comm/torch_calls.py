@@ -79,7 +79,7 @@ class Inside:
         if may_block():
             with self:
                 return call()
-        return self.beside(partial(self._entered, call), in_time=in_time)
+        return self.beside(partial(self._enter, call), in_time=in_time)
 
     def beside(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
         """Make a blocking call on another thread, while this thread looks at the verdict.
@@ -102,7 +102,7 @@ class Inside:
             self._heartbeat.reached(self._heartbeat.at)
         return result
 
-    def _entered(self, call: Callable[[], T]) -> T:
+    def _enter(self, call: Callable[[], T]) -> T:
         with self:
             return call()
 

@@ -93,11 +93,11 @@ class _Reports:
             self._say(ERR + f"shoal: the command cannot be started: {error}\n".encode())
             code = _NOT_FOUND
         else:
-            code = self._held(process, rank)
+            code = self._hold(process, rank)
         self._say(EXIT + str(code).encode())
         return code if code >= 0 else 128 - code
 
-    def _held(self, process: subprocess.Popen[bytes], rank: ExecutorRank) -> int:
+    def _hold(self, process: subprocess.Popen[bytes], rank: ExecutorRank) -> int:
         pipes = ((process.stdout, OUT), (process.stderr, ERR))
         passing = [threading.Thread(target=self._pass_on, args=each, daemon=True) for each in pipes]
         obeying = threading.Thread(target=self._obey, args=(rank,), daemon=True)
