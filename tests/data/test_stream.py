@@ -142,3 +142,51 @@ def test_a_stream_ends_as_the_same_rows_would(drop_last: bool) -> None:
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(UsageError, match="2 rows, 3 ranks"):
         Ranks(lambda: DataLoader(Numbers(2), 2), 3).steps()
+
+
+class Uneven(IterableDataset[torch.Tensor]):
+    """A stream of batches, the last of which has one row."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(25).split(4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_each_of_the_last_batches_is_collated_once(num_ranks: int) -> None:
+    collated: list[int] = []
+
+    def collate(batch: torch.Tensor) -> torch.Tensor:
+        collated.append(int(batch[0]))
+        return batch
+
+    ranks = Ranks(lambda: DataLoader(Uneven(), None, collate_fn=collate), num_ranks)
+    for loader in ranks.loaders:
+        collated.clear()
+        list(loader)
+        assert len(collated) == len(set(collated)), collated
+
+
+class Looked(list[torch.Tensor]):
+    """Batches whose slices are counted, and draw a random number."""
+
+    slices = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            self.slices += 1
+            torch.rand(1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.quick
+def test_the_steps_of_batches_are_counted_once_a_pass_and_draw_nothing() -> None:
+    batches = Looked(torch.arange(25).split(4))
+    loader = Ranks(lambda: batches, 2).loaders[0]
+    batches.slices, before = 0, torch.get_rng_state()
+    assert [len(loader) for _ in range(3)] == [3, 3, 3]
+    assert batches.slices == 1
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(list(loader)) == 3
+    batches.append(torch.arange(4))
+    assert len(loader) == 4

@@ -17,11 +17,7 @@ from shoal.codecs.ranges import narrow_into
 from shoal.codecs.runs import LOST, Runs
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import (
-    Coding,
-    CodingExchange,
-    LiveBucket,
-)
+from shoal.contracts.exchange import Coding, LiveBucket, SplitExchange
 
 # legs, each with a memory of its own, as OWNER has one
 _SCATTER, _GATHER, _CHANGES = "scatter", "gather", "changes"
@@ -31,7 +27,7 @@ _SCATTER, _GATHER, _CHANGES = "scatter", "gather", "changes"
 class CodedCarrier(Remembering, Coding):
     """Carries one bucket's codes."""
 
-    def __init__(self, exchange: CodingExchange, codec: Codec, bucket: LiveBucket) -> None:
+    def __init__(self, exchange: SplitExchange, codec: Codec, bucket: LiveBucket) -> None:
         super().__init__(exchange, codec, bucket)
         self.slices = bucket.slices
         self._exchange = exchange

@@ -26,18 +26,18 @@ from torch import Tensor
 from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.summed_terms import Summed
+from shoal.codecs.with_codec import WithCodec
 from shoal.contracts.codec import Codec, LinearCodec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import (
     Bucket,
     Carrier,
-    CodingExchange,
     Exchange,
     LiveBucket,
     Span,
     SplitExchange,
 )
-from shoal.core.cost import CodingPace, Pace, Traffic
+from shoal.core.cost import CodingPace, Traffic
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Topology
 from shoal.core.registry import of
@@ -68,7 +68,11 @@ def read_exchange(text: str) -> Exchange:
     codec = built(Codec, codecs[0])
     both = with_codec(exchange, codec)
     if both is None:
-        able = [name for name, kind in of(Exchange).items() if issubclass(kind, CodingExchange)]
+        able = [
+            name
+            for name, kind in of(Exchange).items()
+            if issubclass(kind, SplitExchange) and kind.takes_codecs()
+        ]
         raise PlanError(
             f"{exchange} takes no codec: it adds up values on their way",
             got=text,
@@ -78,9 +82,9 @@ def read_exchange(text: str) -> Exchange:
     return both
 
 
-def with_codec(exchange: Exchange, codec: Codec) -> Coded | Summed | None:
+def with_codec(exchange: Exchange, codec: Codec) -> WithCodec | None:
     """Return an exchange that carries a codec's codes, or its terms; None if it carries neither."""
-    if isinstance(exchange, CodingExchange):
+    if isinstance(exchange, SplitExchange) and exchange.takes_codecs():
         return Coded(exchange, codec)
     if isinstance(codec, LinearCodec) and exchange.exact:
         return Summed(exchange, codec)
@@ -94,31 +98,17 @@ def read_codec(text: str) -> Codec:
 
 @final
 @dataclass(frozen=True)
-class Coded(SplitExchange):
-    """An exchange that sends a codec's codes. No search picks it unasked."""
+class Coded(WithCodec, SplitExchange):
+    """An exchange that sends a codec's codes."""
 
     name: ClassVar[str] = "coded"  # no plan writes this name
-    exact: ClassVar[bool] = False
 
-    exchange: CodingExchange
-    codec: Codec
-
-    def __str__(self) -> str:
-        return f"{self.exchange}+{self.codec}"
-
-    @property
-    def least_dims(self) -> int:
-        """The codec's least number of dimensions."""
-        return self.codec.least_dims
+    exchange: SplitExchange
 
     @property
     def serves(self) -> bool:
         """Whether the exchange serves."""
         return self.exchange.serves
-
-    def fits(self, topology: Topology) -> bool:
-        """Return whether the exchange fits."""
-        return self.exchange.fits(topology)
 
     def carrier(self, bucket: LiveBucket) -> Carrier:
         """Return a carrier that remembers the losses of codes."""
@@ -142,10 +132,6 @@ class Coded(SplitExchange):
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
         return self.codec.there, self.codec
-
-    def pace(self, cluster: Cluster) -> Pace:
-        """Return the pace of the exchange's own messages. Coding is priced apart."""
-        return self.exchange.pace(cluster)
 
     def coding_s(
         self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0

@@ -25,10 +25,11 @@ from torch import Size, Tensor
 from shoal.codecs.carrier_memory import Remembering
 from shoal.codecs.ranges import narrow_into
 from shoal.codecs.runs import LOST
+from shoal.codecs.with_codec import WithCodec
 from shoal.contracts.codec import Codec, LinearCodec, State
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
-from shoal.core.cost import Pace, Traffic
+from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, Topology
 
 _SUM = "sum"  # name of the only leg
@@ -37,26 +38,12 @@ _TURNS = 2  # number of turns, in which a codec's terms may differ
 
 @final
 @dataclass(frozen=True)
-class Summed(Exchange):
-    """An exchange that sends a linear codec's terms. No search picks it unasked."""
+class Summed(WithCodec):
+    """An exchange that sends a linear codec's terms."""
 
     name: ClassVar[str] = "summed"  # no plan writes this name
-    exact: ClassVar[bool] = False
 
-    exchange: Exchange
     codec: LinearCodec
-
-    def __str__(self) -> str:
-        return f"{self.exchange}+{self.codec}"
-
-    @property
-    def least_dims(self) -> int:
-        """The codec's least number of dimensions."""
-        return self.codec.least_dims
-
-    def fits(self, topology: Topology) -> bool:
-        """Return whether the exchange fits."""
-        return self.exchange.fits(topology)
 
     def carrier(self, bucket: LiveBucket) -> Carrier:
         """Return a carrier that remembers the losses of terms."""
@@ -69,10 +56,6 @@ class Summed(Exchange):
         _, num_terms = turns_of(self.codec, shapes)
         itemsize = max(bucket.itemsize, torch.float32.itemsize)
         return self.exchange.traffic(Bucket(num_terms + others, itemsize), topology)
-
-    def pace(self, cluster: Cluster) -> Pace:
-        """Return the pace of the exchange's own messages. Coding is priced apart."""
-        return self.exchange.pace(cluster)
 
     def coding_s(
         self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0

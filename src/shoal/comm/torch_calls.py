@@ -69,17 +69,22 @@ class Inside:
     def run(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
         """Make a call that waits for other ranks.
 
+        The library's own threads make it themselves, because no thread waits for them without a
+        limit. For other threads it is made on another one.
+
         Args:
             call: the call.
             in_time: limit in seconds; None if the call has a limit of its own.
         """
+        if may_block():
+            with self:
+                return call()
         return self.beside(partial(self._enter, call), in_time=in_time)
 
     def beside(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
         """Make a blocking call on another thread, while this thread looks at the verdict.
 
-        The library's own threads make such calls themselves, because no thread waits for them
-        without a limit.
+        The library's own threads make such calls themselves.
         """
         if may_block():
             return call()

@@ -26,7 +26,7 @@ from typing import final
 from shoal.contracts.attendance import MainWait
 from shoal.contracts.comm import ChannelJournal, is_usual
 from shoal.core.errors import RanksDiffer
-from shoal.core.names import pins
+from shoal.core.names import first_names, pins
 
 NO_PURPOSE, _LABELS = 0, 1  # tags: of messages without a purpose, and of ones that say theirs
 # limit of work that all ranks are in: at least so many seconds, and times the planned ones
@@ -382,5 +382,4 @@ def named(ranks: Iterable[int]) -> str:
     numbers = list(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
-    more = f" and {len(numbers) - _MOST_RANKS} more" if len(numbers) > _MOST_RANKS else ""
-    return f"ranks {', '.join(map(str, numbers[:_MOST_RANKS]))}{more}"
+    return f"ranks {first_names(numbers, most=_MOST_RANKS)}"

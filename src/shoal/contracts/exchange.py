@@ -12,7 +12,7 @@ code, and control in its own bytes behind that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -270,7 +270,10 @@ class PlainCarrier(Carrier):
 
 
 class SplitExchange(Exchange):
-    """An exchange of two halves: slices of any sizes go to their owners, and results come back."""
+    """An exchange of two halves: slices of any sizes go to their owners, and results come back.
+
+    One that writes `reduce_codes` takes codecs: it sends codes in place of values.
+    """
 
     @property
     def serves(self) -> bool:
@@ -296,6 +299,28 @@ class SplitExchange(Exchange):
     def gather(self, flat: Tensor, comm: Comm) -> None:
         """Bring every slice to every rank."""
         self.all_gather(cut(flat, comm.size), comm)
+
+    def coding_traffic(
+        self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
+    ) -> Traffic:
+        """What both halves move of a bucket by messages of these sizes, there and back.
+
+        The halves of an exchange's traffic are taken to be as large as each other.
+        """
+        if there == back:
+            return self.traffic(there, topology)
+        return total([self.traffic(way, topology).half for way in (there, back)])
+
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """As `reduce_scatter`, by messages: they are of the bytes that `reduce_scatter` sends of
+        slices as long as these. An exchange that writes it takes codecs.
+        """
+        raise NotImplementedError(f"{self} takes no codec")
+
+    @classmethod
+    def takes_codecs(cls) -> bool:
+        """Whether its messages may be codes."""
+        return cls.reduce_codes is not SplitExchange.reduce_codes
 
 
 @final
@@ -332,74 +357,3 @@ class Coding(ABC):
 
         None stands for the values that are there already.
         """
-
-
-class CodingExchange(SplitExchange):
-    """A split exchange that carries codes, too."""
-
-    def coding_traffic(
-        self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
-    ) -> Traffic:
-        """Return the bytes that both halves move, by messages of these sizes there and back.
-
-        The halves of an exchange's traffic are taken to be as large as each other.
-        """
-        if there == back:
-            return self.traffic(there, topology)
-        return total([self.traffic(way, topology).half for way in (there, back)])
-
-    @abstractmethod
-    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """Sum every rank's slices as `reduce_scatter` does, by messages of `coding`.
-
-        They have the bytes that `reduce_scatter` sends for slices of the same length.
-        """
-
-
-class DeliveringExchange(CodingExchange):
-    """A split exchange that brings every rank's part of a slice to its owner, which adds them.
-
-    Parts are not added on the way, so they may be codes.
-    """
-
-    @abstractmethod
-    def deliver(
-        self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
-    ) -> Iterator[int]:
-        """Send each owner its part, and give the workers in the order of their ranks, each when its
-        part is there. Once the iterator has ended, `outgoing` may change.
-
-        Args:
-            outgoing: this rank's part for each owner. A server sends nothing.
-            landing: memory for each worker's part. Nothing comes from this rank itself, and
-                nothing for a part without elements.
-            comm: the ranks.
-        """
-
-    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """Send codes of foreign slices to their owners, and add one's own in the order of ranks."""
-        rank, nothing = comm.rank, coding.landing(comm.rank)[:0]
-        trains = rank < comm.workers
-        outgoing = [
-            coding.message(r) if trains and r != rank else nothing for r in range(comm.size)
-        ]
-        landing = [coding.landing(rank) if r != rank else nothing for r in range(comm.workers)]
-        coding.add(
-            rank,
-            (None if r == rank else landing[r] for r in self.deliver(outgoing, landing, comm)),
-        )
-
-    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Send foreign slices to their owners; add up one's own, in the order of the ranks."""
-        own = slices[comm.rank]
-        # a server's begins with rank 0's
-        home = comm.rank if comm.rank < comm.workers else 0
-        landing = iter(own.new_empty(comm.workers - 1, own.numel()).unbind())
-        parts = [own if r == home else next(landing) for r in range(comm.workers)]
-        total = parts[0]
-        for r in self.deliver(slices, parts, comm):  # gradient 9
-            if r == home and r > 0:
-                # a + b has the bits of b + a, and from here on the sum stands in its place
-                total = own.add_(total)
-            elif r > 0:
-                total.add_(parts[r])

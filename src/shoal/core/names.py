@@ -67,6 +67,17 @@ def _means(pattern: Any, name: str) -> bool:
     return isinstance(pattern, str) and (pattern == name or fnmatchcase(name, pattern))
 
 
+def first_names(names: Sequence[Any], most: int = 4) -> str:
+    """Write the first names of many, and the number of the others.
+
+    Examples:
+        >>> first_names(["a", "b", "c"]), first_names(["a", "b", "c"], most=2)
+        ('a, b, c', 'a, b and 1 more')
+    """
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
 def pins(layers: Iterable[str], way: str = "replicate") -> str:
     """Write the pins that serve layers in this way, for messages: `pins={"fc": "replicate"}`."""
     return "pins={" + ", ".join(f'"{name}": "{way}"' for name in layers) + "}"

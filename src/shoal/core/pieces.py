@@ -31,6 +31,11 @@ def cut_sizes(numel: int, parts: int) -> list[int]:
     return [base + (i < extra) for i in range(parts)]
 
 
+def no_elements(tensor: Tensor) -> Tensor:
+    """Return a view of none of a tensor's elements: the part of a rank that has none."""
+    return tensor.reshape(-1)[:0]
+
+
 def chunks_of(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
     """Cut a flat tensor into views of so many bytes. None is empty, and the last may be smaller."""
     return list(flat.split(max(1, chunk_bytes // flat.itemsize))) if flat.numel() else []

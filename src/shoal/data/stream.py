@@ -24,8 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, final
 
 from torch.utils.data._utils import worker as torch_worker
@@ -88,6 +90,16 @@ class Units:
             return sizes
         return [*sizes[:-2], sum(sizes[-2:])]
 
+    def collate_once(self, units: list[Any]) -> tuple[Units, list[Any]]:
+        """Return last units for several calls of `sizes` and `own`, and the division for these.
+
+        A batch is looked at to be divided, and again to be trained on. It is collated once.
+        """
+        if self.rows:
+            return self, units
+        each = [_LastBatch(unit, self.collate) for unit in units]
+        return replace(self, collate=attrgetter("batch")), each
+
     def _suffice(self, units: list[Any], deal: Deal) -> bool:
         """Return whether batches have a row for each of the ranks that share them."""
         if deal.size == 1 or (len(units) == deal.size and not deal.together):
@@ -107,6 +119,24 @@ class Units:
             global_batches(0, deal.size, deal.size, drop_last=False)
         full, rest = divmod(num_units, self.each(deal))
         return [self.each(deal)] * full + ([rest] if rest else [])
+
+
+@final
+class _LastBatch:
+    """One of the last batches of a stream.
+
+    Args:
+        raw: the batch as the dataset gives it.
+        collate: makes a batch of it.
+    """
+
+    def __init__(self, raw: Any, collate: Collate) -> None:
+        self._raw, self._collate = raw, collate
+
+    @cached_property
+    def batch(self) -> Any:
+        """The batch, collated when it is wanted first."""
+        return self._collate(self._raw)
 
 
 class WorkerBatch(NamedTuple):
@@ -244,6 +274,8 @@ class Stream(Source[T]):
         super().__init__(dealt.deal, seed, passes)
         self._dealt, self._num_workers = dealt, num_workers
         self._order = 0  # digest of the epoch's order that a position was set in
+        # epoch, position and length of the last count of steps, and the steps that it added
+        self._counted = (-1, 0, 0, 0)
 
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """Begin a pass over the rest of the stream."""
@@ -271,13 +303,16 @@ class Stream(Source[T]):
             yield LoaderStep(piece.batch, taken, order=order, digest=piece.digest)
             is_start, turn = False, turn + 1
         left.sort(key=lambda unit: unit[0])  # workers end in any order
-        sizes = units.sizes([unit for _, unit in left], deal, is_start)
+        units, last = units.collate_once([unit for _, unit in left])
         end = sum(taken) + len(left)
+        with self._drawing(epoch, end):
+            sizes = units.sizes(last, deal, is_start)
+        at = 0
         for number, size in enumerate(sizes):
-            rows, left = left[:size], left[size:]
-            taken = _behind(taken, [part for part, _ in rows])
-            with self._drawing(epoch, end - len(left)):
-                batch = units.own([row for _, row in rows], deal, epoch, turn + number)
+            begin, at = at, at + size
+            taken = _behind(taken, [part for part, _ in left[begin:at]])
+            with self._drawing(epoch, end - len(left) + at):
+                batch = units.own(last[begin:at], deal, epoch, turn + number)
             yield LoaderStep(batch, taken, number == len(sizes) - 1, order, end)
 
     def _drawing(self, epoch: int, at: int) -> AbstractContextManager[None]:
@@ -297,10 +332,15 @@ class Stream(Source[T]):
         dataset, begun = self._dealt.dataset, sum(self.start)
         left = len(dataset) - begun
         sizes = units.last(left, deal, not self.start)
-        if isinstance(dataset, Sequence) and len(sizes) > 1:  # last batches can be looked at
-            tail = list(dataset[-sum(sizes[-2:]) :])
-            return len(sizes) - 2 + len(units.sizes(tail, deal, not self.start))
-        return len(sizes)
+        if units.rows or not isinstance(dataset, Sequence) or len(sizes) < 2:
+            return len(sizes)
+        counted = (self.epoch, begun, left)
+        if self._counted[:-1] != counted:  # the last batches can be looked at, once a pass
+            with drawing_at(mix_seeds(self.seed, *counted)):
+                tail = list(dataset[-sum(sizes[-2:]) :])
+                joins = len(units.sizes(tail, deal, not self.start)) - 2
+            self._counted = (*counted, joins)
+        return len(sizes) + self._counted[-1]
 
     def facts(self) -> str:
         """Describe the stream, in words."""

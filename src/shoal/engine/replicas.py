@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.errors import RanksDiffer, WorldError
+from shoal.core.names import first_names
 from shoal.core.pieces import line
 from shoal.engine.common_state import exchanged
 from shoal.engine.lanes import Lane
@@ -146,7 +147,7 @@ class Replicas:
                     f"rank {rank} differs from the other ranks at {times} checks in a row, though "
                     "it was given their bits each time",
                     where=where,
-                    got=f"other bits in {_some([odd_one.name for odd_one in odd])}",
+                    got=f"other bits in {first_names([odd_one.name for odd_one in odd])}",
                     do="have that host's memory tested, or take it out. If your program changes "
                     "weights on that rank alone, do so on all; check_every=0 turns this check off",
                     rank=rank,
@@ -265,8 +266,9 @@ def _tell(odd: Sequence[Odd], comm: Comm, where: str) -> None:
             host = comm.topology.hosts[rank]
             _LOGGER.warning(
                 f"shoal: rank {rank} (host {host}) had other bits than most ranks in "
-                f"{_some(of_rank)} ({where}): it was given theirs. Its gradients since the last "
-                "check were of those weights. If it comes again, have that host's memory tested"
+                f"{first_names(of_rank)} ({where}): it was given theirs. Its gradients since the "
+                "last check were of those weights. If it comes again, have that host's memory "
+                "tested"
             )
 
 
@@ -274,8 +276,8 @@ def _no_majority(undecided: Mapping[str, list[int]], ranks: int, where: str) -> 
     group = next(iter(undecided.values()))
     shown = ", ".join(map(str, group[:_MOST_NAMES])) + (" …" if len(group) > _MOST_NAMES else "")
     return WorldError(
-        f"ranks {shown} have come to differ in {_some(list(undecided))}, and no majority says "
-        "which is right",
+        f"ranks {shown} have come to differ in {first_names(list(undecided))}, and no majority "
+        "says which is right",
         where=where,
         got=f"{len(undecided)} tensors with other bits, of {ranks} ranks",
         expected="the same bits on each: every rank updates these itself, by the same gradients",
@@ -289,13 +291,8 @@ def _refuse_layouts(told: Sequence[Sequence[str]], where: str) -> None:
             missing = [name for name in names if name not in theirs]
             if missing:
                 raise RanksDiffer(
-                    f"rank {other} does not keep what rank {rank} keeps: {_some(missing)}",
+                    f"rank {other} does not keep what rank {rank} keeps: {first_names(missing)}",
                     where=where,
                     do="load the optimizer's state on every rank, or on none, and change it alike",
                     rank=other,
                 )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

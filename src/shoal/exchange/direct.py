@@ -21,8 +21,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Bucket, DeliveringExchange
+from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.exchange import Bucket, Coding, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 from shoal.core.host_copies import to_host
@@ -30,7 +30,7 @@ from shoal.core.host_copies import to_host
 
 @final
 @dataclass(frozen=True)
-class Direct(DeliveringExchange):
+class Direct(SplitExchange):
     """Slices to their owners and back, each in one message."""
 
     name: ClassVar[str] = "direct"
@@ -69,23 +69,43 @@ class Direct(DeliveringExchange):
         rounds = 2 if size > 1 and there.numel else 0
         return Traffic(tuple(sent), tuple(received), rounds, tuple(leaving))
 
-    def deliver(
-        self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
-    ) -> Iterator[int]:
-        """Receive one message from each worker, and send one to each owner."""
-        trains = comm.rank < comm.workers  # gradient 9
-        receives = {
-            r: comm.receive(landing[r], r)
-            for r in comm.others
-            if r < comm.workers and landing[r].numel()
-        }
-        sends = comm.send_in_turn(
-            (r, [outgoing[r]]) for r in comm.others if trains and outgoing[r].numel()
-        )
-        for r in range(comm.workers):
+    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
+        """Send foreign slices to their owners; add up one's own, in the order of the ranks."""
+        own = slices[comm.rank]
+        # a server's begins with rank 0's
+        home = comm.rank if comm.rank < comm.workers else 0
+        landing = iter(own.new_empty(comm.workers - 1, own.numel()).unbind())
+        parts = [own if r == home else next(landing) for r in range(comm.workers)]
+        receives, sends = _deliver(slices, parts, comm)  # gradient 9
+        total = parts[0]
+        for r, part in enumerate(parts):
             if r in receives:
                 receives[r].wait()
-            yield r
+            if r == home and r > 0:
+                # a + b has the bits of b + a, and from here on the sum stands in its place
+                total = own.add_(total)
+            elif r > 0:
+                total.add_(part)
+        for send in sends:
+            send.wait()
+
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """Likewise. Codes are added as they come, in the order of the ranks."""
+        rank, nothing = comm.rank, coding.landing(comm.rank)[:0]
+        trains = rank < comm.workers
+        outgoing = [
+            coding.message(r) if trains and r != rank else nothing for r in range(comm.size)
+        ]
+        landing = [coding.landing(rank) if r != rank else nothing for r in range(comm.workers)]
+        receives, sends = _deliver(outgoing, landing, comm)
+
+        def arrive() -> Iterator[Tensor | None]:
+            for r, part in enumerate(landing):
+                if r in receives:
+                    receives[r].wait()
+                yield None if r == rank else part
+
+        coding.add(rank, arrive())
         for send in sends:
             send.wait()
 
@@ -102,3 +122,29 @@ class Direct(DeliveringExchange):
             (r, [at_host]) for r in comm.others if r < comm.workers and own.numel()
         )
         comm.finish(pending)
+
+
+def _deliver(
+    outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
+) -> tuple[dict[int, Pending], list[Pending]]:
+    """Start to receive one message from each worker, and to send one to each owner.
+
+    Args:
+        outgoing: this rank's part of each owner's slice. A server sends nothing.
+        landing: the place for each worker's part. Nothing comes from this rank itself, and nothing
+            if there is no element.
+        comm: the ranks.
+
+    Returns:
+        The receives by rank, and the sends; `outgoing` may change once these have ended.
+    """
+    trains = comm.rank < comm.workers
+    receives = {
+        r: comm.receive(landing[r], r)
+        for r in comm.others
+        if r < comm.workers and landing[r].numel()
+    }
+    sends = comm.send_in_turn(
+        (r, [outgoing[r]]) for r in comm.others if trains and outgoing[r].numel()
+    )
+    return receives, sends

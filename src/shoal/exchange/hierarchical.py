@@ -32,14 +32,14 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
-from shoal.contracts.exchange import Bucket, Coding, CodingExchange
+from shoal.contracts.exchange import Bucket, Coding, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
 
 @final
 @dataclass(frozen=True)
-class Hierarchical(CodingExchange):
+class Hierarchical(SplitExchange):
     """Slices to their owners and back by way of one collector on every host."""
 
     name: ClassVar[str] = "hierarchical"

@@ -25,7 +25,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Bucket, Coding, CodingExchange
+from shoal.contracts.exchange import Bucket, Coding, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
@@ -35,7 +35,7 @@ from shoal.exchange.arrivals import arrivals, landing_beside
 
 @final
 @dataclass(frozen=True)
-class Ring(CodingExchange):
+class Ring(SplitExchange):
     """Reduce-scatter and all-gather among neighbours, in messages of at most `chunk_bytes`."""
 
     name: ClassVar[str] = "ring"

@@ -96,9 +96,7 @@ class _FirstRounds(Attachment[Running]):
     def _carriers(self) -> list[Remembering]:
         """Return the carriers of codes, once parameters on their way are there."""
         assert self._running is not None
-        if self._running.owners is not None:
-            self._running.owners.settle()
-        return list(coded_carriers(self._running.engine.transfers))
+        return list(coded_carriers(self._running.settled_transfers()))
 
     def _begin(self, made: int) -> None:
         codec = read_codec(self._first.codec) if self._first.codec else None

@@ -21,6 +21,7 @@ from shoal.contracts.exchange import StateDict
 from shoal.contracts.feature import Attachment, Feature
 from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.transfer import Transfer
+from shoal.core.names import first_names
 from shoal.optim.residuals import add_residuals, sum_residuals
 from shoal.remote.verbs import Aspect, Read, Write
 from shoal.remote.wire import Data
@@ -71,15 +72,9 @@ class Residuals(Attachment[Running]):
         assert self._running is not None
         return self._running
 
-    def _settle(self) -> list[Transfer]:
-        """Return the model's transfers, once parameters on their way are there."""
-        if self.running.owners is not None:
-            self.running.owners.settle()
-        return list(self.running.engine.transfers)
-
     def own(self) -> StateDict:
         """Return the residuals that this rank owes. Not a collective."""
-        return _owed_residuals(self._settle())
+        return _owed_residuals(self.running.settled_transfers())
 
     def state(self) -> Any:
         """Return the residuals of all ranks, on every rank; None if there are none (a collective).
@@ -96,7 +91,8 @@ class Residuals(Attachment[Running]):
             return {}  # every rank returns here
         owners = self.running.owners
         served = owners.served if owners is not None else ()
-        own = _owed_residuals(transfer for transfer in self._settle() if transfer not in served)
+        transfers = self.running.settled_transfers()
+        own = _owed_residuals(transfer for transfer in transfers if transfer not in served)
         listed = [
             [name, what, numbers.numel(), numbers.dtype == torch.float64]
             for name, entries in own.items()
@@ -155,7 +151,7 @@ class Residuals(Attachment[Running]):
             if name in named and all(n.numel() == named[name].numel() for n in entries.values())
         }
         coded: set[str] = set()
-        for carrier in coded_carriers(self._settle()):
+        for carrier in coded_carriers(self.running.settled_transfers()):
             exact_again = bool(carrier.given_up)
             carrier.give(self._comm.rank, {} if exact_again else fitting)
             coded.update(() if exact_again else carrier.bucket.numels)
@@ -218,5 +214,4 @@ def _owed_residuals(transfers: Iterable[Transfer]) -> StateDict:
 
 def _warn_of_dropped(names: Sequence[str], why: str) -> None:
     if names and current().comm.rank == 0:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        _log.warning("what codecs had lost of %s is dropped: %s", ", ".join(names[:3]) + more, why)
+        _log.warning("what codecs had lost of %s is dropped: %s", first_names(names, most=3), why)

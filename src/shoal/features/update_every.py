@@ -28,7 +28,7 @@ from shoal.contracts.state_dicts import unlike_tensors
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import ModelProfile
-from shoal.core.names import by_known_names, matched
+from shoal.core.names import by_known_names, first_names, matched
 from shoal.core.numbers import how_many, whole
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan, check_periods
@@ -264,7 +264,7 @@ class _Periods(Attachment[Running]):
                     "checkpoint, which has them",
                     period.steps,
                     period.every,
-                    ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if layers[3:] else ""),
+                    first_names(layers, most=3),
                 )
             period.begin()
         if unfinished:

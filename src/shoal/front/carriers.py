@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.codecs.coded_exchange import Coded, read_codec, read_exchange
-from shoal.codecs.summed_terms import Summed
+from shoal.codecs.coded_exchange import read_codec, read_exchange
+from shoal.codecs.with_codec import WithCodec
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -43,7 +43,7 @@ def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]
     A coded exchange counts as the exchange that carries its codes.
     """
     return sorted(
-        {str(e.exchange if isinstance(e, Coded | Summed) else e) for e in _exchanges(plan, pins)}
+        {str(e.exchange if isinstance(e, WithCodec) else e) for e in _exchanges(plan, pins)}
     )
 
 
@@ -51,7 +51,7 @@ def all_codecs(
     plan: Plan | None, pins: Mapping[str, str] | None, allowed: Sequence[str]
 ) -> list[str]:
     """Return the codecs that a plan or pins ask for, and the allowed ones."""
-    codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded | Summed)]
+    codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, WithCodec)]
     codecs += filter(None, (row_codec(exchange) for _, exchange in _ways(plan, pins)))
     codecs += map(read_codec, allowed)
     return sorted({str(way) for codec in codecs for way in (codec, codec.there)})

@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
+from shoal.core.names import first_names
 from shoal.core.numbers import how_many
 from shoal.core.plan import Plan
 from shoal.core.registry import named
@@ -25,7 +26,6 @@ from shoal.planner.search_options import Constraints
 from shoal.session.job import TrainingJob
 from shoal.session.session import Session
 
-_MOST_NAMES = 4
 _ASK = 'ask for a pipeline, as by strategies=["pipeline"], or leave micro_batches out'
 
 
@@ -77,10 +77,9 @@ def find_untrained(session: Session, job: TrainingJob) -> str:
     found += _out_of(in_optimizers | own, "the loss's ", of_loss)
     if not found:
         return ""
-    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
     return (
         f"{how_many(len(found), 'parameter')} would train, but no optimizer has them: "
-        f"{', '.join(found[:_MOST_NAMES])}{more}. If that is meant, freeze them by "
+        f"{first_names(found)}. If that is meant, freeze them by "
         "requires_grad_(False), which spares their gradients; else give their optimizer, too"
     )
 

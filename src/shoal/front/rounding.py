@@ -12,10 +12,9 @@ import warnings
 
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Topology
+from shoal.core.names import first_names
 from shoal.core.plan import Plan
 from shoal.core.registry import named
-
-_MOST_NAMES = 4
 
 
 def warn_of_rounding(topology: Topology, plan: Plan) -> None:
@@ -32,18 +31,13 @@ def warn_of_rounding(topology: Topology, plan: Plan) -> None:
     if len(hosts) < 2 or not layers:
         return
     shared = set.intersection(*(set(processor.split()) for processor in hosts))
-    unlike = [
-        f"{_some(names)}: {' '.join(word for word in text.split() if word not in shared) or 'less'}"
-        for text, names in hosts.items()
-    ]
+    unlike = []
+    for text, names in hosts.items():
+        own = " ".join(word for word in text.split() if word not in shared)
+        unlike.append(f"{first_names(names)}: {own or 'less'}")
     warnings.warn(
         f"processors round unlike one another ({'; '.join(unlike)}), so that ranks' copies of "
-        f"{_some(layers)} drift apart by about 1e-7: each rank updates these itself. To keep all "
-        'ranks alike to the last bit, give them to owners: strategies=["sliced"]',
+        f"{first_names(layers)} drift apart by about 1e-7: each rank updates these itself. To keep "
+        'all ranks alike to the last bit, give them to owners: strategies=["sliced"]',
         stacklevel=3,
     )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -29,6 +29,7 @@ from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.plain import MOST_KEYS
 from shoal.core.errors import ShoalError, UsageError
+from shoal.core.names import first_names
 from shoal.data.sharded import Positioned
 from shoal.front.stages import LOGGER
 from shoal.front.state_checks import check_optimizer, check_parameter, check_plain, wrong_form
@@ -379,5 +380,4 @@ def _other_names(what: str, own: Sequence[str], saved: Sequence[str]) -> UsageEr
 
 
 def _list_names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN]) or "none"
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+    return first_names(names, most=_SHOWN) or "none"

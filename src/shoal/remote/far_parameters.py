@@ -7,22 +7,21 @@ answer to its own. Guarded by tests/pipeline/test_holding.py and tests/equivalen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
-from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.core.pieces import local_gradient, no_elements, set_local_gradient
+from shoal.remote.far_cut import FarCut
 from shoal.remote.holding_hosts import HoldingHosts
 from shoal.remote.station_messages import Groups, HeldOrder
 from shoal.remote.verbs import Aspect, MakeStep, Norm, Push, Read, ScaleBy, Write
 from shoal.remote.wire import Data
-from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
+from shoal.tensors.cut import cut_of, is_cut
 
-_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # functions that need no values from before
 T = TypeVar("T")
 
 
@@ -164,7 +163,7 @@ class FarParameters:
 
 
 @final
-class AtHost(Cut):
+class AtHost(FarCut):
     """The cut of a parameter of which other hosts have all, and this rank nothing.
 
     Its local gradient has no elements either. If there is one, the host has one.
@@ -172,35 +171,25 @@ class AtHost(Cut):
 
     def __init__(self, name: str, parameter: nn.Parameter, far: FarParameters) -> None:
         super().__init__(name, parameter, far.way.comm)
-        self._parameter, self.far = parameter, far
-        self._key = far.names[parameter]
+        self.far, self._key = far, far.names[parameter]
 
     def part(self, whole: Tensor) -> Tensor:
-        return whole.reshape(-1)[:0]
+        return no_elements(whole)
 
     def whole(self, part: Tensor) -> Tensor:
         return self.far.values(self._key)
 
+    def write_values(self, whole: Tensor) -> None:
+        self.far.write_values(self._key, whole)
+
+    def write_gradient(self, whole: Tensor) -> None:
+        self.far.write_gradient(self._key, whole)
+
     def mean(self, wholes: Tensor) -> Tensor:
         self.begin()
         self.far.add_gradient(self._key, wholes)
-        # later parts of this backward must not take it for one without a gradient
-        _mark(self._parameter)
+        self._mark()  # later parts of this backward must not take it for one without a gradient
         return self.part(wholes)
-
-    def change(
-        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        def whole(leaf: Any) -> Any:
-            return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
-
-        values = torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
-        if function.__name__ not in _OVERWRITING:
-            values = self.whole(subject)
-        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
-        # torch does it, or refuses it
-        function(values.requires_grad_(subject.requires_grad), *args, **kwargs)
-        self.far.write_values(self._key, values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if local is None or (self._seen is not None and local is self._its_part):
@@ -209,28 +198,6 @@ class AtHost(Cut):
         if whole is not None:
             self._show(parameter, whole)
         return whole
-
-    def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
-        super().assign(parameter, whole)
-        self._version = -1  # the host does not know it
-
-    def tell(self) -> None:
-        """Give the host a gradient that was read and changed here."""
-        seen = self._seen
-        if (
-            seen is not None
-            and local_gradient(self._parameter) is self._its_part
-            and seen._version != self._version
-        ):
-            self.far.write_gradient(self._key, seen)
-            self._version = seen._version
-
-    def begin(self) -> None:
-        """Note that a backward begins: a gradient that was read is not complete any more."""
-        self.tell()
-        if self._seen is not None and local_gradient(self._parameter) is not None:
-            _mark(self._parameter)
-        self._seen = self._its_part = None
 
 
 def _mark(parameter: nn.Parameter) -> None:

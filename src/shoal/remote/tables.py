@@ -19,20 +19,20 @@ section 3 (ranges of keys, pulled and pushed).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
-from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
+from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN
 from shoal.remote.channel import Channel
+from shoal.remote.far_cut import FarCut
 from shoal.remote.verbs import (
     Aspect,
     End,
@@ -48,12 +48,11 @@ from shoal.remote.verbs import (
     Write,
 )
 from shoal.remote.wire import Data
-from shoal.tensors.cut import Cut, CutParameter, cut, cut_of, part_of
+from shoal.tensors.cut import cut
 
 ID_BYTES = 8
 _ALL: Numbers = ((0, 0),)  # a table is the one parameter of its transfer
 _HELD, _NOT_HELD = ((0,),), ((),)  # whether the servers have a gradient of it
-_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # they need no values that are there
 
 
 @final
@@ -114,7 +113,7 @@ class Tables:
 
 
 @final
-class FarTable(Cut):
+class FarTable(FarCut):
     """A parameter of which servers have all rows, evenly, and this rank has none.
 
     Its local gradient has no rows either; that there is one says that this rank contributes to the
@@ -123,7 +122,7 @@ class FarTable(Cut):
 
     def __init__(self, name: str, parameter: nn.Parameter, tables: Tables) -> None:
         super().__init__(name, parameter, tables.comm)
-        self._parameter, self._tables, self._number = parameter, tables, len(tables.all)
+        self._tables, self._number = tables, len(tables.all)
         tables.all.append(self)
         self._sizes = cut_sizes(len(parameter), len(tables.servers))
         self._ends = torch.tensor([*accumulate(self._sizes)], device="cpu")
@@ -161,15 +160,9 @@ class FarTable(Cut):
                 self._post(server, Push(its_ids, its_share))
         self._mark()
 
-    def begin(self) -> None:
-        """A backward begins on every rank: a gradient that was seen is not all of it any more."""
-        self._tell()
-        if self._seen is not None and self._has_gradient():
-            self._mark()
-
     def step(self, number: int, group: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these settings and these attributes of its own."""
-        self._tell()
+        self.tell()
         speaks = self.comm.rank == 0 or not self._tables.in_step
         settings, own = ([dict(group)], dict(attributes)) if speaks else (None, None)
         self._post_all(MakeStep(number, Data(settings), Data(own), {}))
@@ -178,18 +171,16 @@ class FarTable(Cut):
         return whole[:0]
 
     def whole(self, part: Tensor) -> Tensor:
-        whole = self._empty()
+        whole = torch.empty_like(self.like, device="cpu")
         self._post_all(Read(Aspect.VALUES))
         for server, rows in self._parts(whole):
             server.receive(rows).wait()
         return whole
 
     def write_values(self, whole: Tensor) -> None:
-        """Give the servers other values (a collective: rank 0's are taken)."""
         self._write(Aspect.VALUES, whole)
 
     def write_gradient(self, whole: Tensor) -> None:
-        """Give the servers another gradient (a collective: that of rank 0 is taken)."""
         self._write(Aspect.GRADIENT, whole)
 
     def _write(self, aspect: Aspect, whole: Tensor) -> None:
@@ -201,18 +192,6 @@ class FarTable(Cut):
     def mean(self, wholes: Tensor) -> Tensor:
         self.push(torch.arange(len(wholes), device="cpu"), wholes)
         return self.part(wholes)
-
-    def change(
-        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        def whole(leaf: Any) -> Any:
-            return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
-
-        values = self._empty() if function.__name__ in _OVERWRITING else self.whole(subject)
-        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
-        # torch's way, which refuses it where gradients are on
-        function(values.requires_grad_(), *args, **kwargs)
-        self.write_values(values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if self._seen is not None and local is self._its_part:
@@ -227,14 +206,10 @@ class FarTable(Cut):
         self._show(parameter, whole)
         return whole
 
-    def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
-        super().assign(parameter, whole)
-        self._version = -1  # the servers do not know it
-
     def norms(self, order: float) -> list[Tensor]:
         """The norm of every server's rows of the gradient, in float64 (a collective)."""
         self._require_in_step("optimizer.clip_grad_norm_")
-        self._tell()
+        self.tell()
         self._post_all(Norm(_ALL, order))
         return [server.answer(Tensor) for server in self._tables.servers]
 
@@ -287,31 +262,6 @@ class FarTable(Cut):
         """Ask all servers at once."""
         for server in self._tables.servers:
             self._post(server, verb)
-
-    def _has_gradient(self) -> bool:
-        return local_gradient(self._parameter) is not None
-
-    def _tell(self) -> None:
-        """Give the servers a gradient that somebody has seen and changed."""
-        seen = self._seen
-        if (
-            seen is not None
-            and local_gradient(self._parameter) is self._its_part
-            and seen._version != self._version
-        ):
-            self.write_gradient(seen)
-            self._version = seen._version
-
-    def _mark(self) -> None:
-        """Note that there is a gradient, with the servers."""
-        self._seen = self._its_part = None
-        set_local_gradient(
-            self._parameter,
-            torch.empty(0, *self.like.shape[1:], dtype=self.like.dtype, device="cpu"),
-        )
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
 
     def _parts(self, whole: Tensor) -> list[tuple[Channel[Any], Tensor]]:
         return list(zip(self._tables.servers, whole.split(self._sizes), strict=True))

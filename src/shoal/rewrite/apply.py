@@ -32,6 +32,7 @@ from shoal.contracts.ways import Ways
 from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.names import first_names
 from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import named
@@ -352,9 +353,7 @@ _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
 
 def label(number: int, site: Site) -> str:
     """Name a site for messages."""
-    names = ", ".join(site.layers[:2]) + (
-        f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else ""
-    )
+    names = first_names(site.layers, most=2)
     names += f", part {site.part + 1} of {site.parts}" if site.parts > 1 else ""
     return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from shoal.contracts.feature import Attachment
+from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher
@@ -40,6 +41,12 @@ class Running:
     tables: Tables | None
     at_servers: int | None
     attachments: Mapping[str, Attachment[Any]] = field(default_factory=dict)
+
+    def settled_transfers(self) -> list[Transfer]:
+        """Return the model's transfers, once parameters on their way are there."""
+        if self.owners is not None:
+            self.owners.settle()
+        return list(self.engine.transfers)
 
     def check_release(self, model: nn.Module) -> None:
         """Refuse a release that is impossible now, or for ever.

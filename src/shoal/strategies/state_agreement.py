@@ -30,6 +30,7 @@ from shoal.contracts.transfer import Round, Transfer
 from shoal.core.cost import Phase, Traffic, total
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, MovingState, Topology
+from shoal.core.names import first_names
 from shoal.core.pieces import cut, cut_sizes
 from shoal.exchange.direct import Direct
 from shoal.strategies.landing import divide, num_shares, weigh
@@ -146,9 +147,8 @@ class OfState(Transfer):
 
     def __init__(self, held: Sequence[TensorSlot], at_once: bool) -> None:
         self.held, self.at_once = tuple(held), at_once
-        more = f" and {len(held) - 2} more" if len(held) > 2 else ""
-        names = ", ".join(state.name for state in held[:2])
-        self.label = f"buffers that training changes ({names}{more})"
+        names = first_names([state.name for state in held], most=2)
+        self.label = f"buffers that training changes ({names})"
         # a tensor that a module replaces is not changed in place, since other code may need it
         self._tensors = [self.tensor(state) for state in held]
         self._has_it = False  # whether this rank's values are the ones that all ranks get

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.row_weights import UNWEIGHED, Weighing
+from shoal.core.pieces import no_elements
 from shoal.tensors.cut import SpreadCut
 
 
@@ -34,7 +35,7 @@ class OnRank(SpreadCut):
         return self.comm.rank == self.holder
 
     def part(self, whole: Tensor) -> Tensor:
-        return whole if self.is_here else whole.reshape(-1)[:0]
+        return whole if self.is_here else no_elements(whole)
 
     def numels(self) -> list[int]:
         return [self.like.numel() if rank == self.holder else 0 for rank in range(self.comm.size)]

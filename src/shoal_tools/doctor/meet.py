@@ -32,7 +32,7 @@ from shoal_tools.doctor.deadline import all_within, within
 from shoal_tools.doctor.facts import Host, here, resolved
 from shoal_tools.doctor.finding import Finding
 from shoal_tools.doctor.line import UnprovedError
-from shoal_tools.doctor.ports import listener_at
+from shoal_tools.doctor.ports import Taken, listener_at
 from shoal_tools.doctor.wire import (
     ANOTHER,
     NO_ANSWER,
@@ -148,15 +148,9 @@ def among_peers(
         responder = Responder((port, 0), secret)
     except OSError as error:
         met = alone(name, asked, secret)
-        taken = listener_at(port)
-        finding = Finding(
-            "ports",
-            f"the doctor cannot listen at port {port}",
-            where=name,
-            got=f"process {taken.pid}: {taken.program}" if taken else str(error),
-            mend=f"shoal doctor --port {port + 1} --peer {' --peer '.join(map(forms.host, peers))}",
-            on="every host",
-        )
+        what = f"the doctor cannot listen at port {port}"
+        mend = f"shoal doctor --port {port + 1} --peer {' --peer '.join(map(forms.host, peers))}"
+        finding = _port_finding(listener_at(port), what, name, error, mend)
         return replace(met, size=len(peers) + 1, findings=(finding,))
     others, typed = _others(name, peers)
     towards = next((addresses[0] for addresses in others.values()), "")
@@ -338,14 +332,17 @@ def _cannot_hold(me: Host, address: str, port: int, error: Exception) -> Finding
             mend=f"export MASTER_ADDR={forms.address(me.announced)}",
             on="every host",
         )
-    return Finding(
-        "ports",
-        f"port {port}, where the ranks are to meet, is taken",
-        where=me.name,
-        got=f"process {taken.pid}: {taken.program}" if taken else str(error).splitlines()[0][:200],
-        mend=f"export MASTER_PORT={port + 1}",
-        on="every host",
-    )
+    what = f"port {port}, where the ranks are to meet, is taken"
+    return _port_finding(taken, what, me.name, error, f"export MASTER_PORT={port + 1}")
+
+
+def _port_finding(
+    listener: Taken | None, what: str, where: str, error: Exception, mend: str
+) -> Finding:
+    """Return the finding that another program has a port that all hosts need."""
+    got = f"process {listener.pid}: {listener.program}" if listener else ""
+    got = got or str(error).splitlines()[0][:200]
+    return Finding("ports", what, where, got, mend, "every host")
 
 
 def _no_store(me: Host, meeting: Meeting, outcome: str) -> Finding:

@@ -31,10 +31,10 @@ from shoal_tools.elastic.members import Members
 from shoal_tools.elastic.messages import Hello, Train, from_agent, write
 from shoal_tools.launch.agent import HostCount, HostPlace, elastic_agent_command
 from shoal_tools.launch.connection import Connection, wait
-from shoal_tools.launch.host_checks import ReadyHosts, ready_hosts
+from shoal_tools.launch.host_checks import HostsCannotStart, ReadyHosts, ready_hosts
 from shoal_tools.launch.host_list import SshHost
 from shoal_tools.launch.host_orders import HostOrders, say
-from shoal_tools.launch.host_run import streams
+from shoal_tools.launch.host_run import feed_last, streams
 from shoal_tools.launch.processes import KILL_AFTER_S, Interrupts, Lines
 from shoal_tools.launch.ssh import Ssh, end, environment_of, labels_of, start_order
 
@@ -119,8 +119,10 @@ class _HostCall:
     def _work(self) -> None:
         try:
             self.ready = self._check(self.connection)
+        except HostsCannotStart as error:
+            self.problem = error.list_of_hosts
         except UsageError as error:
-            self.problem = str(error).partition("nothing was started")[2].strip() or str(error)
+            self.problem = str(error)
 
     def end(self) -> None:
         """Close the connection, once the thread has ended."""
@@ -217,8 +219,7 @@ class _CrewRun:
             self._hear(called, connection, text)
         message = connection.taken("ended")
         if message is not None:
-            for line in message["lines"].splitlines():
-                called.streams[b"e"].feed(line.encode() + b"\n")
+            feed_last(called.streams, message["lines"])
             self._note_end(called, connection, message["ended"])
         elif not connection.is_open:
             say(f"{called.label}: {connection.complaint() or 'the connection has ended'}")

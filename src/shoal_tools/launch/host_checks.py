@@ -24,6 +24,7 @@ from typing import Any
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.core.interfaces import is_loopback, source_towards
+from shoal.core.printable import printable
 from shoal_tools.launch.connection import Connection, gathered
 from shoal_tools.launch.host_end import REACH_S
 from shoal_tools.launch.host_list import SshHost
@@ -65,27 +66,62 @@ class ReadyHosts:
     sources: Mapping[Connection, str]  # the address of each, towards that place
 
 
+@dataclass(frozen=True)
+class UnfitHost:
+    """A host that cannot start.
+
+    Args:
+        login: the host as ssh calls it.
+        problems: all problems, each with its remedy.
+
+    Examples:
+        >>> print(UnfitHost("ann@a", (("it has no torch", "install it"),)))
+        ann@a: it has no torch
+             do this: install it
+    """
+
+    login: str
+    problems: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "\n  ".join(
+            f"{self.login}: {problem}\n     do this: {do}" for problem, do in self.problems
+        )
+
+
+class HostsCannotStart(UsageError):
+    """Error about hosts that cannot start, so that too few are left."""
+
+    hosts: tuple[UnfitHost, ...] = ()
+
+    @classmethod
+    def among(cls, number: int, hosts: Sequence[UnfitHost]) -> HostsCannotStart:
+        """Return the error that names these hosts, of a number that were looked at."""
+        lines = "".join(f"\n  {host}" for host in hosts)
+        error = cls(f"{len(hosts)} of {number} hosts cannot start, and nothing was started{lines}")
+        error.hosts = tuple(hosts)
+        return error
+
+    @property
+    def list_of_hosts(self) -> str:
+        """The hosts with their problems, without the sentence above them."""
+        return printable("\n  ".join(map(str, self.hosts)), keep="\n\t")
+
+
 @dataclass
 class _Problems:
     """All that is wrong, by host."""
 
-    found: dict[Connection, list[str]] = field(default_factory=dict)
+    found: dict[Connection, list[tuple[str, str]]] = field(default_factory=dict)
 
     def add(self, connection: Connection, problem: str, do: str) -> None:
-        text = f"{problem}\n     do this: {do.format(login=connection.host.login)}"
-        self.found.setdefault(connection, []).append(text)
+        remedy = do.format(login=connection.host.login)
+        self.found.setdefault(connection, []).append((problem, remedy))
 
-    def error(self, of: int) -> UsageError:
+    def error(self, of: int) -> HostsCannotStart:
         """Return one error that names every host and every problem."""
-        lines = [
-            f"\n  {connection.host.login}: {problem}"
-            for connection, problems in self.found.items()
-            for problem in problems
-        ]
-        return UsageError(
-            f"{len(self.found)} of {of} hosts cannot start, and nothing was started"
-            + "".join(lines)
-        )
+        hosts = [UnfitHost(c.host.login, tuple(problems)) for c, problems in self.found.items()]
+        return HostsCannotStart.among(of, hosts)
 
 
 def ready_hosts(
@@ -100,7 +136,7 @@ def ready_hosts(
         interrupts: one that comes ends the checks.
 
     Raises:
-        UsageError: too few hosts can start. It names each of the others, and the way out.
+        HostsCannotStart: too few hosts can start. It names each of the others, and the way out.
     """
     problems = _Problems()
     problems, all_hosts = _Problems(), len(connections)

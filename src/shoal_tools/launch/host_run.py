@@ -134,8 +134,7 @@ class HostRun:
         if code == 0:
             return
         if state.failure is None and not self._interrupts.received:
-            for line in lines.splitlines():  # the agent's own, as no rank says why
-                state.streams[b"e"].feed(line.encode() + b"\n")
+            feed_last(state.streams, lines)  # the agent's own, as no rank says why
         if self._alive and not self._orders.is_ending:
             others = ", ".join(self._names.values())
             say(f"{state.label} has failed; {others}: {self._job.grace_s:g} s to end")
@@ -165,6 +164,12 @@ class HostRun:
             return first.blamed if first.blamed in {exit.rank for exit in exits} else first.rank
         failed = [s for s, state in zip(starts, states, strict=False) if state.ended]
         return failed[0]
+
+
+def feed_last(streams: Mapping[bytes, Lines], lines: str) -> None:
+    """Show the last lines of an agent that has ended."""
+    for line in lines.splitlines():
+        streams[b"e"].feed(line.encode() + b"\n")
 
 
 def streams(prefix: str) -> dict[bytes, Lines]:

@@ -4,23 +4,20 @@
                 says go
     2  command  with this executor's own Python, and with the files that were sent
     3  lines    the rank's output, at once; signals the other way
-    4  end      everything that the rank has left running is killed; then the exit code
+    4  end      everything that the rank has left running is killed (executor_rank.py); then the
+                exit code
 
 Cost: three threads that sleep while nothing is printed.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
@@ -29,13 +26,10 @@ from typing import IO, Any
 
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
-from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
-from shoal_tools.launch.host_end import marked
-from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
+from shoal_tools.launch.executor_rank import ExecutorRank, rank_of_task
 
 PYTHON = "\0python"  # a word of the command: the executor's own
-_TASK = "SHOAL_SPARK_TASK"  # variable that marks all processes of one rank
 _READ = 1 << 16
 _NOT_FOUND, _ENDED = 127, 143  # exit codes, as of a shell
 
@@ -67,61 +61,52 @@ def hold(order: TaskOrder) -> int:
     Raises:
         WorldError: the driver cannot be reached.
     """
-    with closing(seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())) as seat:
-        return _hold(order, seat)
-
-
-def _hold(order: TaskOrder, seat: TaskSeat) -> int:
-    try:
-        desk: Any = call_desk(order.desk, order.token)
-    except (OSError, AuthenticationError) as error:
-        raise WorldError(
-            f"{seat.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
-            f"where ranks' output goes ({error})",
-        ) from error
-    folder = tempfile.mkdtemp(prefix="shoal-", dir=local_folder())
-    try:
-        desk.send_bytes(f"{seat.rank} {seat.host} {seat.executor}".encode())
+    with rank_of_task() as rank:
+        seat = rank.seat
         try:
-            desk.recv_bytes()  # go
-        except (EOFError, OSError):  # the driver is gone, or does not want it
-            return _ENDED
-        return _Rank(desk).run(order, seat, Path(folder))
-    finally:
-        desk.close()
-        shutil.rmtree(folder, ignore_errors=True)
+            desk: Any = call_desk(order.desk, order.token)
+        except (OSError, AuthenticationError) as error:
+            raise WorldError(
+                f"{seat.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
+                f"where ranks' output goes ({error})",
+            ) from error
+        with closing(desk):
+            desk.send_bytes(f"{seat.rank} {seat.host} {seat.executor}".encode())
+            try:
+                desk.recv_bytes()  # go
+            except (EOFError, OSError):  # the driver is gone, or does not want it
+                return _ENDED
+            return _Reports(desk).run(order, rank)
 
 
-class _Rank:
-    """The processes of one rank, from start to end, and their reports to the driver."""
+class _Reports:
+    """The reports of one rank to the driver: lines, and the exit code."""
 
     def __init__(self, desk: Any) -> None:
         self._desk, self._saying = desk, threading.Lock()
 
-    def run(self, order: TaskOrder, seat: TaskSeat, folder: Path) -> int:
+    def run(self, order: TaskOrder, rank: ExecutorRank) -> int:
         """Return the exit code. A signal counts as in a shell."""
-        mark = f"{_TASK}={uuid.uuid4().hex}"
         try:
-            process = _start(order, seat, folder, mark)
+            process = _start(order, rank)
         except OSError as error:
             self._say(ERR + f"shoal: the command cannot be started: {error}\n".encode())
             code = _NOT_FOUND
         else:
-            code = self._held(process, mark)
+            code = self._hold(process, rank)
         self._say(EXIT + str(code).encode())
         return code if code >= 0 else 128 - code
 
-    def _held(self, process: subprocess.Popen[bytes], mark: str) -> int:
+    def _hold(self, process: subprocess.Popen[bytes], rank: ExecutorRank) -> int:
         pipes = ((process.stdout, OUT), (process.stderr, ERR))
         passing = [threading.Thread(target=self._pass_on, args=each, daemon=True) for each in pipes]
-        obeying = threading.Thread(target=self._obey, args=(process,), daemon=True)
+        obeying = threading.Thread(target=self._obey, args=(rank,), daemon=True)
         for thread in (*passing, obeying):
             thread.start()
         try:
             code = process.wait()
         finally:
-            _signal(process, signal.SIGKILL)
-            kill_all(lambda: marked(mark))
+            rank.stop()
         for thread in passing:
             thread.join()
         return code
@@ -131,43 +116,26 @@ class _Rank:
             while data := os.read(pipe.fileno(), _READ):
                 self._say(kind + data)
 
-    def _obey(self, process: subprocess.Popen[bytes]) -> None:
+    def _obey(self, rank: ExecutorRank) -> None:
         try:
             while message := self._desk.recv_bytes():
                 if message[:1] == SIGNAL:
-                    _signal(process, int(message[1:]))
+                    rank.signal(int(message[1:]))
         except (OSError, EOFError):  # the driver is gone
-            _signal(process, signal.SIGKILL)
+            rank.signal(signal.SIGKILL)
 
     def _say(self, message: bytes) -> None:
         with self._saying, suppress(OSError):
             self._desk.send_bytes(message)
 
 
-def _start(order: TaskOrder, seat: TaskSeat, folder: Path, mark: str) -> subprocess.Popen[bytes]:
-    sent = {path: str(folder / Path(path).name) for path in order.files}
+def _start(order: TaskOrder, rank: ExecutorRank) -> subprocess.Popen[bytes]:
+    sent = {path: str(rank.folder / Path(path).name) for path in order.files}
     for path, data in order.files.items():
         Path(sent[path]).write_bytes(data)
     words = [sys.executable if word == PYTHON else sent.get(word, word) for word in order.command]
-    task, _, value = mark.partition("=")
-    # the path of this executor, with everything that Spark was told to send
-    search = os.pathsep.join(each for each in sys.path if each)
-    environment = {**os.environ, "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        _dying_with_us(words),
-        env={**environment, **seat.settings, TOKEN: order.token, **order.environment, task: value},
-        cwd=order.folder if os.path.isdir(order.folder) else folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+    return rank.start(
+        words,
+        {"PYTHONUNBUFFERED": "1", TOKEN: order.token, **order.environment},
+        folder=order.folder if os.path.isdir(order.folder) else rank.folder,
     )
-
-
-def _dying_with_us(words: Sequence[str]) -> Sequence[str]:
-    return (*DIE_WITH_PARENT, *words) if shutil.which(DIE_WITH_PARENT[0]) else words
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)

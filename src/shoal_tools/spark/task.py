@@ -7,26 +7,18 @@ again.
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from shoal.contracts.launcher import TOKEN
-from shoal.core.errors import PeerLost
-from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
-from shoal_tools.launch.processes import DIE_WITH_PARENT
+from shoal_tools.launch.executor_rank import ExecutorRank, rank_of_task
 from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Start, TaskOutcome
 
 _TEXTS = ("executor", "kind", "what", "where", "got", "expected", "do", "trace")
@@ -52,50 +44,30 @@ def hold(start: Start, batches: Iterable[Any]) -> TaskOutcome:
     Raises:
         PeerLost: the rank's process was killed.
     """
-    context = importlib.import_module("pyspark").BarrierTaskContext.get()
-    with closing(seat_of(context)) as place:
-        return _hold(start, batches, place)
+    with rank_of_task() as rank:
+        (rank.folder / WORK).write_bytes(start.work)
+        code = _run(rank, {**start.roles, TOKEN: start.token}, batches)
+        if not (rank.folder / OUTCOME).exists():
+            raise rank.error(code)
+        outcome: TaskOutcome = pickle.loads((rank.folder / OUTCOME).read_bytes())
+        return outcome
 
 
-def _hold(start: Start, batches: Iterable[Any], place: TaskSeat) -> TaskOutcome:
-    settings = {**place.settings, **start.roles, TOKEN: start.token}
-    with tempfile.TemporaryDirectory(prefix="shoal-", dir=local_folder()) as name:
-        folder = Path(name)
-        (folder / WORK).write_bytes(start.work)
-        code = _run(folder, settings, batches)
-        if (folder / OUTCOME).exists():
-            outcome: TaskOutcome = pickle.loads((folder / OUTCOME).read_bytes())
-            return outcome
-    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    raise PeerLost(
-        "the process of a rank ended without a word",
-        where=place.executor,
-        got=ended,
-        do="look at the executor's stderr; SIGKILL is mostly the system's, for want of memory: "
-        "raise spark.executor.memoryOverhead, or lower batch_size",
-    )
-
-
-def _run(folder: Path, settings: Mapping[str, str], batches: Iterable[Any]) -> int:
-    """Run the rank's process, which ends with this one, and return its exit code."""
+def _run(rank: ExecutorRank, settings: Mapping[str, str], batches: Iterable[Any]) -> int:
+    """Run the rank's process, feed it, and return its exit code."""
     away, here = os.pipe()
-    path = os.pathsep.join(each for each in sys.path if each)  # has files from Spark, too
-    command = (sys.executable, "-m", "shoal_tools.spark.rank", str(folder))
-    process = subprocess.Popen(
-        (*DIE_WITH_PARENT, *command) if shutil.which(DIE_WITH_PARENT[0]) else command,
-        env={**os.environ, "PYTHONPATH": path, **settings, ROWS: str(away)},
-        stdin=subprocess.DEVNULL,
+    words = (sys.executable, "-m", "shoal_tools.spark.rank", str(rank.folder))
+    process = rank.start(
+        words,
+        {**settings, ROWS: str(away)},
         stdout=sys.stderr.fileno(),
+        stderr=None,
         pass_fds=(away,),
     )
     os.close(away)
-    try:
-        with suppress(BrokenPipeError):  # the rank has ended, or reads no more rows
-            _feed(here, batches)
-        return process.wait()
-    finally:
-        process.kill()
-        process.wait()
+    with suppress(BrokenPipeError):  # the rank has ended, or reads no more rows
+        _feed(here, batches)
+    return process.wait()
 
 
 def _feed(descriptor: int, batches: Iterable[Any]) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from shoal.contracts.launcher import Job
-from shoal.core.errors import UsageError
 from shoal_tools.elastic import members, ssh_crews
 from shoal_tools.elastic.ssh_crews import SshCrews
 from shoal_tools.launch import host_checks
 from shoal_tools.launch.agent import HostCount
+from shoal_tools.launch.host_checks import HostsCannotStart
 from shoal_tools.launch.host_end import marked
 from shoal_tools.launch.ssh import Ssh
 
@@ -120,7 +120,7 @@ def test_a_host_that_cannot_be_reached_is_left_out_until_it_can(
     acting.join()
     said = capsys.readouterr().err
     assert "1 of 2 hosts cannot start" in said
-    assert said.count("b does not start:") == 1 and "no route to b" in said
+    assert said.count("b does not start: b: ssh does not get in") == 1 and "no route to b" in said
 
 
 def test_a_host_that_was_silent_for_too_long_comes_as_a_new_one(tmp_path: Path) -> None:
@@ -166,5 +166,9 @@ def test_agents_that_cannot_start_end_the_job_with_their_code(tmp_path: Path) ->
 def test_too_few_hosts_are_refused_with_all_that_is_wrong(tmp_path: Path) -> None:
     for host in ("a", "b"):
         (tmp_path / f"ssh-{host}-away").touch()
-    with pytest.raises(UsageError, match="2 of 2 hosts cannot start, and nothing was started"):
+    said = "2 of 2 hosts cannot start, and nothing was started"
+    with pytest.raises(HostsCannotStart, match=said) as refused:
         launched(tmp_path)
+    assert [host.login for host in refused.value.hosts] == ["a", "b"]
+    assert all("no route" in host.problems[0][0] for host in refused.value.hosts)
+    assert f"{said}\n  {refused.value.list_of_hosts}" == str(refused.value)

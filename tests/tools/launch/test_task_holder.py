@@ -13,7 +13,8 @@ import pytest
 
 from shoal_tools.launch.barrier import TaskSeat
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL
-from shoal_tools.launch.task_holder import PYTHON, TaskOrder, _Rank
+from shoal_tools.launch.executor_rank import ExecutorRank
+from shoal_tools.launch.task_holder import PYTHON, TaskOrder, _Reports
 
 pytestmark = [pytest.mark.quick, pytest.mark.processes]
 
@@ -42,7 +43,7 @@ def held(folder: Path, *command: str, desk: Any = None, files: Any = None) -> tu
     desk = desk or Desk()
     order = TaskOrder(command, {"SHOWN": "yes"}, files or {}, "/no/such/folder", ("", 0), "secret")
     place = TaskSeat(1, "b", "rank 1 on b", {"RANK": "1"})
-    return _Rank(desk).run(order, place, folder), desk
+    return _Reports(desk).run(order, ExecutorRank(place, folder)), desk
 
 
 def test_lines_and_the_exit_code_are_told_and_nothing_is_left(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_command_that_is_not_there_is_told(
     code, desk = held(tmp_path / "a", "/no/such/program")
     assert code == 127 and b"/no/such/program" in desk.of(ERR)
     monkeypatch.setattr(
-        "shoal_tools.launch.task_holder._dying_with_us", lambda words: words
+        "shoal_tools.launch.executor_rank._dying_with_us", lambda words: words
     )  # no setpriv
     code, desk = held(tmp_path / "b", "/no/such/program")
     assert code == 127 and b"cannot be started" in desk.of(ERR)
