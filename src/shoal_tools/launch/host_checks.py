@@ -1,6 +1,6 @@
 """Checks hosts before anything starts on them, beside one another, and names all that fail at once.
 
-    1  contact   ssh gets in without a password, and the interpreter is there
+    1  contact   ssh gets in without a password (ssh_failures.py), and the interpreter is there
     2  look      tools, folder, releases, script and its digest, and the first host's free port
     3  reach     every host reaches that port at the first host's address
 
@@ -28,14 +28,9 @@ from shoal_tools.launch.connection import Connection, gathered
 from shoal_tools.launch.host_end import REACH_S
 from shoal_tools.launch.host_list import SshHost
 from shoal_tools.launch.processes import Interrupts
+from shoal_tools.launch.ssh_failures import failure_of
 
 _CONTACT_S = 60.0
-_REMEDIES = {  # words of ssh's complaint, and the way out
-    "Host key verification": "ssh {login} once by hand, and accept its key",
-    "Could not resolve": "check the name, or give it a HostName in ~/.ssh/config",
-    "Permission denied": "ssh-copy-id {login}",
-    "Connection refused": "start sshd there, or check the port in ~/.ssh/config",
-}
 _OTHER_REMEDY = "make this work first: ssh -o BatchMode=yes {login} true"
 
 
@@ -72,7 +67,9 @@ class _Problems:
     found: dict[Connection, list[str]] = field(default_factory=dict)
 
     def add(self, connection: Connection, problem: str, do: str) -> None:
-        text = f"{problem}\n     do this: {do.format(login=connection.host.login)}"
+        host = connection.host
+        do = do.replace("{login}", host.login).replace("{name}", host.name)
+        text = f"{problem}\n     do this: {do}"
         self.found.setdefault(connection, []).append(text)
 
     def error(self, of: int) -> UsageError:
@@ -182,18 +179,16 @@ def _look_at_hosts(
 
 
 def _no_contact(connection: Connection, needs: HostNeeds) -> tuple[str, str]:
-    complaint = connection.complaint()
     if connection.code == 255 and not connection.has_come:
-        known = [do for words, do in _REMEDIES.items() if words in complaint]
-        problem = f"ssh does not get in without a password: {complaint or 'it says nothing'}"
-        return problem, next(iter(known), _OTHER_REMEDY)
+        failure, line = failure_of(connection.complaints.decode(errors="replace"))
+        return f"{failure.problem}: {line}", failure.do
     if connection.code in (126, 127):
         return (
             f"the interpreter is not there: {needs.python}",
             "install it under that path, or name another one with --python PATH",
         )
     if connection.code is not None:
-        said = complaint or "nothing"
+        said = connection.complaint() or "nothing"
         return (
             f"{needs.python} ended with exit code {connection.code}, and said: {said}",
             "give a Python 3.11 or newer with --python PATH",

@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import job_folder, marked
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
 
 PYTHON = "\0python"  # a word of the command: the executor's own
@@ -79,17 +78,13 @@ def _hold(order: TaskOrder, seat: TaskSeat) -> int:
             f"{seat.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
             f"where ranks' output goes ({error})",
         ) from error
-    folder = tempfile.mkdtemp(prefix="shoal-", dir=local_folder())
-    try:
+    with closing(desk), job_folder(local_folder()) as folder:
         desk.send_bytes(f"{seat.rank} {seat.host} {seat.executor}".encode())
         try:
             desk.recv_bytes()  # go
         except (EOFError, OSError):  # the driver is gone, or does not want it
             return _ENDED
-        return _Rank(desk).run(order, seat, Path(folder))
-    finally:
-        desk.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        return _Rank(desk).run(order, seat, folder)
 
 
 class _Rank:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -26,6 +25,7 @@ import pyarrow as pa
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import PeerLost
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
+from shoal_tools.launch.host_end import job_folder
 from shoal_tools.launch.processes import DIE_WITH_PARENT
 from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Start, TaskOutcome
 
@@ -59,8 +59,7 @@ def hold(start: Start, batches: Iterable[Any]) -> TaskOutcome:
 
 def _hold(start: Start, batches: Iterable[Any], place: TaskSeat) -> TaskOutcome:
     settings = {**place.settings, **start.roles, TOKEN: start.token}
-    with tempfile.TemporaryDirectory(prefix="shoal-", dir=local_folder()) as name:
-        folder = Path(name)
+    with job_folder(local_folder()) as folder:
         (folder / WORK).write_bytes(start.work)
         code = _run(folder, settings, batches)
         if (folder / OUTCOME).exists():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shoal_tools.launch.connection import Connection, gathered, wait
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import job_folder, marked
 from shoal_tools.launch.host_list import SshHost
 from shoal_tools.launch.processes import Interrupts
 
@@ -99,6 +99,34 @@ def test_a_far_end_that_is_killed_takes_its_agent_along(host: Connection, tmp_pa
     while marked(f"FOLDER={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.02)  # the kernel ends the agent behind the far end
     ended(host, tmp_path)
+
+
+def test_folders_of_far_ends_that_were_killed_go_at_the_next_start(
+    host: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "temporary"
+    top.mkdir()
+    monkeypatch.setenv("TMPDIR", str(top))
+    killed = Connection(SshHost("localhost"), (), sys.executable)
+    start(killed, tmp_path)
+    killed.process.kill()
+    killed.close_input()
+    killed.end(20.0)
+    (left,) = top.iterdir()
+    assert list(left.iterdir())
+    young, stranger = top / "shoal-job-young", top / "other"
+    with job_folder(str(top)) as used:
+        for folder in (young, stranger):
+            folder.mkdir()
+        for folder in (left, used, stranger):
+            os.utime(folder, (0, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getuid", lambda: -1)
+            with job_folder(str(top)):
+                assert left.exists(), "another user's"
+        with job_folder(str(top)) as another:
+            assert {*top.iterdir()} == {used, young, stranger, another}
+    assert {*top.iterdir()} == {young, stranger}
 
 
 def test_lines_that_come_in_pieces_and_bars_that_move(host: Connection, tmp_path: Path) -> None:
