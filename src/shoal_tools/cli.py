@@ -7,6 +7,7 @@ under `shoal lab`). Or it starts `--ranks N` of them on this machine, each with 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import click
 
 from shoal.comm.other_launchers import adopt
+from shoal.comm.rendezvous import is_rank
+from shoal.contracts.launcher import MARK
 from shoal.core.errors import ShoalError, UsageError
 from shoal.front.errors import exit_of_recipe, foreign, whole
 from shoal.session.session import leave, world
@@ -35,9 +38,9 @@ from shoal_tools.commands.train import train
 class _Reporting(click.Group):
     """Prints errors without Shoal's own frames, tells the other ranks, and exits with 1.
 
-    The exit code is 2 for an error that the caller can fix. An error of the recipe's own comes
-    with its traceback from where Shoal called it. With SHOAL_TRACEBACK=1 all frames of every error
-    come first.
+    The exit code is 2 for an error that the caller can fix, and 130 after Ctrl-C. An error of the
+    recipe's own comes with its traceback from where Shoal called it. With SHOAL_TRACEBACK=1 all
+    frames of every error come first.
     """
 
     def invoke(self, context: click.Context) -> Any:
@@ -54,6 +57,11 @@ class _Reporting(click.Group):
             usage = isinstance(error, UsageError)
             click.echo(f"shoal: {error.what if usage and _follows() else error}", err=True)
             sys.exit(2 if usage else 1)
+        except KeyboardInterrupt as error:
+            self._show_frames(context, error)
+            if not (is_rank() or MARK in os.environ):  # the launcher says it once
+                click.echo("shoal: ended by Ctrl-C", err=True)
+            sys.exit(128 + signal.SIGINT)
         except SystemExit as error:
             if (said := exit_of_recipe(error)) is None:
                 raise

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from command_line import RECIPE, prepare, shoal
 from shoal.core.plan import Plan
 from shoal_tools.cli import main
+from shoal_tools.commands import plan as plan_command
 from shoal_tools.launch.lab import Lab
 from shoal_tools.report.run_file import load
 
@@ -438,6 +439,23 @@ def test_all_frames_of_an_error_are_shown_on_demand(
     assert printed.startswith("Traceback") and "cli.py" in printed
     assert "\nshoal: the pin '3' matches no layer" in printed
     assert "do this:" in printed.splitlines()[-1], "the message comes last"
+
+
+@pytest.mark.parametrize(("launched", "said"), [(False, "shoal: ended by Ctrl-C\n"), (True, "")])
+def test_ctrl_c_is_told_once_and_by_the_launcher(
+    launched: bool,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command.plan, "callback", interrupted)
+    if launched:
+        monkeypatch.setenv("SHOAL_JOB", "a job")
+    assert shoal("plan", RECIPE) == [130]
+    assert capsys.readouterr().err == said
 
 
 def test_reasons_are_printed_on_demand(capsys: pytest.CaptureFixture[str]) -> None:

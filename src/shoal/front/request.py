@@ -185,9 +185,11 @@ def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts)
 
 
 def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
-    """Refuse a feature that contradicts the given plan."""
+    """Refuse a feature that contradicts the given plan. It may add its options to other ones."""
     for feature in asked:
-        if feature.plan(given, facts) != given:
+        plan = feature.plan(given, facts)
+        new = {name: o for name, o in plan.features.items() if name not in given.features}
+        if plan != replace(given, features={**given.features, **new}):
             raise PlanError(
                 f"there are both a plan and {feature.name}",
                 do=f"write {feature.name} into the plan",

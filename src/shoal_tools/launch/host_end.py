@@ -48,6 +48,9 @@ REACH_S = 10.0
 _KILL_AFTER_S = 3.0
 _END = "SHOAL_END"  # the variable that all of this host's processes have, and no other's
 _KEPT = 1 << 16  # bytes of the agent's own lines that are kept
+# Variables of ranks that the user has not set. Lines come at once, and PyTorch writes no C++ frames
+# for a connection that broke: Shoal says which peer was lost.
+POLITE = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _FOLDER = "shoal-job-"  # the first part of a job's folder's name
 _YOUNG_S = 60.0  # a folder of this age may not be locked yet
 
@@ -208,7 +211,7 @@ class _HostAgent:
                 os.kill(pid, signal.SIGKILL)
         self._line, theirs = socket.socketpair()
         threads = max(1, len(os.sched_getaffinity(0)) // order["slots"])
-        polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        polite = {**POLITE, "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *order["command"]],
             env={**polite, **os.environ, **order["environment"], _END: str(folder)},

@@ -38,7 +38,7 @@ from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
 from shoal.core.numbers import how_many
 from shoal.core.open_files import raise_limit
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import POLITE, marked
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
@@ -125,7 +125,7 @@ def environment(job: Job, **launcher: str) -> dict[str, str]:
     user's own variables win over both.
     """
     threads = max(1, int(min(bound_cores(), quota_cores()) // job.ranks))
-    polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    polite = {**POLITE, "OMP_NUM_THREADS": str(threads)}
     return {
         **polite,
         **os.environ,

@@ -30,7 +30,7 @@ from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import WorldError
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
 from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL, call_desk
-from shoal_tools.launch.host_end import job_folder, marked
+from shoal_tools.launch.host_end import POLITE, job_folder, marked
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
 
 PYTHON = "\0python"  # a word of the command: the executor's own
@@ -147,7 +147,7 @@ def _start(order: TaskOrder, seat: TaskSeat, folder: Path, mark: str) -> subproc
     task, _, value = mark.partition("=")
     # the path of this executor, with everything that Spark was told to send
     search = os.pathsep.join(each for each in sys.path if each)
-    environment = {**os.environ, "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
+    environment = {**POLITE, **os.environ, "PYTHONPATH": search}
     return subprocess.Popen(
         _dying_with_us(words),
         env={**environment, **seat.settings, TOKEN: order.token, **order.environment, task: value},

@@ -25,7 +25,7 @@ import pyarrow as pa
 from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import PeerLost
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
-from shoal_tools.launch.host_end import job_folder
+from shoal_tools.launch.host_end import POLITE, job_folder
 from shoal_tools.launch.processes import DIE_WITH_PARENT
 from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Start, TaskOutcome
 
@@ -82,7 +82,7 @@ def _run(folder: Path, settings: Mapping[str, str], batches: Iterable[Any]) -> i
     command = (sys.executable, "-m", "shoal_tools.spark.rank", str(folder))
     process = subprocess.Popen(
         (*DIE_WITH_PARENT, *command) if shutil.which(DIE_WITH_PARENT[0]) else command,
-        env={**os.environ, "PYTHONPATH": path, **settings, ROWS: str(away)},
+        env={**POLITE, **os.environ, "PYTHONPATH": path, **settings, ROWS: str(away)},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
         pass_fds=(away,),
