@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, commands
 
+from free_ports import free_port
 from shoal_tools.launch.lab import Lab
 
 # tests/tools/commands/test_doctor.py and test_run_script.py, and tests/tools/elastic run these
@@ -75,12 +75,6 @@ def as_run(command: str) -> list[str]:
         for place, word in enumerate(words)
         for part in ([sys.executable, *PROGRAMS[word]] if place in starts else [word])
     ]
-
-
-def free_port() -> int:
-    """A port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def on_each_host(command: str) -> list[str]:
