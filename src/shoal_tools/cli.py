@@ -6,6 +6,7 @@ under `shoal lab`). Or it starts `--ranks N` of them on this machine, each with 
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import sys
@@ -74,6 +75,19 @@ class _Reporting(click.Group):
             leave(error)
             click.echo(f"shoal: {foreign(error)}", err=True)
             sys.exit(1)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first word names; say which is near if there is none."""
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(context), n=1)
+            if not near or "mean" in error.message:
+                raise
+            said = f"{error.message} Did you mean {near[0]!r}?"
+            raise click.UsageError(said, ctx=context) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in groups, each with its whole first sentence."""

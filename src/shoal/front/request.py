@@ -252,7 +252,10 @@ def check_functions(options: Options, loss_fn: Any) -> None:
 def _check_model(model: Any, session: Session) -> set[int]:
     """Refuse a model that cannot be rewritten; return the ids of its trainable parameters."""
     if not isinstance(model, nn.Module):
-        raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
+        is_class = isinstance(model, type)
+        do = f"make one first: model = {model.__name__}(…)" if is_class else _ORDER
+        got = f"the class {model.__name__}" if is_class else type(model).__name__
+        raise UsageError("the model is not an nn.Module", got=got, do=do)
     if model in session.attached or pending_of(model) is not None:
         raise UsageError("the model is parallelised already", do="call parallelize once a model")
     for name, module in model.named_modules():

@@ -24,6 +24,7 @@ from typing import Any
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.core.interfaces import is_loopback, source_towards
+from shoal.core.numbers import how_many
 from shoal_tools.launch.connection import Connection, gathered
 from shoal_tools.launch.host_end import REACH_S
 from shoal_tools.launch.host_list import SshHost
@@ -80,7 +81,7 @@ class _Problems:
             for problem in problems
         ]
         return UsageError(
-            f"{len(self.found)} of {of} hosts cannot start, and nothing was started"
+            f"{len(self.found)} of {how_many(of, 'host')} cannot start, and nothing was started"
             + "".join(lines)
         )
 

@@ -108,7 +108,8 @@ def check_here(job: Job) -> None:
         raise UsageError(
             "this launcher starts ranks on this machine, and takes no master",
             got=job.master,
-            do="leave --master out, or name the launcher that it is for: --launcher spark",
+            do="leave --master out, or name the launcher that it is for: --launcher "
+            + ("spark" if job.master.startswith("spark") else "ssh"),
         )
     if job.hosts not in (None, 1):
         raise UsageError(
