@@ -48,6 +48,9 @@ def shard(
 ) -> ShardedBatches[Any]: ...
 
 
+_BATCH = 'give batch="global" if a loader\'s batch is that of all ranks together'
+
+
 def shard(
     loader: Any,
     *,
@@ -127,10 +130,7 @@ def dealt(
     def made() -> Any:
         if batch not in ("rank", "global"):
             raise UsageError(
-                "unknown kind of batch",
-                got=repr(batch),
-                expected='"rank" or "global"',
-                do='give batch="global" if a loader\'s batch is that of all ranks together',
+                "unknown kind of batch", got=repr(batch), expected='"rank" or "global"', do=_BATCH
             )
         do = "give shards_itself=True for a dataset that gives each rank its own rows"
         if shards_itself is not None:

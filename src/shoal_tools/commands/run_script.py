@@ -87,7 +87,7 @@ def run(script: tuple[str, ...], hosts: str, hosts_file: Path | None, **wanted: 
     """
     if not wanted["module"]:
         check_script(script[0], "shoal run")
-    sys.exit(launch_script(script, _named(hosts, hosts_file), **wanted))
+    sys.exit(launch_script(script, _read_hosts(hosts, hosts_file), **wanted))
 
 
 def launch_script(
@@ -143,7 +143,7 @@ def launch_script(
     return launcher.launch(job).exit_code
 
 
-def _named(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
+def _read_hosts(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
     if bool(hosts) == (file is not None):
         raise UsageError(
             "say which hosts, in one way",
