@@ -26,6 +26,7 @@ from shoal.session.session import Session, current
 T = TypeVar("T")
 Batch = Literal["rank", "global"]
 Shared = Sequence[float] | Literal["speed"] | None
+_BATCH = 'give batch="global" if a loader\'s batch is that of all ranks together'
 
 
 @overload
@@ -46,9 +47,6 @@ def shard(
     shares: Shared = None,
     shards_itself: bool | None = None,
 ) -> ShardedBatches[Any]: ...
-
-
-_BATCH = 'give batch="global" if a loader\'s batch is that of all ranks together'
 
 
 def shard(
