@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, final
 
 from shoal.codecs.carrier_memory import Remembering
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.core.beginning import Beginning
 from shoal.core.errors import PlanError
@@ -59,7 +59,7 @@ class FirstSteps(Feature[Opening]):
 
     def __post_init__(self) -> None:
         if self._first.codec:
-            codec_named(self._first.codec)  # PlanError if there is none
+            read_codec(self._first.codec)  # PlanError if there is none
 
     @property
     def _first(self) -> Beginning:
@@ -138,7 +138,7 @@ class _FirstRounds(Attachment[Running]):
                 yield transfer.carrier, transfer.period.every if transfer.period else 1
 
     def _begin(self, steps: int) -> None:
-        codec = codec_named(self._first.codec) if self._first.codec else None
+        codec = read_codec(self._first.codec) if self._first.codec else None
         for carrier, every in self._carriers():
             carrier.begin_with(math.ceil(self._first.steps / every), codec, steps // every)
 

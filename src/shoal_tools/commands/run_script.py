@@ -132,7 +132,7 @@ def launch_script(
     job = Job(
         command,
         ranks,
-        _sent(env),
+        _list_variables(env),
         grace_s=options["grace_s"],
         master=",".join(host.word for host in hosts),
         files=tuple(map(Path, needed)) if send else (),
@@ -170,7 +170,7 @@ def _words(text: str) -> tuple[str, ...]:
         ) from None
 
 
-def _sent(names: Iterable[str]) -> dict[str, str]:
+def _list_variables(names: Iterable[str]) -> dict[str, str]:
     """Return the variables that `--env` names."""
     found = {}
     for word in names:
