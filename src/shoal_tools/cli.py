@@ -6,7 +6,9 @@ under `shoal lab`). Or it starts `--ranks N` of them on this machine, each with 
 
 from __future__ import annotations
 
+import difflib
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import click
 
 from shoal.comm.other_launchers import adopt
+from shoal.comm.rendezvous import is_rank
+from shoal.contracts.launcher import MARK
 from shoal.core.errors import ShoalError, UsageError
 from shoal.front.errors import exit_of_recipe, foreign, whole
 from shoal.session.session import leave, world
@@ -35,9 +39,9 @@ from shoal_tools.commands.train import train
 class _Reporting(click.Group):
     """Prints errors without Shoal's own frames, tells the other ranks, and exits with 1.
 
-    The exit code is 2 for an error that the caller can fix. An error of the recipe's own comes
-    with its traceback from where Shoal called it. With SHOAL_TRACEBACK=1 all frames of every error
-    come first.
+    The exit code is 2 for an error that the caller can fix, and 130 after Ctrl-C. An error of the
+    recipe's own comes with its traceback from where Shoal called it. With SHOAL_TRACEBACK=1 all
+    frames of every error come first.
     """
 
     def invoke(self, context: click.Context) -> Any:
@@ -54,6 +58,11 @@ class _Reporting(click.Group):
             usage = isinstance(error, UsageError)
             click.echo(f"shoal: {error.what if usage and _follows() else error}", err=True)
             sys.exit(2 if usage else 1)
+        except KeyboardInterrupt as error:
+            self._show_frames(context, error)
+            if not (is_rank() or MARK in os.environ):  # the launcher says it once
+                click.echo("shoal: ended by Ctrl-C", err=True)
+            sys.exit(128 + signal.SIGINT)
         except SystemExit as error:
             if (said := exit_of_recipe(error)) is None:
                 raise
@@ -66,6 +75,19 @@ class _Reporting(click.Group):
             leave(error)
             click.echo(f"shoal: {foreign(error)}", err=True)
             sys.exit(1)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first word names; say which is near if there is none."""
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(context), n=1)
+            if not near or "mean" in error.message:
+                raise
+            said = f"{error.message} Did you mean {near[0]!r}?"
+            raise click.UsageError(said, ctx=context) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in groups, each with its whole first sentence."""

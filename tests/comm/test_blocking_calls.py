@@ -41,7 +41,7 @@ def test_who_waits_for_a_call_that_never_ends_can_end_and_so_can_the_next() -> N
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="verdict"):
         beside.run(never.wait, look)
-    assert 0.05 < time.monotonic() - began < 2
+    assert 0.05 < time.monotonic() - began < 30
     assert beside.run(lambda: 7, lambda: None) == 7
     never.set()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +16,14 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, commands
 
+from free_ports import free_port
 from shoal_tools.launch.lab import Lab
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.minutes,
-    pytest.mark.processes,
-    pytest.mark.timeout(900),
-]
 
 # tests/tools/commands/test_doctor.py and test_run_script.py, and tests/tools/elastic run these
 NEEDS_OTHER_HOSTS = ("--peer", "shoal run --hosts a", "shoal rendezvous", "shoal agent")
 TAKES_HOURS = "--cases 2000"
+FEWER = ("--cases 1000", "--cases 20")  # ten minutes of a core otherwise
+RUNS_THESE_TESTS = "$(PYTEST)"  # the words that begin such a line of the Makefile
 NEEDS_A_CLUSTER = "spark://"  # tests/tools/spark runs these
 # of these pages say that they end at about 98 % or more
 PROMISED = {
@@ -67,6 +62,7 @@ def shown() -> set[str]:
     }
     plain = {command for command in found if not command.startswith("make ")}
     made = {in_makefile(command.removeprefix("make ")) for command in found - plain}
+    made = {command for command in made if not command.startswith(RUNS_THESE_TESTS)}
     return {command.replace(".venv/bin/", "") for command in plain | made}
 
 
@@ -81,24 +77,23 @@ def as_run(command: str) -> list[str]:
     ]
 
 
-def free_port() -> int:
-    """A port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def on_each_host(command: str) -> list[str]:
     """The command as it is given on each host."""
     if "--master-addr HOST" in command:
         meeting = f"--master-addr 127.0.0.1 --master-port {free_port()}"
         command = command.replace("--master-addr HOST", meeting)
     hosts = re.search(r"--nnodes (\d+)", command)
+    command = command.replace(*FEWER)
     return [
         command.replace("--node-rank R", f"--node-rank {rank}")
         for rank in range(int(hosts[1]) if hosts else 1)
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.minutes
+@pytest.mark.processes
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("command", sorted(shown()), ids=str)
 def test_a_command_that_is_shown_runs(command: str, tmp_path: Path) -> None:
     if "shoal lab" in command and (lacks := Lab().missing()):
@@ -140,6 +135,8 @@ def accuracy(said: str) -> float:
 
 def test_what_a_page_says_is_what_is_run() -> None:
     assert shown() >= PROMISED
+    assert {shlex.split(command)[0] for command in shown()} <= PROGRAMS.keys()
+    assert in_makefile("test").startswith(RUNS_THESE_TESTS)
     assert as_run("shoal plan a.py")[1:] == ["-m", "shoal", "plan", "a.py"]
     assert as_run("torchrun -m shoal doctor")[-3:] == ["-m", "shoal", "doctor"]
     assert as_run("shoal lab -- python a.py")[-2:] == [sys.executable, "a.py"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
 from shoal_tools.launch.host_end import marked
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -47,7 +48,7 @@ with shoal.Checkpoints(sys.argv[1] + "/run", every_s=1.0, in_memory_every=5, **o
 SHOAL = (sys.executable, "-m", "shoal", "run", "--hosts", "localhost:2", "--grace", "5")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "1")
 LAUNCHERS = {
-    "torchrun": (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "29561"),
+    "torchrun": (*TORCHRUN, "--nproc-per-node", "2"),
     "shoal run": SHOAL,
     "shoal run, elastic": (*SHOAL, "--nnodes", "1:2"),
 }
@@ -61,7 +62,8 @@ def test_nothing_is_left(launcher: str, number: signal.Signals, tmp_path: Path) 
     memory.mkdir()
     own = {"ORPHANS_OF": str(tmp_path), "SHOAL_HOST_MEMORY": str(memory), "OMP_NUM_THREADS": "1"}
     path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    sent = () if launcher == "torchrun" else ("--env", "ORPHANS_OF")
+    own_port = ("--master-port", str(free_port()))
+    sent = own_port if launcher == "torchrun" else ("--env", "ORPHANS_OF")
     printed = (tmp_path / "printed").open("w")
     process = subprocess.Popen(
         (*LAUNCHERS[launcher], *sent, str(script), str(tmp_path)),

@@ -6,6 +6,7 @@ apart    two calls: exact, or by the nearer codec, and then the plan's codec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
+from shoal.features.first_steps import FirstSteps
 from shoal.features.local_steps import LocalSteps
 from shoal.features.residuals import residuals
 from shoal.front.options import Options
@@ -147,6 +149,59 @@ def test_goes_on_with_other_ranks(pin: str, made: int, tmp_path: Path) -> None:
         assert difference(on(3, pin, left, lossy=first, loads=saved), exactly) <= 1e-10
     more = on(3, pin, BATCHES[made : FIRST + 1], lossy=first, loads=saved)
     assert difference(more, on(2, exact, BATCHES[: FIRST + 1])) > 1e-7, "codes never began"
+
+
+def test_layers_that_are_updated_seldom_make_as_many_first_steps(tmp_path: Path) -> None:
+    """Four exact steps are two exchanges of a layer that is updated every second step."""
+    pin, saved = WAYS[0], tmp_path / "saved"
+    exact = pin.partition("+")[0]
+    seldom: dict[str, Any] = {"update_every": {"2": 2}}
+    first = {**seldom, "lossy": shoal.Lossy(first=4)}
+    exactly, longer = (on(2, exact, BATCHES[:steps], **seldom) for steps in (4, 6))
+    assert difference(on(2, pin, BATCHES[:4], **first), exactly) <= 1e-10
+    sixth = on(2, pin, BATCHES[:6], **first)
+    assert difference({"": sixth["2.weight"]}, {"": longer["2.weight"]}) > 1e-7
+    on(2, pin, BATCHES[:3], **first, saves=saved)
+    assert difference(on(3, pin, BATCHES[3:4], **first, loads=saved), exactly) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [
+        (FIRST, "begins with 3 exact steps; codecs follow"),
+        (shoal.Beginning(1, codec="int8"), "begins with 1 step by int8; the plan's codecs follow"),
+    ],
+)
+def test_the_plan_says_how_a_run_begins(first: Any, line: str, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+
+    def planned(comm: ThreadComm, **how: Any) -> tuple[shoal.Plan, str]:
+        with using(comm, cluster_of(comm.size)):
+            given = built(make), F.cross_entropy
+            optimizer = torch.optim.AdamW(given[0].parameters(), lr=0.05)
+            sample = rows_of(BATCHES[0], comm.rank, comm.size)
+            shoal.parallelize(*given, optimizer, sample=sample, **how)
+            plan = shoal.plan_of(given[0])
+            return plan, shoal.explain(given[0]) if plan is not None else ""
+
+    def planned_on(ranks: int, **how: Any) -> tuple[shoal.Plan, str]:
+        return run(ranks, lambda comm: planned(comm, **how), timeout_s=60)[0]
+
+    coded, exact = ({"*": way} for way in (WAYS[0], "sliced:direct"))
+    plan, said = planned_on(2, pins=coded, first=first)
+    assert line in said
+    plan.save(written)
+    again, said = planned_on(2, plan=written)
+    assert again.features == plan.features and line in said
+    assert planned_on(2, plan=written, first=first)[0].features == plan.features
+    with pytest.raises(PlanError, match="there are both a plan and nearer_first"):
+        planned_on(2, plan=written, first=50)
+    bare = replace(plan, features={})
+    assert planned_on(2, plan=bare, first=first)[0].features == plan.features
+    assert planned_on(2, pins=exact, first=first)[0].features == {}
+    for wrong in ({"steps": -1}, {"steps": 3, "codec": "int9"}, {"step": 3}):
+        with pytest.raises(PlanError, match="first steps do not fit"):
+            FirstSteps.of_plan(plan.with_feature("nearer_first", wrong))
 
 
 def test_with_local_steps_first_is_the_warmup() -> None:

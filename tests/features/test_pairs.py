@@ -169,7 +169,7 @@ def test_the_later_one_refuses_and_the_earlier_one_does_not(pair: Pair) -> None:
     options = Options.of(asked)
     plan = planned_by(options, way_of(pair), facts)
     assert refusing(options, plan, facts) == [pair[1]]
-    of_caller = {name for name in pair if of(Feature)[name].plan is Feature.plan}
+    of_caller = {name for name in pair if of(Feature)[name].of_plan(plan) is None}
     keywords = {key: asked[key] for name in of_caller for key in ASKED[name]}
     for same in (options, Options.of({**keywords, "plan": plan})):
         with pytest.raises(PlanError) as caught:

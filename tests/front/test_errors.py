@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from one_process import cluster_of
+from torch import nn
 
+import shoal
+from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.front.errors import foreign
+from shoal.front.session_start import using
 
 SCRIPT = """
 import shoal, torch
@@ -64,3 +70,25 @@ def test_a_script_that_ends_with_an_error_of_shoals_shows_its_message_last(
         assert done.stderr == f'File "{script}", line 5\nshoal: {message}\n'
     else:
         assert done.stderr.startswith("Traceback")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("wrong", "way_out"),
+    [
+        ("model", r"the class Linear(.|\n)*do this: make one first: model = Linear\(…\)"),
+        ("optimizer", r"the class SGD(.|\n)*make one first: optimizer = SGD\(model.parameters"),
+    ],
+)
+def test_a_class_in_place_of_an_object_is_told_with_the_way_to_make_one(
+    wrong: str, way_out: str
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        model = nn.Linear(4, 3)
+        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        given |= {wrong: type(given[wrong])}
+        sample = torch.ones(6, 4), torch.ones(6, 3)
+        with using(comm, cluster_of(2)), pytest.raises(UsageError, match=way_out):
+            shoal.parallelize(**given, loss_fn=nn.MSELoss(), sample=sample)
+
+    run(2, work, timeout_s=60)

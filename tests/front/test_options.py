@@ -36,8 +36,8 @@ pytestmark = pytest.mark.quick
 OUTER = shoal.Outer(rule="average")
 
 
-def small_plan(**fields: Any) -> Plan:
-    return Plan(2, "digest", (Choice("0", "replicate", "direct"),), 100, lanes=1, **fields)
+def small_plan(exchange: str = "direct", **fields: Any) -> Plan:
+    return Plan(2, "digest", (Choice("0", "replicate", exchange),), 100, lanes=1, **fields)
 
 
 ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
@@ -164,7 +164,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("staleness", False, "staleness is a number of steps"),
     ("sync_batchnorm", 1, "sync_batchnorm is True or False"),
     ("update_every", 4, "update_every is not a mapping"),
-    ("memory", "little", "unknown memory mode"),
+    ("memory", "little", r"unknown memory mode(.|\n)*do this: give for instance memory=\"low\""),
     ("memory", ["fast"], "unknown memory mode"),
     ("memory_limit", -1.0, "memory_limit is a number of bytes"),
     ("micro_batches", 0, "micro_batches is a whole number"),
@@ -248,6 +248,7 @@ def test_what_is_iterated_once_may_be_looked_at_twice() -> None:
     assert len(options.left_alone) == 2
 
 
+CODED = small_plan("direct+int8")
 SAID: dict[str, tuple[Plan, Feature[Any], Feature[Any]]] = {
     "staleness": (small_plan(staleness=2), Staleness(2), Staleness(1)),
     "local_steps": (
@@ -260,6 +261,7 @@ SAID: dict[str, tuple[Plan, Feature[Any], Feature[Any]]] = {
         UpdateEvery({"0": 2}),
         UpdateEvery({"0": 3}),
     ),
+    "nearer_first": (FirstSteps(5).written(CODED), FirstSteps(5), FirstSteps(4)),
 }
 
 
@@ -274,6 +276,11 @@ def test_a_given_plan_and_a_feature_must_say_the_same(name: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     facts = PlanFacts(model, Topology(("one", "other")))
     check_beside(plan, (same,), facts)
+    if name == "nearer_first":  # it is added to a plan that says nothing of it
+        check_beside(CODED, (same,), facts)
+        with pytest.raises(PlanError, match=both):
+            check_beside(plan, (other,), facts)
+        return
     for said, feature in ((plan, other), (small_plan(), same)):
         with pytest.raises(PlanError, match=both):
             check_beside(said, (feature,), facts)

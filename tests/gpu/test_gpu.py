@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shoal
+from free_ports import free_port
 from shoal.comm.threads import ThreadComm
 from shoal.front.session_start import using
 
@@ -35,6 +36,7 @@ BY_NCCL = {
 
 def trained(own_variables: Mapping[str, str], *cases: str) -> list[str]:
     """What two ranks on one GPU print; of each, NCCL_HOSTID is its own where NCCL is to carry."""
+    port = str(free_port())
     with Path(os.devnull).open() as nothing:
         ranks = [
             subprocess.Popen(
@@ -46,7 +48,7 @@ def trained(own_variables: Mapping[str, str], *cases: str) -> list[str]:
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": "29713" if own_variables else "29712",
+                    "MASTER_PORT": port,
                     "GLOO_SOCKET_IFNAME": "lo",
                 },
                 stdin=nothing,

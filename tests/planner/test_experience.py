@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice, Plan
-from shoal.planner.experience import SURE, Experience, Experiences, prefer
+from shoal.planner.experience import SAME, SURE, Experience, Experiences, prefer
 from shoal.planner.simpler_plans import KINDS
 
 pytestmark = pytest.mark.quick
@@ -49,6 +49,21 @@ def test_nothing_is_known_so_the_best_plan_is_taken() -> None:
 def test_a_kind_that_took_twice_as_long_gives_way_to_the_next_one() -> None:
     taken, why = prefer(BEST, Experiences({PIPELINE: run(0.6, 1.2)}), SEARCH)
     assert taken.predicted_s == 0.8 and CUTS in why and "2.00 times" in why
+
+
+@pytest.mark.parametrize("before", [0.6 / SAME, 0.6 * SAME])
+def test_a_prediction_from_other_figures_says_nothing(before: float) -> None:
+    """As after an earlier run on a busy machine, or with a slower link."""
+    beyond = before * (0.99 if before < 0.6 else 1.01)
+    assert prefer(BEST, Experiences({PIPELINE: run(beyond, 2 * beyond)}), SEARCH) == (BEST, "")
+    within = before * (1.01 if before < 0.6 else 0.99)
+    taken, why = prefer(BEST, Experiences({PIPELINE: run(within, 2 * within)}), SEARCH)
+    assert taken.predicted_s == 0.8 and "2.00 times" in why
+
+
+def test_another_kind_is_not_corrected_by_a_prediction_from_other_figures() -> None:
+    known = {PIPELINE: run(0.6, 0.6), CUTS: run(8.0, 0.8)}
+    assert prefer(BEST, Experiences(known), SEARCH)[0] is BEST
 
 
 def test_a_lead_within_the_uncertainty_changes_nothing() -> None:

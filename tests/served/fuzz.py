@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from by_seed import judge_cases
 from habits import ALONE, HABITS, OF_INPUTS, WIDTH, Net, Step
-from one_process import difference, on_threads, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,6 +28,9 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.session_start import using
+
+sys.path.append(str(Path(__file__).parents[1] / "equivalence"))  # as pytest does
+from one_process import difference, on_threads, state
 
 WITHIN = 1e-8
 OPTIMIZERS = {

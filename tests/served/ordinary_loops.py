@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +20,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from by_seed import judge_cases
-from one_process import difference, state
 from ordinary_models import DRESSES, KINDS, LOSSES, OPTIMIZERS, Dressed, undressed
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -44,6 +45,9 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.session_start import using
+
+sys.path.append(str(Path(__file__).parents[1] / "equivalence"))  # as pytest does
+from one_process import difference, state
 
 WITHIN, WITHIN_AUTOCAST = 1e-8, 5e-2
 EPOCHS = 2

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from command_line import RECIPE, prepare, shoal
 from shoal.core.plan import Plan
 from shoal_tools.cli import main
+from shoal_tools.commands import plan as plan_command
 from shoal_tools.launch.lab import Lab
 from shoal_tools.report.run_file import load
 
@@ -406,6 +407,24 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
         (("bench", RECIPE, "--against", "ddp,plain,ddp"), "ddp is named twice"),
         (("bench", RECIPE, "--json", "nowhere/b.json"), "there is no folder nowhere"),
         (("lab",), "COMMAND"),
+        (("trian", RECIPE), "Did you mean 'train'?"),
+        (("lab", "--delay", "long", "--", "true"), "do this: write it so, or leave out --delay"),
+        (("run", "--host", "a", "x.py"), "did you mean --hosts? Or write an option of the script"),
+        (("run", "--epochs", "3", "--hosts", "a", "x.py"), "shoal run … script.py --epochs"),
+        (("run", "--hosts", "a", "--ssh", "no-ssh", __file__), "do this: check --ssh"),
+        (("run", "--hosts", "localhost", "."), "the script is a folder"),
+        (("run", "--hosts-file", "/dev/null", "x.py"), "do this: name one; this machine is"),
+        (("run", "--hosts", "localhost", "x.py"), "1 of 1 host cannot start"),
+        (("agent", "--rendezvous", "h", "--epoch", "3", "x.py"), "shoal agent has no option"),
+        (("agent", "--rendezvous", "h", "--min", "3", "--max", "2", "x"), "--min 3 --max 3"),
+        (("train", RECIPE, "--plan", __file__ + "/x"), "the file that Plan.save wrote"),
+        (("train", RECIPE, "--ranks", "2", "--master", "a,b"), "it is for: --launcher ssh"),
+        (
+            ("simulate", str(Path(__file__).parents[2] / "pyproject.toml")),
+            "do this: give the recipe. shoal simulate takes a",
+        ),
+        (("report", "/no/file.json"), "write one: shoal train RECIPE --report"),
+        (("doctor", "--peer", "a b"), "write --peer HOST, once for each"),
         (("lab", "--rate", "fast", "--", "true"), "200mbit"),
         (("lab", "--hosts", "0", "--", "true"), "--hosts"),
         (("lab", "--ranks-per-host", "0", "--", "true"), "--ranks-per-host"),
@@ -438,6 +457,23 @@ def test_all_frames_of_an_error_are_shown_on_demand(
     assert printed.startswith("Traceback") and "cli.py" in printed
     assert "\nshoal: the pin '3' matches no layer" in printed
     assert "do this:" in printed.splitlines()[-1], "the message comes last"
+
+
+@pytest.mark.parametrize(("launched", "said"), [(False, "shoal: ended by Ctrl-C\n"), (True, "")])
+def test_ctrl_c_is_told_once_and_by_the_launcher(
+    launched: bool,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command.plan, "callback", interrupted)
+    if launched:
+        monkeypatch.setenv("SHOAL_JOB", "a job")
+    assert shoal("plan", RECIPE) == [130]
+    assert capsys.readouterr().err == said
 
 
 def test_reasons_are_printed_on_demand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ class RunFolder:
                 "checkpoints cannot be written there",
                 where=str(self.folder),
                 got=f"{type(error).__name__}: {error}",
-                do="give a folder in which this user may write, on rank 0's host",
+                do=_writable(self.folder),
             ) from error
         try:
             holder = self._hold(lock)
@@ -326,3 +326,11 @@ def left_over(steps: Mapping[str, int], name: str, keep: int) -> list[str]:
     now, others = steps.get(name, 0), [other for other in steps if other != name]
     others.sort(key=lambda other: (steps[other] <= now, steps[other]))
     return others[: max(0, len(others) - (keep - 1))]
+
+
+def _writable(folder: Path) -> str:
+    """Return the way out of a folder that cannot be made, or be written."""
+    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+    if file is not None:
+        return f"give another folder: {file} is a file"
+    return "give a folder in which this user may write, on rank 0's host"

@@ -27,6 +27,7 @@ FORMAT = 1
 MICRO_BATCHES = 4
 MOST_STEPS = 512  # longest period: a sum in 16 bits can count this many shares
 _WRITTEN_BY = "shoal.plan"
+_SAVED = 'check the path of the file that Plan.save wrote, or give "auto"'
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 _TABLES = 8  # number of layers that send their rows together
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -454,7 +455,7 @@ class Plan(Layout):
             text = read_text(path)
         except (OSError, ValueError) as error:  # includes a NUL in the path, and other bytes
             raise PlanError(
-                f"the plan file {path} cannot be read", got=str(error), do="check the path"
+                f"the plan file {path} cannot be read", got=str(error), do=_SAVED
             ) from None
         return cls.from_json(text, source=str(path))
 

@@ -1,22 +1,27 @@
 """`first`: a lossy run begins with exact steps, or steps by a nearer codec, in the same call.
 
 Each carrier of codes counts its own rounds, on its lane. So the switch is the same on every rank,
-and copies nothing (codecs/carrier_memory.py). A checkpoint has the number of rounds, and any number
-of ranks makes the rounds that are left. Rows of cut layers cross as codes from the first step on.
+and copies nothing (codecs/carrier_memory.py). A layer that is updated every k steps makes a k-th as
+many rounds. A checkpoint has the number of steps, and any number of ranks makes the steps that are
+left. Rows of cut layers cross as codes from the first step on. A plan with codecs says how its run
+begins.
+
 Guarded by tests/features/test_first_steps.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, final
 
-from shoal.codecs.carrier_memory import Remembering, coded_carriers
+from shoal.codecs.carrier_memory import Remembering
 from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.core.beginning import Beginning
 from shoal.core.errors import PlanError
-from shoal.core.numbers import is_count
+from shoal.core.numbers import how_many, is_count
 from shoal.core.option import Flag, option, read_whole
 from shoal.core.plan import Plan
 from shoal.session.opening import Opening
@@ -48,6 +53,7 @@ class FirstSteps(Feature[Opening]):
             "--first",
             read=read_whole("steps"),
             metavar="STEPS",
+            plans=True,
         ),
     )
 
@@ -58,6 +64,32 @@ class FirstSteps(Feature[Opening]):
     @property
     def _first(self) -> Beginning:
         return Beginning.of(self.first)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> FirstSteps | None:
+        said = plan.features.get(cls.name)
+        try:
+            return None if said is None else cls(Beginning(**said))
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                "the plan's first steps do not fit",
+                got=repr(said)[:200],
+                expected='such as {"steps": 100, "codec": "int8"}',
+                do=f"correct {cls.name} in the plan, or leave it out",
+            ) from error
+
+    def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
+        has_codecs = any(choice.codec for choice in plan.choices)
+        return self.written(plan) if self._first.steps and has_codecs and plan.ranks > 1 else plan
+
+    def written(self, plan: Plan) -> Plan:
+        return plan.with_feature(self.name, asdict(self._first))
+
+    def line(self, plan: Plan) -> str:
+        steps, codec = self._first.steps, self._first.codec
+        if codec:
+            return f"begins with {how_many(steps, 'step')} by {codec}; the plan's codecs follow"
+        return f"begins with {how_many(steps, 'exact step')}; codecs follow"
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if plan.is_local:
@@ -82,7 +114,7 @@ class _FirstRounds(Attachment[Running]):
     """The first rounds of one model's carriers.
 
     Args:
-        first: the number of rounds, and their codec.
+        first: the number of steps, and their codec.
     """
 
     def __init__(self, first: Beginning) -> None:
@@ -93,18 +125,25 @@ class _FirstRounds(Attachment[Running]):
         self._running = running
         self._begin(0)
 
-    def _carriers(self) -> list[Remembering]:
-        """Return the carriers of codes, once parameters on their way are there."""
-        assert self._running is not None
-        return list(coded_carriers(self._running.settled_transfers()))
+    def _carriers(self) -> Iterator[tuple[Remembering, int]]:
+        """Yield the carriers of codes, once parameters on their way are there.
 
-    def _begin(self, made: int) -> None:
+        With each comes the number of steps from one of its rounds to the next.
+        """
+        assert self._running is not None
+        for transfer in self._running.settled_transfers():
+            if isinstance(transfer.carrier, Remembering):
+                yield transfer.carrier, transfer.period.every if transfer.period else 1
+
+    def _begin(self, steps: int) -> None:
         codec = read_codec(self._first.codec) if self._first.codec else None
-        for carrier in self._carriers():
-            carrier.begin_with(self._first.steps, codec, made)
+        for carrier, every in self._carriers():
+            carrier.begin_with(math.ceil(self._first.steps / every), codec, steps // every)
 
     def state(self) -> Any:
-        return {"rounds": max((carrier.rounds for carrier in self._carriers()), default=0)}
+        """Return the number of steps. "rounds" is its older name."""
+        steps = (carrier.rounds * every for carrier, every in self._carriers())
+        return {"rounds": max(steps, default=0)}
 
     def problem(self, state: Any) -> str:
         rounds = state.get("rounds") if isinstance(state, dict) else None

@@ -350,7 +350,8 @@ def compared(options: Options, features: Features) -> dict[str, Any]:
 def _check_memory(memory: Any, limit: Any) -> None:
     if memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
-        raise UsageError("unknown memory mode", got=shown(memory), expected=expected)
+        do = f'give for instance memory="{MEMORY[1]}", or leave it out'
+        raise UsageError("unknown memory mode", got=shown(memory), expected=expected, do=do)
     if limit is not None:
         do = "give for instance 2e9, or None"
         check_number("memory_limit is a number of bytes", limit, 1, MOST_COUNTED, do=do)
@@ -359,7 +360,8 @@ def _check_memory(memory: Any, limit: Any) -> None:
 def _check_weigh(weigh: Any, count: Any) -> None:
     if weigh not in WEIGH:
         expected = " or ".join(map(repr, WEIGH))
-        raise UsageError("nothing weighs ranks like that", got=repr(weigh)[:80], expected=expected)
+        what, do = "nothing weighs ranks like that", f'give weigh="{WEIGH[1]}", or leave it out'
+        raise UsageError(what, got=repr(weigh)[:80], expected=expected, do=do)
     if weigh != WEIGH[0] and count is not None:
         raise UsageError(
             'there are both a count and weigh="ranks"',

@@ -241,7 +241,10 @@ def execute(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(
-            "a recipe is a Python file", got=str(path), expected="a name that ends in .py"
+            "a recipe is a Python file",
+            got=str(path),
+            expected="a name that ends in .py",
+            do=f"give the recipe. shoal simulate takes a profile so: --from {path}",
         )
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)

@@ -191,9 +191,11 @@ def _usable(options: Options, features: Features, draft: Plan, facts: PlanFacts)
 
 
 def check_beside(given: Plan, asked: Features, facts: PlanFacts) -> None:
-    """Refuse a feature that contradicts the given plan."""
+    """Refuse a feature that contradicts the given plan. It may add its options to other ones."""
     for feature in asked:
-        if feature.plan(given, facts) != given:
+        plan = feature.plan(given, facts)
+        new = {name: o for name, o in plan.features.items() if name not in given.features}
+        if plan != replace(given, features={**given.features, **new}):
             raise PlanError(
                 f"there are both a plan and {feature.name}",
                 do=f"write {feature.name} into the plan",
@@ -256,7 +258,10 @@ def check_functions(options: Options, loss_fn: Any) -> None:
 def _check_model(model: Any, session: Session) -> set[int]:
     """Refuse a model that cannot be rewritten; return the ids of its trainable parameters."""
     if not isinstance(model, nn.Module):
-        raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
+        is_class = isinstance(model, type)
+        do = f"make one first: model = {model.__name__}(…)" if is_class else _ORDER
+        got = f"the class {model.__name__}" if is_class else type(model).__name__
+        raise UsageError("the model is not an nn.Module", got=got, do=do)
     if model in session.attached or pending_of(model) is not None:
         raise UsageError("the model is parallelised already", do="call parallelize once a model")
     for name, module in model.named_modules():

@@ -26,6 +26,7 @@ from shoal.session.session import Session, current
 T = TypeVar("T")
 Batch = Literal["rank", "global"]
 Shared = Sequence[float] | Literal["speed"] | None
+_BATCH = 'give batch="global" if a loader\'s batch is that of all ranks together'
 
 
 @overload
@@ -127,7 +128,7 @@ def dealt(
     def made() -> Any:
         if batch not in ("rank", "global"):
             raise UsageError(
-                "unknown kind of batch", got=repr(batch), expected='"rank" or "global"'
+                "unknown kind of batch", got=repr(batch), expected='"rank" or "global"', do=_BATCH
             )
         do = "give shards_itself=True for a dataset that gives each rank its own rows"
         if shards_itself is not None:

@@ -378,7 +378,12 @@ def _clip(optimizer: Any, clip_val: float) -> None:
 def _check_options(batch: str, options: Mapping[str, Any]) -> None:
     """Refuse options that `parallelize` does not have, or that are Lightning's to give."""
     if batch not in ("rank", "global"):
-        raise UsageError("unknown kind of batch", got=repr(batch), expected='"rank" or "global"')
+        raise UsageError(
+            "unknown kind of batch",
+            got=repr(batch),
+            expected='"rank" or "global"',
+            do="write one of them",
+        )
     known = OPTIONS - {"compute_loss"}
     for name in options:
         if name not in known:

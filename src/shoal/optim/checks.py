@@ -34,7 +34,10 @@ def check_optimizer(optimizer: Any) -> None:
     inside = [name for name, value in held.items() if isinstance(value, Optimizer)]
     kind = type(optimizer).__name__
     do = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
-    if isinstance(optimizer, Mapping) and inside:
+    if isinstance(optimizer, type):
+        kind = f"the class {optimizer.__name__}"
+        do = f"make one first: optimizer = {optimizer.__name__}(model.parameters(), …)"
+    elif isinstance(optimizer, Mapping) and inside:
         do = "give a list of them: list(optimizers.values())"
     elif inside:
         do = f"give the optimizer inside, as wrapper.{inside[0]}, and step the wrapper as before"

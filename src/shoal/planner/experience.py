@@ -5,6 +5,9 @@
     2  correct  the next start of the same job multiplies predictions of that kind by their ratio
     3  choose   another kind is taken if it is then ahead by more than `SURE` of the step
 
+An experience counts for a plan only if it had about the same prediction. With other links, or times
+that were measured on a busier machine, its ratio says nothing about the present prediction.
+
 A kind that was never run is taken to be as far off as the compute was, because a busy processor
 slows every plan alike. Guarded by tests/planner/test_experience.py.
 """
@@ -24,6 +27,7 @@ from shoal.core.plan import Plan
 from shoal.planner.simpler_plans import KINDS, kind_of
 
 SURE = 0.1  # share of the step by which another plan must be ahead
+SAME = 1.5  # predictions of one plan that differ by more than this factor are of other figures
 _KEPT = "steps"  # the first part of the file's name
 Search = Callable[[Sequence[str]], Plan]
 
@@ -52,6 +56,10 @@ class Experience:
     def ratio(self) -> float:
         """Measured ÷ predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s else 1.0
+
+    def is_of(self, plan: Plan) -> bool:
+        """Return whether its prediction is about the one of a plan, so that its ratio holds."""
+        return self.predicted_s <= SAME * plan.predicted_s <= SAME * SAME * self.predicted_s
 
     @classmethod
     def from_outcome(cls, outcome: Outcome) -> Experience:
@@ -112,7 +120,7 @@ def prefer(
     if resumes:
         return _of_kind(earlier.taken, best, search), ""
     own = known.get(kind_of(best))
-    if own is None:
+    if own is None or not own.is_of(best):
         return best, ""
     expected_s = _corrected_s(best, known, own)
     chosen, chosen_s = best, (1 - SURE) * expected_s
@@ -154,7 +162,7 @@ def _others(best: Plan, known: Mapping[str, Experience], search: Search) -> Iter
 def _corrected_s(plan: Plan, known: Mapping[str, Experience], own: Experience) -> float:
     """Return the seconds that a step of a plan is expected to take."""
     of_kind = known.get(kind_of(plan))
-    if of_kind is None:
+    if of_kind is None or not of_kind.is_of(plan):
         return plan.predicted_s + own.compute_s
     return plan.predicted_s * of_kind.ratio
 

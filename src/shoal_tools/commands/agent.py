@@ -20,9 +20,8 @@ from shoal.core.numbers import (
     MOST_SECONDS,
     whole,
 )
-from shoal_tools.commands.options import LOST_AFTER, WAIT_FOR, Finite
+from shoal_tools.commands.options import LOST_AFTER, WAIT_FOR, Finite, check_script
 from shoal_tools.elastic.agent import Agent, AgentOptions
-from shoal_tools.elastic.members import words_of
 from shoal_tools.elastic.messages import CrewTerms
 from shoal_tools.elastic.place import PORT, MeetingPlace
 from shoal_tools.launch.agent import LAUNCHER
@@ -140,7 +139,10 @@ def agent(
         raise UsageError("an agent cannot run here", got=lacks)
     agreed = CrewTerms(**terms)
     if agreed.most < agreed.least:
-        raise UsageError("--max is less than --min", got=words_of(agreed))
+        got = f"--min {agreed.least} --max {agreed.most}"
+        do = f"give for instance --min {agreed.least} --max {agreed.least}"
+        raise UsageError("--max is less than --min", got=got, do=do)
+    check_script(command[0], "shoal agent")
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise UsageError(
             "there is no such script", got=command[0], do="give a script's path, or -m MODULE"

@@ -104,9 +104,12 @@ def doctor(
 def _meet(peers: tuple[str, ...], port: int, wait_s: float) -> Met:
     name, asked, secret = rendezvous.host_name(), rendezvous.interface(), rendezvous.token()
     for peer in peers:
-        if not any(name.strip() for name in peer.split(",")):
+        names = [name.strip() for name in peer.split(",") if name.strip()]
+        if not names or any(len(name.split()) > 1 for name in names):
             raise UsageError(
-                "a peer is a host's name or address", got=repr(peer), do="write --peer HOST"
+                "a peer is a host's name or address",
+                got=repr(peer),
+                do="write --peer HOST, once for each",
             )
     peers = tuple(each.strip() for peer in peers for each in peer.split(",") if each.strip())
     if peers:

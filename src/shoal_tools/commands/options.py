@@ -6,6 +6,7 @@ front/options.py and in features/. Here they become options of click.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -170,6 +171,26 @@ def in_a_folder(context: click.Context, option: click.Parameter, path: Path | No
             do="make the folder first",
         )
     return path
+
+
+def check_script(word: str, command: str) -> None:
+    """Refuse a word in a script's place that is no script: a command's options come before it.
+
+    Raises:
+        UsageError: it is an option that the command does not have, or a folder.
+    """
+    if word.startswith("-") and word != "-m":
+        known = [name for each in click.get_current_context().command.params for name in each.opts]
+        near = difflib.get_close_matches(word, known, n=1)
+        behind = f"write an option of the script behind its name: {command} … script.py {word}"
+        raise UsageError(
+            f"{command} has no option {word}",
+            do=f"did you mean {near[0]}? Or {behind}" if near else behind,
+        )
+    if Path(word).is_dir():
+        raise UsageError(
+            "the script is a folder", got=word, do="give a file, or -m and the name of a module"
+        )
 
 
 def ending_in(*endings: str) -> Callable[..., Path | None]:

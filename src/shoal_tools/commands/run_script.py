@@ -14,7 +14,7 @@ import click
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_COUNTED, MOST_SECONDS
-from shoal_tools.commands.options import LOST_AFTER, WAIT_FOR, Finite
+from shoal_tools.commands.options import LOST_AFTER, WAIT_FOR, Finite, check_script
 from shoal_tools.elastic.ssh_crews import SshCrews
 from shoal_tools.launch.agent import membership
 from shoal_tools.launch.host_list import SshHost, hosts_in, hosts_in_file
@@ -85,6 +85,8 @@ def run(script: tuple[str, ...], hosts: str, hosts_file: Path | None, **wanted: 
 
     For instance: shoal run --hosts a,b train.py --epochs 3
     """
+    if not wanted["module"]:
+        check_script(script[0], "shoal run")
     sys.exit(launch_script(script, _read_hosts(hosts, hosts_file), **wanted))
 
 

@@ -24,7 +24,7 @@ from shoal.comm.rendezvous import agent_variable
 from shoal.contracts.launcher import CREW_ENDED, MARK
 from shoal_tools.elastic.messages import Crew, Outcome
 from shoal_tools.elastic.nursery import Nursery
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import POLITE, marked
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
 
 _OWNER = "SHOAL_AGENT_ID"  # a variable of all that a crew's ranks of this host start
@@ -163,5 +163,5 @@ def variables(crew: Crew, agent: str, local: int) -> dict[str, str]:
 def _polite(slots: int) -> dict[str, str]:
     """Return variables by which ranks share cores, where the user has not set them."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // slots))
-    wanted = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    wanted = {**POLITE, "OMP_NUM_THREADS": threads}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}

@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -27,7 +26,7 @@ from typing import final
 
 from shoal.core.errors import PeerLost
 from shoal_tools.launch.barrier import TaskSeat, local_folder, seat_of
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import POLITE, job_folder, marked
 from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all
 
 _TASK = "SHOAL_SPARK_TASK"  # variable that marks all processes of one rank
@@ -72,10 +71,10 @@ class ExecutorRank:
         """
         # the path of this executor, with everything that Spark was told to send
         search = os.pathsep.join(each for each in sys.path if each)
-        environment = {**os.environ, "PYTHONPATH": search, **self.seat.settings, **settings}
+        environment = {**POLITE, **os.environ, "PYTHONPATH": search, **self.seat.settings}
         self._process = subprocess.Popen(
             _dying_with_us(words),
-            env={**environment, _TASK: self._mark},
+            env={**environment, **settings, _TASK: self._mark},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -113,13 +112,8 @@ class ExecutorRank:
 def rank_of_task() -> Iterator[ExecutorRank]:
     """Hold the rank of the Spark task that calls, until the end of the block."""
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
-    with (
-        closing(seat_of(context)) as seat,
-        tempfile.TemporaryDirectory(
-            prefix="shoal-", dir=local_folder(), ignore_cleanup_errors=True
-        ) as folder,
-    ):
-        rank = ExecutorRank(seat, Path(folder))
+    with closing(seat_of(context)) as seat, job_folder(local_folder()) as folder:
+        rank = ExecutorRank(seat, folder)
         try:
             yield rank
         finally:

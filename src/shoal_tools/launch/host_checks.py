@@ -1,6 +1,6 @@
 """Checks hosts before anything starts on them, beside one another, and names all that fail at once.
 
-    1  contact   ssh gets in without a password, and the interpreter is there
+    1  contact   ssh gets in without a password (ssh_failures.py), and the interpreter is there
     2  look      tools, folder, releases, script and its digest, and the first host's free port
     3  reach     every host reaches that port at the first host's address
 
@@ -24,19 +24,15 @@ from typing import Any
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
 from shoal.core.interfaces import is_loopback, source_towards
+from shoal.core.numbers import how_many
 from shoal.core.printable import printable
 from shoal_tools.launch.connection import Connection, gathered
 from shoal_tools.launch.host_end import REACH_S
 from shoal_tools.launch.host_list import SshHost
 from shoal_tools.launch.processes import Interrupts
+from shoal_tools.launch.ssh_failures import failure_of
 
 _CONTACT_S = 60.0
-_REMEDIES = {  # words of ssh's complaint, and the way out
-    "Host key verification": "ssh {login} once by hand, and accept its key",
-    "Could not resolve": "check the name, or give it a HostName in ~/.ssh/config",
-    "Permission denied": "ssh-copy-id {login}",
-    "Connection refused": "start sshd there, or check the port in ~/.ssh/config",
-}
 _OTHER_REMEDY = "make this work first: ssh -o BatchMode=yes {login} true"
 
 
@@ -98,7 +94,8 @@ class HostsCannotStart(UsageError):
     def among(cls, number: int, hosts: Sequence[UnfitHost]) -> HostsCannotStart:
         """Return the error that names these hosts, of a number that were looked at."""
         lines = "".join(f"\n  {host}" for host in hosts)
-        error = cls(f"{len(hosts)} of {number} hosts cannot start, and nothing was started{lines}")
+        of = f"{len(hosts)} of {how_many(number, 'host')}"
+        error = cls(f"{of} cannot start, and nothing was started{lines}")
         error.hosts = tuple(hosts)
         return error
 
@@ -115,7 +112,8 @@ class _Problems:
     found: dict[Connection, list[tuple[str, str]]] = field(default_factory=dict)
 
     def add(self, connection: Connection, problem: str, do: str) -> None:
-        remedy = do.format(login=connection.host.login)
+        host = connection.host
+        remedy = do.replace("{login}", host.login).replace("{name}", host.name)
         self.found.setdefault(connection, []).append((problem, remedy))
 
     def error(self, of: int) -> HostsCannotStart:
@@ -138,7 +136,6 @@ def ready_hosts(
     Raises:
         HostsCannotStart: too few hosts can start. It names each of the others, and the way out.
     """
-    problems = _Problems()
     problems, all_hosts = _Problems(), len(connections)
     facts = _look_at_hosts(connections, needs, problems, interrupts)
     _judge_alike(facts, needs, problems)
@@ -218,18 +215,16 @@ def _look_at_hosts(
 
 
 def _no_contact(connection: Connection, needs: HostNeeds) -> tuple[str, str]:
-    complaint = connection.complaint()
     if connection.code == 255 and not connection.has_come:
-        known = [do for words, do in _REMEDIES.items() if words in complaint]
-        problem = f"ssh does not get in without a password: {complaint or 'it says nothing'}"
-        return problem, next(iter(known), _OTHER_REMEDY)
+        failure, line = failure_of(connection.complaints.decode(errors="replace"))
+        return f"{failure.problem}: {line}", failure.do
     if connection.code in (126, 127):
         return (
             f"the interpreter is not there: {needs.python}",
             "install it under that path, or name another one with --python PATH",
         )
     if connection.code is not None:
-        said = complaint or "nothing"
+        said = connection.complaint() or "nothing"
         return (
             f"{needs.python} ended with exit code {connection.code}, and said: {said}",
             "give a Python 3.11 or newer with --python PATH",

@@ -20,6 +20,7 @@ Guarded by tests/tools/launch/test_host_end.py. Cost: one sleeping process a hos
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -34,8 +35,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ REACH_S = 10.0
 _KILL_AFTER_S = 3.0
 _END = "SHOAL_END"  # the variable that all of this host's processes have, and no other's
 _KEPT = 1 << 16  # bytes of the agent's own lines that are kept
+# Variables of ranks that the user has not set. Lines come at once, and PyTorch writes no C++ frames
+# for a connection that broke: Shoal says which peer was lost.
+POLITE = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_FOLDER = "shoal-job-"  # the first part of a job's folder's name
+_YOUNG_S = 60.0  # a folder of this age may not be locked yet
 
 # Runs a rank, its lines into pipes of its own, and leaves its exit code in a file. Torchrun's
 # SIGTERM reaches the whole group, and the shell outlives it (trap) to write the code.
@@ -84,8 +90,8 @@ class FarEnd:
                 self.say(reached=_reach(*order["reach"]))
             elif "start" in order:
                 self.stop_listening()
-                with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-                    _HostAgent(self, Path(folder), order["start"]).run()
+                with job_folder() as folder:
+                    _HostAgent(self, folder, order["start"]).run()
                 return
 
     def say(self, **message: Any) -> None:
@@ -205,7 +211,7 @@ class _HostAgent:
                 os.kill(pid, signal.SIGKILL)
         self._line, theirs = socket.socketpair()
         threads = max(1, len(os.sched_getaffinity(0)) // order["slots"])
-        polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        polite = {**POLITE, "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *order["command"]],
             env={**polite, **os.environ, **order["environment"], _END: str(folder)},
@@ -384,6 +390,42 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+@contextmanager
+def job_folder(parent: str | None = None) -> Iterator[Path]:
+    """Make a folder for a job's own files, and remove it at the end.
+
+    A process that is killed, or its host, leaves its folder. The next one of the same user removes
+    it. A lock, which ends with its process, tells which folders are in use.
+
+    Args:
+        parent: folder for all of them; the system's temporary one by default.
+    """
+    top = parent or tempfile.gettempdir()
+    for left in Path(top).glob(f"{_FOLDER}*"):
+        with suppress(OSError):  # it is in use, another user's, no folder, or gone
+            _remove_left(left)
+    folder = tempfile.mkdtemp(prefix=_FOLDER, dir=top)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a folder that no process uses. OSError if one does, or if it is another user's."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        state = os.fstat(number)
+        if state.st_uid == os.getuid() and time.time() - state.st_mtime > _YOUNG_S:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(number)
 
 
 def _machine() -> str:

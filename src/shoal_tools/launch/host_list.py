@@ -139,7 +139,8 @@ def _join_repeated(hosts: Iterable[SshHost], where: str) -> tuple[SshHost, ...]:
         slots = host.slots + (before.slots if before else 0)
         found[host.login] = replace(host, slots=slots)
     if not found:
-        raise UsageError("no host is named", got=where or "nothing", expected=_FORM)
+        do = "name one; this machine is localhost"
+        raise UsageError("no host is named", got=where or "nothing", expected=_FORM, do=do)
     return tuple(found.values())
 
 

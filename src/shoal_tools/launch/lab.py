@@ -138,7 +138,10 @@ class Lab(Launcher):
                 not re.fullmatch(pattern, value) or float(re.split("[a-z]", value)[0]) == 0
             ):
                 raise LabError(
-                    f"a lab cannot have this {option}", got=repr(value), expected=expected
+                    f"a lab cannot have this {option}",
+                    got=repr(value),
+                    expected=expected,
+                    do=f"write it so, or leave out --{option}",
                 )
 
     def missing(self) -> str | None:

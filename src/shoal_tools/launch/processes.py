@@ -38,7 +38,7 @@ from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
 from shoal.core.numbers import how_many
 from shoal.core.open_files import raise_limit
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import POLITE, marked
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
@@ -108,7 +108,8 @@ def check_here(job: Job) -> None:
         raise UsageError(
             "this launcher starts ranks on this machine, and takes no master",
             got=job.master,
-            do="leave --master out, or name the launcher that it is for: --launcher spark",
+            do="leave --master out, or name the launcher that it is for: --launcher "
+            + ("spark" if job.master.startswith("spark") else "ssh"),
         )
     if job.hosts not in (None, 1):
         raise UsageError(
@@ -125,7 +126,7 @@ def environment(job: Job, **launcher: str) -> dict[str, str]:
     user's own variables win over both.
     """
     threads = max(1, int(min(bound_cores(), quota_cores()) // job.ranks))
-    polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    polite = {**POLITE, "OMP_NUM_THREADS": str(threads)}
     return {
         **polite,
         **os.environ,

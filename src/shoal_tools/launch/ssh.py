@@ -129,7 +129,7 @@ class Ssh(Launcher):
         if any(not host.is_here for host in hosts) and shutil.which(self.ssh[0]) is None:
             raise UsageError(
                 f"there is no program {self.ssh[0]} here, and hosts are reached by it",
-                do="install openssh-client",
+                do="install openssh-client" if self.ssh[0] == "ssh" else "check --ssh",
             )
         return filled(hosts, job.ranks)
 

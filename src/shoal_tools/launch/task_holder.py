@@ -136,6 +136,6 @@ def _start(order: TaskOrder, rank: ExecutorRank) -> subprocess.Popen[bytes]:
     words = [sys.executable if word == PYTHON else sent.get(word, word) for word in order.command]
     return rank.start(
         words,
-        {"PYTHONUNBUFFERED": "1", TOKEN: order.token, **order.environment},
+        {TOKEN: order.token, **order.environment},
         folder=order.folder if os.path.isdir(order.folder) else rank.folder,
     )

@@ -10,12 +10,12 @@ once when one fails.
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import ClassVar, final
 
 from shoal.comm.rendezvous import token_of
 from shoal.contracts.launcher import TOKEN, Job, Launcher, Result
+from shoal_tools.launch.host_end import job_folder
 from shoal_tools.launch.processes import (
     DIE_WITH_PARENT,
     Command,
@@ -58,20 +58,20 @@ class Torchrun(Launcher):
         nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
         """
         check_here(job)
-        with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="shoal-") as exits:
+        with Interrupts() as interrupts, job_folder() as exits:
             torchrun = (sys.executable, "-m", PROGRAM)
             ranks = ("--nproc-per-node", str(job.ranks), "--no-python")
             rank = (*DIE_WITH_PARENT, "sh", "-c", RANK_SCRIPT, "sh", *job.command)
             # torchrun takes ${local_rank} and $$ for macros
             rank = tuple(word.replace("$", "$$") for word in rank)
-            settings = {"SHOAL_EXITS": exits, TOKEN: token_of(job)}
+            settings = {"SHOAL_EXITS": str(exits), TOKEN: token_of(job)}
             variables = environment(job, GLOO_SOCKET_IFNAME="lo", **settings)
             agent = run(
                 [Command((*torchrun, *ranks, *rank), variables, "torchrun")],
                 job.grace_s,
                 interrupts,
             )
-            return _result(job.ranks, agent, Path(exits))
+            return _result(job.ranks, agent, exits)
 
 
 def _result(ranks: int, agent: Result, exits: Path) -> Result:

@@ -78,7 +78,9 @@ def load(path: Path) -> Record:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"the run {path} cannot be read", got=str(error), do="check the path"
+            f"the run {path} cannot be read",
+            got=str(error),
+            do="check the path; write one: shoal train RECIPE --report run.json",
         ) from None
     return from_json(text, str(path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hosts import Hosts, hosts_of_a_lab, needs_lab, only
@@ -32,8 +33,10 @@ def test_three_peers_with_one_that_is_deaf(monkeypatch: pytest.MonkeyPatch) -> N
     with hosts_of_a_lab(monkeypatch, 3) as hosts:
         hosts.filter(1, "ip saddr 10.0.0.1 ct state new drop")
         everybody = ["h0", "h1", "h2"]
-        for heard in hosts.peers(dict.fromkeys(range(3), everybody)):
-            finding = only(heard, "firewall")
+        for heard in hosts.peers(dict.fromkeys(range(3), everybody), wait_s=30.0):
+            # hosts of a busy machine are slow, and their rates are measured
+            others = [finding for finding in heard.findings if finding.check != "rate"]
+            finding = only(replace(heard, findings=others), "firewall")
             assert finding.where == "h0 → h1" and finding.on == "h1"
 
 

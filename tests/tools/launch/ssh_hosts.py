@@ -46,6 +46,13 @@ Host b
 Host closed
   HostName 127.0.0.1
   Port 9
+Host nowhere
+  HostName nowhere.invalid
+Host absent
+  HostName 10.77.0.77
+Host renewed
+  HostName {addresses[1]}
+  UserKnownHostsFile {folder}/before
 """
 # a folder that only this host has, and the server
 _START = 'mkdir -p /run/sshd && mount -t tmpfs none "$0" && exec "$@"'
@@ -98,6 +105,7 @@ def ssh_hosts(tmp_path: Path) -> Iterator[SshHosts]:
         subprocess.run(command, check=True)
     key = (folder / "host_key.pub").read_text()
     (folder / "known").write_text("".join(f"{address} {key}" for address in ADDRESSES))
+    (folder / "before").write_text(f"{ADDRESSES[1]} {(folder / 'key.pub').read_text()}")
     client = _CLIENT.format(names=" ".join(NAMES), folder=folder, addresses=ADDRESSES)
     (folder / "client").write_text(client)
     lines = tuple(f"{address} {name}" for address, name in zip(ADDRESSES, NAMES, strict=True))

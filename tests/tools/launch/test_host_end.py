@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from shoal.contracts.launcher import Job
+from shoal_tools.elastic import ranks
+from shoal_tools.launch import processes
 from shoal_tools.launch.connection import Connection, gathered, wait
-from shoal_tools.launch.host_end import marked
+from shoal_tools.launch.host_end import job_folder, marked
 from shoal_tools.launch.host_list import SshHost
 from shoal_tools.launch.processes import Interrupts
 
@@ -101,6 +104,34 @@ def test_a_far_end_that_is_killed_takes_its_agent_along(host: Connection, tmp_pa
     ended(host, tmp_path)
 
 
+def test_folders_of_far_ends_that_were_killed_go_at_the_next_start(
+    host: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "temporary"
+    top.mkdir()
+    monkeypatch.setenv("TMPDIR", str(top))
+    killed = Connection(SshHost("localhost"), (), sys.executable)
+    start(killed, tmp_path)
+    killed.process.kill()
+    killed.close_input()
+    killed.end(20.0)
+    (left,) = top.iterdir()
+    assert list(left.iterdir())
+    young, stranger = top / "shoal-job-young", top / "other"
+    with job_folder(str(top)) as used:
+        for folder in (young, stranger):
+            folder.mkdir()
+        for folder in (left, used, stranger):
+            os.utime(folder, (0, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getuid", lambda: -1)
+            with job_folder(str(top)):
+                assert left.exists(), "another user's"
+        with job_folder(str(top)) as another:
+            assert {*top.iterdir()} == {used, young, stranger, another}
+    assert {*top.iterdir()} == {young, stranger}
+
+
 def test_lines_that_come_in_pieces_and_bars_that_move(host: Connection, tmp_path: Path) -> None:
     script = r"""
     touch $FOLDER/started; exec >"$SHOAL_END/0.out" 2>"$SHOAL_END/0.err"
@@ -114,6 +145,20 @@ def test_lines_that_come_in_pieces_and_bars_that_move(host: Connection, tmp_path
     lines = [data for kind, data in frames if kind == b"o"]
     assert b"".join(lines) == b"one two\nthree\n50 %\r100 %\r\nno end\n"
     assert all(data[-1:] in b"\n\r" for data in lines)
+
+
+@pytest.mark.parametrize("own", ["", "INFO"])
+def test_ranks_write_no_frames_of_c_unless_asked(
+    own: str, host: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'touch $FOLDER/started; echo $TORCH_CPP_LOG_LEVEL >"$SHOAL_END/0.out"; sleep 0.3'
+    variables = {"FOLDER": str(tmp_path), **({"TORCH_CPP_LOG_LEVEL": own} if own else {})}
+    start(host, tmp_path, command=["sh", "-c", script], environment=variables)
+    ended(host, tmp_path)
+    assert host.take_lines() == [(b"o", f"{own or 'ERROR'}\n".encode())]
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", own) if own else None
+    for polite in (processes.environment(Job(("true",), 2)), ranks._polite(2)):
+        assert polite["TORCH_CPP_LOG_LEVEL"] == (own or "ERROR")
 
 
 def test_a_host_tells_what_it_has(host: Connection, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the real one.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -137,16 +138,23 @@ def test_all_that_is_wrong_is_named_by_host_in_one_message(hosts: SshHosts) -> N
     launcher = Ssh(
         python=sys.executable, folder=str(hosts.folder), ssh=hosts.ssh, same=("other.py",)
     )
+    names = "a,b,closed,nobody@a,10.77.0.1,nowhere,absent,renewed"
     with pytest.raises(UsageError) as raised:
-        launcher.launch(Job((sys.executable, "x"), 5, master="a,b,closed,nobody@a,10.77.0.1"))
+        launcher.launch(Job((sys.executable, "x"), 8, master=names))
     said = str(raised.value)
-    assert "4 of 5 hosts cannot start, and nothing was started" in said
+    assert "7 of 8 hosts cannot start, and nothing was started" in said
     assert f"a: the file is not there: {hosts.folder}/other.py" in said
-    assert "closed: ssh does not get in without a password: ssh: connect to host 127.0.0.1" in said
-    assert "do this: start sshd there, or check the port" in said
-    assert "nobody@a: ssh does not get in without a password: nobody@10.77.0.1: Permission" in said
-    assert "do this: ssh-copy-id nobody@a" in said
-    assert "10.77.0.1: ssh does not get in" in said
+    for host, problem, words, do in (
+        ("closed", "no ssh server listens", "Connection refused", "start sshd there, or check"),
+        ("nobody@a", "takes no key of this user", "Permission denied", "ssh-copy-id nobody@a"),
+        ("10.77.0.1", "its key is not known here", "verification failed", "ssh 10.77.0.1 once"),
+        ("nowhere", "the name is not known here", "Could not resolve", "check the name, or give"),
+        ("absent", "no way leads to the host", "No route to host", "look whether it is on"),
+        ("renewed", "another one than before", "HAS CHANGED", "ssh-keygen -R renewed"),
+    ):
+        first, second = re.split(r"\n  (?=\S)", said.partition(f"\n  {host}: ")[2])[0].splitlines()
+        assert problem in first and words in first, said
+        assert f"do this: {do}" in second or f"the host was set up anew: {do}" in second, said
     with pytest.raises(UsageError, match="interpreter is not there: /no/python"):
         Ssh(python="/no/python", ssh=hosts.ssh).launch(Job(("sh",), 1, master="b"))
     with pytest.raises(UsageError, match=r"folder cannot be used: .Errno 2"):

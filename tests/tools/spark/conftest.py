@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from free_ports import free_port
 
 SOURCE = Path(__file__).parents[3] / "src"
 CORES = (1, 2)  # of the two workers
@@ -157,10 +158,3 @@ def commands() -> Iterator[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
             yield path.read_bytes()
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
