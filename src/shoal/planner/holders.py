@@ -17,8 +17,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile, Setting
 from shoal.core.plan import Plan
+from shoal.core.rank_groups import RankGroups
 from shoal.core.registry import named
-from shoal.core.way import rows_and_rest
+from shoal.core.way import ranks_in, rows_and_rest
 from shoal.pipeline.prices import (
     WHOLE,
     RowPassage,
@@ -96,7 +97,9 @@ def with_holders(
     if not unnamed:
         for name in held:
             check_holder(name, way, pins[name][1], cluster.size + len(cluster.tail))
-        check_cuts(profile, {name: int(rank) for name, rank in named_ranks.items()})
+        groups = {name: ranks_in(ranks) for name, ranks in named_ranks.items()}
+        RankGroups.of(groups.values(), cluster.size)
+        check_cuts(profile, {name: ranks[0] for name, ranks in groups.items()})
         return dict(pins)
     if len(unnamed) < len(held):
         raise PlanError(
@@ -279,6 +282,14 @@ def is_dealt(plan: Plan) -> bool:
     """Return whether a plan gives each layer to a rank."""
     ways = {choice.strategy for choice in plan.choices}
     return any(named(Strategy, way).role.names_ranks for way in ways)
+
+
+def groups_in(plan: Plan) -> RankGroups | None:
+    """Return the groups of ranks that hold the layers of a pipeline; None if there are none."""
+    ways = {choice.strategy for choice in plan.choices}
+    named_ranks = {way for way in ways if named(Strategy, way).role.names_ranks}
+    held = [choice.group for choice in plan.choices if choice.strategy in named_ranks]
+    return RankGroups.of(held, plan.ranks) if held else None
 
 
 def holders_in(plan: Plan) -> dict[str, int]:
