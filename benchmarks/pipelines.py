@@ -9,6 +9,7 @@ median step in seconds, and the seconds of set-up.
     plain, ddp       nothing sent; DDP with its usual buckets
     pipeline, parts  every rank has layers; the same, with each rank's rows in --parts parts
     even             as parts, with as many blocks on each rank
+    dealt            a pipeline by the planner, which may take groups of ranks and parts of rows
     coded            as parts, with values that cross as bfloat16
     auto, exact      the planner's own plan; the best exact one without a pipeline
     auto:bfloat16    the planner's own plan, which may use bfloat16
@@ -18,6 +19,11 @@ Hosts of unlike speed, of which the second has a third of a core:
 
     shoal lab --hosts 2 --rate 100mbit --cores 1,0.33 -- python benchmarks/pipelines.py \\
         --rows 8 --parts 4 --shares 12 4 --ways plain parts even speed parts plain
+
+Groups of the two ranks of each host:
+
+    shoal lab --hosts 2 --ranks-per-host 2 --rate 100mbit -- python benchmarks/pipelines.py \\
+        --ways plain pipeline dealt exact pipeline dealt plain
 """
 
 from __future__ import annotations
@@ -86,6 +92,7 @@ def main() -> None:
     WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=options.parts)
     WAYS["coded"] = partial(by_shoal, pins={"*": "pipeline+bfloat16"}, micro_batches=options.parts)
     WAYS["auto:bfloat16"] = partial(by_shoal, codecs=["bfloat16"])
+    WAYS["dealt"] = partial(by_shoal, strategies=["pipeline"])
     WAYS["even"] = partial(even, parts=options.parts)
     WAYS["speed"] = WAYS["exact"]
     shoal.init(timeout_s=120)

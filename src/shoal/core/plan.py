@@ -48,8 +48,8 @@ class Choice:
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
     codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by
-    which they share it among themselves, also behind such a codec: "+bfloat16:sliced:direct". If
-    it is in a pipeline, `exchange` names its rank, or a group of ranks: "2", "0+1".
+    which they share it, also behind such a codec: "+bfloat16:sliced:direct". In a pipeline it names
+    the layer's rank, or its group of ranks: "2", "0+1".
 
     Examples:
         >>> import shoal

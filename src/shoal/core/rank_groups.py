@@ -52,25 +52,25 @@ class RankGroups:
         if len(sizes) > 1:
             raise PlanError(
                 "a pipeline has groups of unlike sizes",
-                got=_written(groups),
+                got=_text_of(groups),
                 do="name as many ranks for each layer",
             )
         if most := [rank for rank, n in Counter(r for g in groups for r in g).items() if n > 1]:
             raise PlanError(
                 f"rank {most[0]} is named twice, by one group or by two",
-                got=_written(groups),
+                got=_text_of(groups),
                 do="let groups have no rank in common",
             )
         if groups[-1][-1] >= ranks:
             raise PlanError(
                 "a host that brings no rows is in a group of a pipeline",
-                got=_written(groups),
+                got=_text_of(groups),
                 do=f"name ranks that train in groups: 0 … {ranks - 1}",
             )
         if len(groups) == 1:
             raise PlanError(
                 "all layers are on one group of ranks, which is no pipeline",
-                got=_written(groups),
+                got=_text_of(groups),
                 do='name two groups or more; or pin the layers to "replicate"',
             )
         return cls(tuple(groups), ranks)
@@ -100,5 +100,5 @@ class RankGroups:
         return next((group for group in self.groups if rank in group), ())
 
 
-def _written(groups: Iterable[Sequence[int]]) -> str:
+def _text_of(groups: Iterable[Sequence[int]]) -> str:
     return ", ".join("+".join(map(str, group)) for group in groups)

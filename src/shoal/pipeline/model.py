@@ -62,11 +62,15 @@ class PipelinedModel:
         self._told = {purpose: CallsTold(telling) for purpose in (FORWARD, LOSS, READING)}
         self.parts = RowParts()  # parts of each rank's rows
         self._routes: dict[str, StationRoute] = {}
-        self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
+
+    @cached_property
+    def outbox(self) -> Outbox:
+        """Tensors that are on their way to other ranks."""
+        return Outbox(self.comm)
 
     def draw_seed(self) -> int:
         """Draw a seed of random numbers for a call. Each replica has numbers of its own."""

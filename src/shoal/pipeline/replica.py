@@ -31,7 +31,7 @@ class PipelineReplica:
     holding: Comm | None
 
     @classmethod
-    def opened(cls, comm: Comm, groups: RankGroups) -> Self:
+    def open(cls, comm: Comm, groups: RankGroups) -> Self:
         """Open the channels of this rank's replica and group, in the same order on all ranks.
 
         Args:

@@ -173,7 +173,7 @@ class Opening:
                 where=f"buffer {moving[0].name}",
                 do='name one rank for each layer, as "pipeline:0"; or leave the pin out',
             )
-        self.replica = PipelineReplica.opened(self.boundary(), groups)
+        self.replica = PipelineReplica.open(self.boundary(), groups)
         self.main.append(self.replica.comm)
         self._channels += self.replica.channels
 

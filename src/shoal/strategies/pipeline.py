@@ -100,7 +100,7 @@ class Pipeline(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert place.comm is not None and place.ways.model is not None
-        pipeline = _pipelined(place)
+        pipeline = _pipeline_at(place)
         pipeline.outbox.crossing = RowCrossing(place.rows.codec)
         far = {} if pipeline.guide is None else pipeline.guide.by_name
         replica, held = place.ways.replica, dict[str, nn.Parameter]()
@@ -159,7 +159,7 @@ def _cost_in_groups(
     )
 
 
-def _pipelined(place: Place) -> PipelinedModel:
+def _pipeline_at(place: Place) -> PipelinedModel:
     """Return the model of a place, with the rank of each layer."""
     model, comm, apart = place.ways.model, place.comm, place.ways.apart
     assert comm is not None and model is not None
