@@ -16,7 +16,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.row_weights import Weighing
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, UsageError
 from shoal.pipeline.model import PipelinedModel
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
@@ -178,3 +178,13 @@ def test_buffers_that_training_changes_are_refused() -> None:
     model = nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     with pytest.raises(PlanError, match="a buffer of a pipeline with groups"):
         replace(script("mlp", uneven=False), model=model).on_ranks(4, PINS["mlp"])
+
+
+def test_hooks_on_parameters_are_refused() -> None:
+    """They would see the gradient of one replica's rows."""
+
+    def loop(model: Any, loss_fn: Any, steps: Any, batches: Any) -> None:
+        model[0].weight.register_hook(lambda grad: grad)
+
+    with pytest.raises(UsageError, match="register_hook"):
+        script("mlp", loop=loop).on_ranks(4, PINS["mlp"])

@@ -47,9 +47,8 @@ class Choice:
     """Service of one layer: a strategy, and the exchange that carries its gradients.
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
-    codec: "+bfloat16". If the layer is on tail hosts ("stage"), `exchange` names the strategy by
-    which they share it, also behind such a codec: "+bfloat16:sliced:direct". In a pipeline it names
-    the layer's rank, or its group of ranks: "2", "0+1".
+    codec: "+bfloat16". If tail hosts have the layer, it names the strategy by which they share it,
+    also behind a codec: "+bfloat16:sliced:direct". In a pipeline it names ranks: "2", or "0+1".
 
     Examples:
         >>> import shoal

@@ -128,12 +128,13 @@ def traffic_in_groups(
     passage: RowPassage = WHOLE,
 ) -> tuple[Traffic, Traffic]:
     """Return the bytes of forward, and of backward with the means in groups."""
-    there = total(
-        _leaving(traffic_of(stations, cluster.size, passage, len(ranks)), cluster, stations)
-        for ranks, stations in zip(
-            groups.replicas, stations_in_groups(layers, held, groups), strict=True
-        )
-    )
+    there, back = list[Traffic](), list[Traffic]()
+    by_replica = stations_in_groups(layers, held, groups)
+    for ranks, stations in zip(groups.replicas, by_replica, strict=True):
+        crossing = traffic_of(stations, cluster.size, passage, len(ranks))
+        returning = replace(crossing, sent=crossing.received, received=crossing.sent)
+        there.append(_leaving(crossing, cluster, stations))
+        back.append(_leaving(returning, cluster, stations))
     summed = [0.0] * cluster.size
     leaving = [0.0] * cluster.size
     for group, nbytes in zip(groups.groups, group_bytes(layers, held), strict=True):
@@ -141,8 +142,7 @@ def traffic_in_groups(
             summed[rank] = 2 * nbytes * (len(group) - 1) / len(group)
             leaving[rank] = summed[rank] * cluster.topology.apart(rank, to)
     means = Traffic(tuple(summed), tuple(summed), 0, tuple(leaving))
-    back = replace(there, sent=there.received, received=there.sent)
-    return there, total([back, means])
+    return total(there), total([*back, means])
 
 
 def _leaving(traffic: Traffic, cluster: Cluster, stations: Sequence[StationUses]) -> Traffic:

@@ -37,6 +37,7 @@ class OnRank(SpreadCut):
     ) -> None:
         super().__init__(name, whole, comm, weighs)
         self.holder, self._holding = holder, {holder, *copies}
+        self.takes_hooks = not copies  # of several each has a part of the gradient in backward
 
     @property
     def is_here(self) -> bool:
