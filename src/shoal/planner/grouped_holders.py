@@ -48,22 +48,23 @@ class HeldLayers:
 def in_groups(profile: ModelProfile, cluster: Cluster, passage: RowPassage) -> list[HeldLayers]:
     """Return layers dealt to groups of ranks, once for each size of groups.
 
-    There are none if ranks compute at unlike speeds, if training changes a buffer, or if hosts have
-    unlike numbers of ranks.
+    There are none if training changes a buffer, or if hosts have unlike numbers of ranks.
 
     Args:
         profile: the model.
         cluster: the ranks.
         passage: the way of rows through the ranks.
     """
-    is_unlike = profile.layers[0].measured(UseFacts).paces
-    if is_unlike or profile.moving or cluster.tail or cluster.servers:
+    if profile.moving or cluster.tail or cluster.servers:
         return []
+    known = profile.layers[0].measured(UseFacts).paces or (1.0,) * cluster.size
     found = []
     for groups in _groupings(cluster):
         firsts = groups.replicas[0]
         one = replace(cluster, topology=cluster.topology.among(firsts))
-        dealt = holders_of(profile, one, passage=passage)
+        by_first = {group[0]: max(known[rank] for rank in group) for group in groups.groups}
+        paces = [by_first[rank] for rank in firsts]  # each group waits for its slowest rank
+        dealt = holders_of(profile, one, passage=passage, paces=paces)
         if len(set(dealt.values())) < len(groups.groups):  # fewer layers than groups
             continue
         held = {name: groups.group_of(firsts[rank]) for name, rank in dealt.items()}

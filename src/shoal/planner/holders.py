@@ -180,6 +180,7 @@ def holders_of(
     cluster: Cluster,
     counts: Sequence[int] | None = None,
     passage: RowPassage = WHOLE,
+    paces: Sequence[float] = (),
 ) -> dict[str, int]:
     """Return a rank for each layer. Layers that use one parameter have one rank.
 
@@ -192,6 +193,7 @@ def holders_of(
         cluster: the ranks.
         counts: numbers of ranks that may have layers; None: all ranks have some.
         passage: the way of rows through the ranks.
+        paces: the seconds of each rank, as a part of those of the slowest; (): as measured.
     """
     uses = uses_of(profile.layers)
     firsts = {use.layer: use for use in reversed(uses)}
@@ -201,7 +203,7 @@ def holders_of(
     order = [*dict.fromkeys(use.layer for use in uses)]
     chain = [(seconds[name], firsts[name].before_bytes) for name in order]
     most = min(cluster.size, len(order))
-    known = profile.layers[0].measured(UseFacts).paces
+    known = paces or profile.layers[0].measured(UseFacts).paces
     paces = known if len(known) == cluster.size else (1.0,) * cluster.size
     quickest = sorted(range(cluster.size), key=lambda rank: paces[rank])
     tried = set[tuple[int, ...]]()
