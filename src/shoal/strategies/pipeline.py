@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
@@ -115,7 +115,7 @@ class Pipeline(Strategy):
             if its_cut.is_here:
                 held[name] = parameter
         calls = PipelineCalls(pipeline)
-        _run_held(place.ways.model, calls)
+        _run_here(place.ways.model, calls)
         run_by(place.ways.model, calls)
         if pipeline.guide is None and replica is None:
             pipeline.homes.frozen = {
@@ -191,7 +191,7 @@ def passage_of(setting: Setting, facts: RowFacts, cluster: Cluster) -> RowPassag
     whole = RowPassage(setting.parts, facts.slower(setting.parts))
     if not setting.codec:
         return whole
-    codec, pace = codec_named(setting.codec), cluster.coding(setting.codec)
+    codec, pace = read_codec(setting.codec), cluster.coding(setting.codec)
     sent = codec.nbytes(1, _NUMBER) / _NUMBER
     return replace(whole, sent=sent, code_s=pace.encode_s / _NUMBER, read_s=pace.decode_s / _NUMBER)
 
@@ -205,10 +205,10 @@ def _hold(calls: PipelineCalls, name: str, parameter: nn.Parameter, rank: int) -
     """Make this rank number the holder of a parameter."""
     pipeline = calls.pipeline
     cut(parameter, OnRank(name, parameter, rank, pipeline.comm, pipeline.weighs))
-    _run_held(pipeline.model, calls)
+    _run_here(pipeline.model, calls)
 
 
-def _run_held(model: nn.Module, calls: PipelineCalls) -> None:
+def _run_here(model: nn.Module, calls: PipelineCalls) -> None:
     """Make layers with parameters on this rank run here."""
     for module in model.modules():
         if module is model or runs_by(module) is not None:
