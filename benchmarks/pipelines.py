@@ -9,6 +9,8 @@ median step in seconds, and the seconds of set-up.
     plain, ddp       nothing sent; DDP with its usual buckets
     pipeline, parts  every rank has layers; the same, with each rank's rows in --parts parts
     even             as parts, with as many blocks on each rank
+    pairs            groups of two ranks, with as many layers each
+    dealt            a pipeline by the planner, which may take groups of ranks and parts of rows
     coded            as parts, with values that cross as bfloat16
     auto, exact      the planner's own plan; the best exact one without a pipeline
     auto:bfloat16    the planner's own plan, which may use bfloat16
@@ -18,6 +20,11 @@ Hosts of unlike speed, of which the second has a third of a core:
 
     shoal lab --hosts 2 --rate 100mbit --cores 1,0.33 -- python benchmarks/pipelines.py \\
         --rows 8 --parts 4 --shares 12 4 --ways plain parts even speed parts plain
+
+Groups of the two ranks of each host:
+
+    shoal lab --hosts 2 --ranks-per-host 2 --rate 100mbit --cores 0.5 -- \\
+        python benchmarks/pipelines.py --ways plain pipeline pairs dealt exact pipeline pairs dealt
 """
 
 from __future__ import annotations
@@ -68,6 +75,19 @@ def even(task: Task, parts: int) -> Made:
     return by_shoal(task, pins=pins, micro_batches=parts)
 
 
+def pairs(task: Task, parts: int) -> Made:
+    """A pipeline in which pairs of ranks hold as many layers each."""
+    model = task.model()
+    names = [name for name, module in model.named_modules() if [*module.parameters(False)]]
+    count = int(os.environ["WORLD_SIZE"]) // 2
+    held = [2 * (at * count // len(names)) for at in range(len(names))]
+    pins = {
+        f"model.{name}": f"pipeline:{first}+{first + 1}"
+        for name, first in zip(names, held, strict=True)
+    }
+    return by_shoal(task, pins=pins, micro_batches=parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(SIZES), default="gpt21m")
@@ -86,7 +106,9 @@ def main() -> None:
     WAYS["parts"] = partial(by_shoal, pins={"*": "pipeline"}, micro_batches=options.parts)
     WAYS["coded"] = partial(by_shoal, pins={"*": "pipeline+bfloat16"}, micro_batches=options.parts)
     WAYS["auto:bfloat16"] = partial(by_shoal, codecs=["bfloat16"])
+    WAYS["dealt"] = partial(by_shoal, strategies=["pipeline"])
     WAYS["even"] = partial(even, parts=options.parts)
+    WAYS["pairs"] = partial(pairs, parts=1)
     WAYS["speed"] = WAYS["exact"]
     shoal.init(timeout_s=120)
     rows = dict.fromkeys(options.ways, options.rows)

@@ -210,8 +210,8 @@ class _Model:
         def coded(choice: Choice) -> Choice:
             layer = predictor.layer(choice.layer)
             if predictor.role(choice.strategy).names_ranks:
-                may = read_codec(codec).by_value
-                return replace(choice, exchange=f"+{codec}:{choice.holder}") if may else choice
+                may, bare = read_codec(codec).by_value, choice.without_codec().exchange
+                return replace(choice, exchange=f"+{codec}:{bare}") if may else choice
             able = ways(predictor, layer, read_codec(codec))
             alike = [way for way in able if way.strategy == choice.strategy]
             same = [way for way in alike if way.without_codec() == choice]

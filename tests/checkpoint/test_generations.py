@@ -24,6 +24,7 @@ from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Topology
+from shoal.tensors.rank_parameter import OnRank
 from shoal.tensors.sharded_parameter import OverRanks
 
 pytestmark = pytest.mark.quick
@@ -116,6 +117,21 @@ def test_a_generation_outlives_any_one_host(
     shutil.rmtree(folder_of(tmp_path, lost))
     left = tuple(dict.fromkeys(host for host in HOSTS if host != lost))
     on_ranks(tmp_path, lambda rank: rank.check(5), (*new, *left))
+
+
+def test_a_piece_that_two_ranks_have_counts_once(tmp_path: Path) -> None:
+    def work(rank: Rank) -> None:
+        whole, comm = whole_of(3), rank.comm
+        cut = OnRank("held", whole, 0, comm, copies=(2,))
+        snapshot = Snapshot(keeps=comm.topology.local_ranks[comm.rank] == 0)
+        held = {"held": Spread(cut.part(whole).contiguous(), cut)}
+        forms = {"model": snapshot.encode("model", held)}
+        taken = rank.generations.take(1, snapshot, State(forms, random=[{}], step=3))
+        rank.generations.finish(taken, 0.0)
+        saved = rank.newest()
+        assert saved is not None and torch.equal(saved.value("model")["held"], whole)
+
+    on_ranks(tmp_path, work)
 
 
 def test_nothing_that_all_have_is_sent_and_each_piece_once(tmp_path: Path) -> None:

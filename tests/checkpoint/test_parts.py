@@ -13,6 +13,7 @@ from shoal.checkpoint.parts import Bringing, Spread
 from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.threads import ThreadComm, run
+from shoal.tensors.rank_parameter import OnRank
 from shoal.tensors.sharded_parameter import OverRanks
 
 WHOLES = [torch.arange(60.0).reshape(5, 12), torch.arange(15).reshape(5, 3) % 2 == 0]
@@ -24,6 +25,7 @@ def spreads(comm: ThreadComm) -> list[Spread]:
         (WHOLES[0], OverRanks("one", WHOLES[0], 0, SIZES[0], comm)),
         (WHOLES[0], OverRanks("other", WHOLES[0], 1, SIZES[1], comm)),
         (WHOLES[1], OverRanks("bits", WHOLES[1], 0, SIZES[0], comm)),
+        (WHOLES[0], OnRank("of a group", WHOLES[0], 0, comm, copies=(2,))),
     ]
     return [Spread(cut.part(whole).contiguous(), cut) for whole, cut in cuts]
 
@@ -37,10 +39,10 @@ def test_writers_get_the_whole(
 
     def work(comm: ThreadComm) -> list[Any]:
         bringing = Bringing(comm.channel("parts"), writers, spreads(comm))
-        return [bringing.next() for _ in range(3)]
+        return [bringing.next() for _ in range(4)]
 
     for rank, got in enumerate(run(3, work, timeout_s=20)):
-        for whole, tensor in zip([WHOLES[0], WHOLES[0], WHOLES[1]], got, strict=True):
+        for whole, tensor in zip([*WHOLES[:1] * 2, *WHOLES[::-1]], got, strict=True):
             assert torch.equal(tensor, whole) if rank in writers else tensor is None
 
 

@@ -218,7 +218,7 @@ def test_values_cross_as_codes_where_links_are_slow() -> None:
 
 @pytest.mark.parametrize(("hosts", "parts"), [(2, 1), (2, 4), (4, 2), (4, 8)])
 def test_imagined_hosts_have_the_bubble_of_the_formula(hosts: int, parts: int) -> None:
-    how = {"strategies": ["pipeline"], "micro_batches": parts}
+    how = {"pins": {"*": "pipeline"}, "micro_batches": parts}  # on single ranks
     network = Network(bytes_per_s=1e12, latency_s=0.0, cores_per_rank=1.0)
     alone = shoal.Cluster(shoal.Topology(("h0",)), shoal.Link(0.0, inf))
     profile = _tried(profiled(Gpt(blocks=6)), RowFacts("", rows=8))

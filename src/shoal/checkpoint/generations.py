@@ -100,6 +100,8 @@ class _OwnPieces:
         pieces = cls()
         for (file, name), spread in snapshot.spreads.items():
             keyword = file.removesuffix(SUFFIX)
+            if not spread.cut.is_counted:  # another rank has the same
+                continue
             pieces._add(keyword, name, (), Extent.of_cut(spread.cut), spread.part)
         for (keyword, *keys), owned in snapshot.owned:
             pieces._add_owned(keyword, tuple(keys), owned)

@@ -56,7 +56,7 @@ class Bringing:
         """Bring the next tensor. Return the whole of it if this rank writes."""
         comm, spread = self._comm, self._left.pop(0)
         sizes = [spread.part.element_size() * numel for numel in spread.cut.numels()]
-        own = bytes_of(spread.part)
+        own = bytes_of(spread.part)[: sizes[comm.rank]]  # of equal parts one rank sends its own
         writes = comm.rank in self._writers
         parts = {r: torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in enumerate(sizes)}
         parts[comm.rank] = own

@@ -50,6 +50,29 @@ class HeldWay(Protocol):
         """Return the guide that tells these hosts of all calls."""
 
 
+class ReplicaWay(Protocol):
+    """The ranks of this rank's replica of a pipeline, if groups of ranks hold the layers."""
+
+    @property
+    def number(self) -> int:
+        """The replica's number."""
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks of the replica."""
+
+    @property
+    def holding(self) -> Comm | None:
+        """The ranks that hold the same layers as this one; None if it holds none."""
+
+    @property
+    def share(self) -> float:
+        """The replica's part of all ranks."""
+
+    def holders(self, groups: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Return the rank of each layer, counted in the replica."""
+
+
 @dataclass(frozen=True)
 class Ways:
     """The ways to layers that other hosts or ranks run or hold.
@@ -57,7 +80,8 @@ class Ways:
     Args:
         tables: the way to servers that hold tables.
         model: the model, if a strategy runs its forward by itself.
-        holders: the rank of each layer of a pipeline, by name.
+        holders: the ranks of each layer of a pipeline, by name: one, or a group.
+        replica: this rank's replica of the pipeline, if groups hold its layers.
         apart: the ways to hosts that hold layers of a pipeline and bring no rows.
         sharing: other modules that also hold the site's parameters, by name.
         backward_hooks: the backward hooks that each module has now.
@@ -66,6 +90,7 @@ class Ways:
     tables: TableWay | None = None
     sharing: Mapping[str, nn.Module] = field(default_factory=dict)
     model: nn.Module | None = None
-    holders: Mapping[str, int] = field(default_factory=dict)
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    replica: ReplicaWay | None = None
     apart: HeldWay | None = None
     backward_hooks: Sequence[Mapping[int, Any]] = ()

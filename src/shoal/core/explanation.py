@@ -41,14 +41,16 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class StationExplanation:
-    """Run of layers of a pipeline that one rank holds. Seconds are for one rank's rows."""
+    """Run of layers of a pipeline that a rank or a group holds. Seconds: for one rank's rows."""
 
-    rank: str  # the rank and its host
+    rank: str  # the rank and its host, or all ranks of the group
     layers: tuple[str, ...]
     parameter_bytes: float
     forward_s: float
     backward_s: float
-    sent_bytes: float  # bytes to the neighbouring stations, for the rows of all ranks
+    # bytes of each of these ranks to the neighbouring stations, for the rows of all ranks that
+    # come through it, and within its group
+    sent_bytes: float
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,7 @@ class Setting:
     codec: str = ""  # codec of this layer's rows, if it is cut
     every: int = 1  # steps from one update of the layer to the next
     rank: int = 0  # holder of the layer, in a pipeline
+    copies: tuple[int, ...] = ()  # further ranks that hold it: a group's, behind the first
     parts: int = 1  # parts of each rank's rows, in a pipeline
 
 

@@ -21,7 +21,7 @@ from shoal.core.pieces import share_out
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.regular_files import read_text
 from shoal.core.role import Role
-from shoal.core.way import rows_and_rest
+from shoal.core.way import bare_and_codec, ranks_in, rows_and_rest
 
 FORMAT = 1
 MICRO_BATCHES = 4
@@ -48,8 +48,8 @@ class Choice:
     """Service of one layer: a strategy, and the exchange that carries its gradients.
 
     `exchange` is '' if none is needed. If rows of a cut layer cross as codes, it is a plus and the
-    codec: "+bfloat16". If the layer is in a pipeline, `exchange` names its rank: "2", or
-    "+bfloat16:2" if values cross as codes.
+    codec: "+bfloat16". If the layer is in a pipeline, `exchange` names its rank, or the ranks of a
+    group: "2", "0+1", or "+bfloat16:2" if values cross as codes.
 
     Examples:
         >>> import shoal
@@ -72,7 +72,7 @@ class Choice:
     def way_anywhere(self) -> str:
         """The choice as a pin says it, without the rank of a layer in a pipeline."""
         _, rest = rows_and_rest(self.exchange)
-        return self.strategy + self.rows if rest.isdecimal() else self.way
+        return self.strategy + self.rows if ranks_in(rest) else self.way
 
     @property
     def codec(self) -> str:
@@ -80,13 +80,11 @@ class Choice:
 
         '' if there is none.
         """
-        codec, rest = rows_and_rest(self.exchange)
-        return codec or rest.partition("+")[2]
+        return bare_and_codec(self.exchange)[1]
 
     def without_codec(self) -> Choice:
         """Return this choice without its codec, so that it is exact."""
-        codec, rest = rows_and_rest(self.exchange)
-        return replace(self, exchange=rest if codec else rest.partition("+")[0])
+        return replace(self, exchange=bare_and_codec(self.exchange)[0])
 
     @property
     def rows(self) -> str:
@@ -102,8 +100,13 @@ class Choice:
 
     @property
     def holder(self) -> int:
-        """Rank of a layer in a pipeline: 2 of "2", or of "+bfloat16:2"."""
-        return int(rows_and_rest(self.exchange)[1])
+        """Rank of a layer in a pipeline: 2 of "2", or of "+bfloat16:2". Of a group the first."""
+        return self.group[0]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Ranks of a layer in a pipeline, ascending: 0 and 1 of "0+1"."""
+        return ranks_in(rows_and_rest(self.exchange)[1])
 
 
 def _rows_before(choices: Sequence[Choice], rest: str = "") -> str:
@@ -220,7 +223,7 @@ class Layout:
         ranked = {name for name, role in used.items() if role.names_ranks}
         on_ranks = [choice for choice in self.choices if choice.strategy in ranked]
         if on_ranks:
-            holders = ",".join(str(choice.holder) for choice in on_ranks)
+            holders = ",".join("+".join(map(str, choice.group)) for choice in on_ranks)
             names = tuple(choice.layer for choice in on_ranks)
             yield Site(names, on_ranks[0].strategy, _rows_before(on_ranks, holders))
         for choice in self.choices:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.contracts.attendance import Wanted
 from shoal.contracts.comm import Comm
-from shoal.core.pieces import set_local_gradient
+from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Keeping, Part, States
 from shoal.profiling.updates import part_of as part_of_state
@@ -116,7 +116,9 @@ class CutPart(Part):
         if not self.parameters():
             return []
         self._settle()
-        local = norm([gradient for gradient in self.local_gradients() if gradient.numel()], order)
+        counted = [p for p in self.parameters() if cut_of(p).is_counted]
+        gradients = [g for g in map(local_gradient, counted) if g is not None and g.numel()]
+        local = norm(gradients, order)
         norms = [torch.empty_like(local) for _ in range(self._boundary.size)]
         self._boundary.journal.begins(
             "optimizer.clip_grad_norm_(): norms of parameters that are cut"

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.row_weights import Weighing
+from shoal.core.random_state import draw_seed, mix_seeds
 from shoal.pipeline.absent_tensors import Forms
 from shoal.pipeline.alone_output import MODEL
 from shoal.pipeline.calls import CallsTold, Meet, ModelCall, Shape, number_of
@@ -40,6 +41,7 @@ class PipelinedModel:
         comm: the ranks.
         weighs: tells the weight of this rank's rows in the running backward.
         guide: tells hosts that bring no rows; None if all ranks bring rows.
+        replica: the number of this replica, if groups of ranks hold the layers.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class PipelinedModel:
         comm: Comm,
         weighs: Weighing,
         guide: Guide | None = None,
+        replica: int = 0,
     ) -> None:
+        self._replica = replica
         self.comm, self.weighs, self.forms, self.guide = comm, weighs, Forms(), guide
         self.modules = Modules.of(model)
         self.model, self.holders, self.layers = model, dict(holders), dict(layers)
@@ -58,11 +62,20 @@ class PipelinedModel:
         self._told = {purpose: CallsTold(telling) for purpose in (FORWARD, LOSS, READING)}
         self.parts = RowParts()  # parts of each rank's rows
         self._routes: dict[str, StationRoute] = {}
-        self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         # shapes of values that arrive at a station, by the number of a call's forms, and by rows
         self.shapes: dict[tuple[int, int, int], list[Shape]] = {}
         self.homes = Homes(comm.rank)  # ranks of frozen parameters and of buffers
+
+    @cached_property
+    def outbox(self) -> Outbox:
+        """Tensors that are on their way to other ranks."""
+        return Outbox(self.comm)
+
+    def draw_seed(self) -> int:
+        """Draw a seed of random numbers for a call. Each replica has numbers of its own."""
+        seed = draw_seed()
+        return mix_seeds(seed, self._replica) if self._replica else seed
 
     @property
     def bringing(self) -> range:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
-from shoal.core.random_state import draw_seed, drawing_from, mix_seeds
+from shoal.core.random_state import drawing_from, mix_seeds
 from shoal.pipeline.absent_tensors import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
@@ -88,7 +88,7 @@ class ForwardRun:
         """Tell the other ranks with rows of the call, and then hosts without (a collective)."""
         shapes, numbers = self.pipeline.tell(self.call, FORWARD)
         is_training = pipeline_mode(self.pipeline.modules.names) is not False
-        told = ToldCall(shapes, numbers, draw_seed() if is_training else None)
+        told = ToldCall(shapes, numbers, self.pipeline.draw_seed() if is_training else None)
         if self.pipeline.guide is not None:
             self.pipeline.guide.called(self, self.call, told)
         return told

@@ -14,8 +14,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, ModelProfile, Setting
 from shoal.core.placement import BALANCED
 from shoal.core.registry import named
-from shoal.pipeline.prices import RowPassage, stations_at, step_of
+from shoal.pipeline.prices import RowPassage
 from shoal.planner.apart_plans import ends_of, step_with
+from shoal.planner.grouped_holders import HeldLayers, in_groups
 from shoal.planner.holders import holders_of, unasked_holders
 from shoal.planner.lossy_plans import WORTH
 from shoal.planner.options import known, unserved_error
@@ -24,10 +25,10 @@ from shoal.planner.timeline import Predictor
 from shoal.strategies.pipeline import passage_of
 from shoal.strategies.row_parts import RowFacts, whole_rows
 
-Holders = Callable[[RowPassage], dict[str, int] | None]
+Holders = Callable[[RowPassage], list[HeldLayers]]
 
 _PARTS = (1, 2, 4, 8)  # parts of a rank's rows
-_PARTS_WORTH = 0.05  # share of the step that more parts must save
+_PARTS_WORTH = 0.05  # share of the step that more parts, or groups of ranks, must save
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,14 @@ def dealing_of(
         if (reason := predictor.refusal(layer, way)) is not None:
             raise unserved_error(layer.name, {way: reason})
 
-    def holders(passage: RowPassage) -> dict[str, int] | None:
+    def holders(passage: RowPassage) -> list[HeldLayers]:
         if is_alone:
-            return holders_of(profile, cluster, passage=passage)
-        return unasked_holders(predictor, way, passage)
+            dealt: dict[str, int] | None = holders_of(profile, cluster, passage=passage)
+        else:
+            dealt = unasked_holders(predictor, way, passage)
+        if dealt is None:
+            return []
+        return [HeldLayers.alone(dealt), *in_groups(profile, cluster, passage)]
 
     tried = [
         found
@@ -96,7 +101,7 @@ def dealing_of(
         return None
     dealt, setting, _ = min(tried, key=lambda found: found[2] * (1 + WORTH * bool(found[1].codec)))
     before = f"+{setting.codec}" if setting.codec else ""
-    pins = {name: f"{way}{before}:{rank}" for name, rank in dealt.items()}
+    pins = {name: f"{way}{before}:{dealt.text_of(name)}" for name in dealt.ranks}
     return Dealing(pins, setting.parts)
 
 
@@ -141,22 +146,18 @@ def _in_parts(
     micro_batches: int | None,
     holders: Holders,
     codec: str,
-) -> tuple[dict[str, int], Setting, float] | None:
+) -> tuple[HeldLayers, Setting, float] | None:
     """Return the ranks of layers, the setting of rows between them, and the seconds of the step."""
     facts = profile.layers[0].measured(RowFacts)
     numbers = [micro_batches] if micro_batches else _numbers(profile)
-    dealt = holders(passage_of(Setting(parts=numbers[0], codec=codec), facts, cluster))
-    if dealt is None:
-        return None
-    stations = stations_at(profile.layers, dealt)
-    best: tuple[Setting, float] | None = None
-    for parts in numbers:
-        setting = Setting(parts=parts, codec=codec)
-        seconds = sum(step_of(stations, cluster, passage_of(setting, facts, cluster)))
-        if best is None or seconds < best[1] * (1 - _PARTS_WORTH):
-            best = setting, seconds
-    assert best is not None
-    return dealt, *best
+    best: tuple[HeldLayers, Setting, float] | None = None
+    for dealt in holders(passage_of(Setting(parts=numbers[0], codec=codec), facts, cluster)):
+        for parts in numbers:
+            setting = Setting(parts=parts, codec=codec)
+            seconds = dealt.step_s(profile, cluster, passage_of(setting, facts, cluster))
+            if best is None or seconds < best[2] * (1 - _PARTS_WORTH):
+                best = dealt, setting, seconds
+    return best
 
 
 def _numbers(profile: ModelProfile) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.feature import lines_of
@@ -19,7 +20,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import front_of, stations_at
-from shoal.planner.holders import holders_in, is_dealt, unasked_holders
+from shoal.planner.holders import groups_in, holders_in, is_dealt, unasked_holders
 from shoal.planner.learning import learning_line
 from shoal.planner.local import explain_locally
 from shoal.planner.lossy_plans import ways
@@ -128,7 +129,8 @@ def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | N
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
     """Name the servers, tail ranks or pipeline ranks that the plan has no use for."""
     if is_dealt(plan):
-        held = set(holders_in(plan).values())
+        groups = groups_in(plan)
+        held = set(holders_in(plan).values() if groups is None else chain(*groups.groups))
         busy = range(cluster.size) if len(holders_in(plan)) < len(plan.choices) else ()
         hosts = enumerate(cluster.topology.hosts + cluster.tail)
         used = held.union(busy)
@@ -144,11 +146,12 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
     """Return the runs of layers that ranks hold in a pipeline."""
     if not is_dealt(plan):
         return ()
-    holders = holders_in(plan)
+    holders, groups = holders_in(plan), groups_in(plan)
+    rows = cluster.size // (1 if groups is None else groups.count)  # ranks with rows for a station
     layers = [layer for layer in predictor.profile.layers if layer.name in holders]
     front = front_of(layers, holders, cluster.size)
     stations = stations_at(layers, holders, front)
-    before = [station.before_bytes * cluster.size for station in stations]
+    before = [station.before_bytes * rows for station in stations]
     before = [before[0] if front else 0.0, *before[1:], 0.0]
     hosts, seen, found = (
         cluster.topology.hosts + cluster.tail,
@@ -159,12 +162,21 @@ def _stations(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[Stati
         own = tuple(dict.fromkeys(use.layer for use in station.uses))
         nbytes = sum(predictor.layer(name).nbytes for name in own if name not in seen)
         seen.update(own)
-        rank = f"rank {station.rank} ({hosts[station.rank]})"
-        sent_bytes = on_bytes + back_bytes
+        group = (station.rank,) if groups is None else groups.group_of(station.rank)
+        rank = _name_ranks(group, [hosts[each] for each in group])
+        mean_bytes = 2 * nbytes * (len(group) - 1) / len(group)
+        sent_bytes = on_bytes + back_bytes + mean_bytes
         found.append(
             StationExplanation(rank, own, nbytes, station.forward_s, station.backward_s, sent_bytes)
         )
     return tuple(found)
+
+
+def _name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Name ranks that hold the same layers, and their hosts."""
+    numbers = ", ".join(map(str, ranks))
+    where = ", ".join(dict.fromkeys(hosts))
+    return f"rank {numbers} ({where})" if len(ranks) == 1 else f"ranks {numbers} ({where})"
 
 
 def _rival(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, float] | None:

@@ -17,8 +17,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile, Setting
 from shoal.core.plan import Plan
+from shoal.core.rank_groups import RankGroups
 from shoal.core.registry import named
-from shoal.core.way import rows_and_rest
+from shoal.core.way import ranks_in, rows_and_rest
 from shoal.pipeline.prices import (
     WHOLE,
     RowPassage,
@@ -96,7 +97,9 @@ def with_holders(
     if not unnamed:
         for name in held:
             check_holder(name, way, pins[name][1], cluster.size + len(cluster.tail))
-        check_cuts(profile, {name: int(rank) for name, rank in named_ranks.items()})
+        groups = {name: ranks_in(ranks) for name, ranks in named_ranks.items()}
+        RankGroups.of(groups.values(), cluster.size)
+        check_cuts(profile, {name: ranks[0] for name, ranks in groups.items()})
         return dict(pins)
     if len(unnamed) < len(held):
         raise PlanError(
@@ -188,6 +191,7 @@ def holders_of(
     cluster: Cluster,
     counts: Sequence[int] | None = None,
     passage: RowPassage = WHOLE,
+    paces: Sequence[float] = (),
 ) -> dict[str, int]:
     """Return a rank for each layer. Layers that use one parameter have one rank.
 
@@ -200,6 +204,7 @@ def holders_of(
         cluster: the ranks.
         counts: numbers of ranks that may have layers; None: all ranks have some.
         passage: the way of rows through the ranks.
+        paces: the seconds of each rank, as a part of those of the slowest; (): as measured.
     """
     uses = uses_of(profile.layers)
     firsts = {use.layer: use for use in reversed(uses)}
@@ -209,7 +214,7 @@ def holders_of(
     order = [*dict.fromkeys(use.layer for use in uses)]
     chain = [(seconds[name], firsts[name].before_bytes) for name in order]
     most = min(cluster.size, len(order))
-    known = profile.layers[0].measured(UseFacts).paces
+    known = paces or profile.layers[0].measured(UseFacts).paces
     paces = known if len(known) == cluster.size else (1.0,) * cluster.size
     quickest = sorted(range(cluster.size), key=lambda rank: paces[rank])
     tried = set[tuple[int, ...]]()
@@ -290,6 +295,14 @@ def is_dealt(plan: Plan) -> bool:
     """Return whether a plan gives each layer to a rank."""
     ways = {choice.strategy for choice in plan.choices}
     return any(named(Strategy, way).role.names_ranks for way in ways)
+
+
+def groups_in(plan: Plan) -> RankGroups | None:
+    """Return the groups of ranks that hold the layers of a pipeline; None if there are none."""
+    ways = {choice.strategy for choice in plan.choices}
+    named_ranks = {way for way in ways if named(Strategy, way).role.names_ranks}
+    held = [choice.group for choice in plan.choices if choice.strategy in named_ranks]
+    return RankGroups.of(held, plan.ranks) if held else None
 
 
 def holders_in(plan: Plan) -> dict[str, int]:

@@ -14,7 +14,7 @@ from shoal.core.facts import LayerProfile, Link
 from shoal.core.names import matched
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, Site
 from shoal.core.registry import named, of
-from shoal.core.way import rows_and_rest, strategy_and_exchange
+from shoal.core.way import codec_first, rows_and_rest, strategy_and_exchange
 from shoal.exchange.direct import Direct
 from shoal.planner.timeline import Predictor
 from shoal.profiling.usage import unable_before
@@ -304,10 +304,8 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     for pattern, value in pins.items():
         strategy, exchange = strategy_and_exchange(value)
         role = named(Strategy, strategy).role
-        # put the rank first, because an exchange comes first
-        if role.names_ranks and "+" in exchange[1:]:
-            rank, _, codec = exchange.partition("+")
-            exchange = f"+{codec}:{rank}"
+        if role.names_ranks:
+            exchange = codec_first(exchange)
         codec, rest = rows_and_rest(exchange)
         if codec:
             exchange = f"+{read_codec(codec)}" + (f":{rest}" if rest else "")

@@ -21,7 +21,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
 from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site
 from shoal.core.registry import of
 from shoal.core.role import Role
-from shoal.core.way import rows_and_rest
+from shoal.core.way import ranks_in, rows_and_rest
 from shoal.planner.lanes import Lanes, Speeds
 from shoal.planner.step import Compute, Priced, StateTraffic, StepSimulation, Timeline
 from shoal.strategies.state_agreement import phase_of
@@ -168,8 +168,9 @@ class Predictor:
             layers = [replace(layer, setting=setting) for layer in layers]
         if self.role(site.strategy).names_ranks:
             layers = [
-                replace(layer, setting=replace(layer.setting, rank=int(rank or 0)))
-                for layer, rank in zip(layers, rest.split(","), strict=True)
+                replace(layer, setting=replace(layer.setting, rank=first, copies=tuple(copies)))
+                for layer, ranks in zip(layers, rest.split(","), strict=True)
+                for first, *copies in [ranks_in(ranks) or (0,)]
             ]
         cost, every = strategy.estimate(layers, carrier, self.cluster), layers[0].setting.every
         if every > 1:

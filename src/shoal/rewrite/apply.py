@@ -35,6 +35,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.names import first_names
 from shoal.core.placement import check_placement
 from shoal.core.plan import Choice, Plan, Site
+from shoal.core.rank_groups import RankGroups
 from shoal.core.registry import named
 from shoal.core.role import Role
 from shoal.profiling.identity import ROOT, model_digest, trainable_layers
@@ -99,7 +100,7 @@ def placed(
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
     )
     roles = {name: named(Strategy, name).role for name in {c.strategy for c in plan.choices}}
-    holders = {c.layer: c.holder for c in plan.choices if roles[c.strategy].names_ranks}
+    holders = {c.layer: c.group for c in plan.choices if roles[c.strategy].names_ranks}
     ways = Ways(holders=holders, backward_hooks=backward_hooks(model))
     holding = _holders(model)
     periods = {every: Period(every) for every in plan.periods.values() if every > 1}
@@ -296,6 +297,7 @@ def _check_holders(plan: Plan, tail_hosts: int) -> None:
     for choice in ranked:
         check_holder(choice.layer, choice.strategy, choice.exchange, plan.ranks + tail_hosts)
     if ranked:
+        RankGroups.of((choice.group for choice in ranked), plan.ranks)
         beside = {choice.layer: choice.strategy for choice in plan.choices if choice not in ranked}
         check_beside_holders(beside)
 

@@ -41,6 +41,7 @@ from shoal.optim.owned_pieces import OwnedPart
 from shoal.optim.owners import Owners
 from shoal.optim.part import Part
 from shoal.optim.table import TablePart
+from shoal.planner.holders import groups_in
 from shoal.remote.far_parameters import FarParameters
 from shoal.remote.holding_hosts import HoldingHosts
 from shoal.remote.verbs import Sum
@@ -135,6 +136,8 @@ def _open(opening: Opening, num_servers: int) -> Running:
         opening.boundary()
     if holds_apart(plan):
         opening.apart = _opened_apart(opening)
+    elif (groups := groups_in(plan)) is not None:
+        opening.open_replica(groups)
     elif splits(plan) and not num_servers:
         opening.attendance()
     buckets = Buckets(job.memory)
@@ -188,6 +191,7 @@ def _running(
         ref(engine),
         opening.opened_attendance,
         lasting=session.other(Servers) is not None,
+        replica=() if opening.replica is None else opening.replica.channels,
     )
     session.models += 1
     return running
@@ -203,6 +207,7 @@ def _rewritten(opening: Opening, sites: Sequence[PlacedSite]) -> Rewritten:
         boundary, tables = opening.opened_boundary, opening.tables
         model = opening.model if place.ways.holders else None
         ways = replace(place.ways, tables=tables, model=model, apart=opening.apart)
+        ways = replace(ways, replica=opening.replica)
         profiles = {name: measured[name] for name in place.layers if name in measured}
         return replace(place, comm=boundary, weighs=weighing, ways=ways, profiles=profiles)
 
@@ -230,8 +235,9 @@ def _start(opening: Opening, rewritten: Rewritten, buckets: Buckets) -> tuple[En
         parts = row_parts_of(opening.plan, opening.prepared.profile)
         pipeline_of(opening.model).parts = parts
         known = states(opening.model, opening.job.loss)
-        moving = with_counters(opening.model, opening.prepared.moving, known)
-        opening.state_among = take_state(opening.model, moving, known, opening.apart)
+        if opening.replica is None:  # replicas count the calls on every rank
+            moving = with_counters(opening.model, opening.prepared.moving, known)
+            opening.state_among = take_state(opening.model, moving, known, opening.apart)
     of_state = opening.state_among(opening.comm.size)
     transfers = [
         *(transfer for transfer in of_state if transfer.at_once),

@@ -16,12 +16,15 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.feature import Features
 from shoal.contracts.row_weights import Weighing
 from shoal.contracts.transfer import Transfer
+from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile, MovingState
 from shoal.core.plan import Plan
+from shoal.core.rank_groups import RankGroups
 from shoal.core.terms import OF_ROWS, Terms
 from shoal.engine.attendance import LaneAttendance
 from shoal.engine.lanes import streaming
 from shoal.engine.shared_parts import SharedParts
+from shoal.pipeline.replica import PipelineReplica
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, by_strategy
 from shoal.session.holding import HeldApart
@@ -88,6 +91,7 @@ class Opening:
         tables: the way to tables at servers, if there are any.
         apart: the ways to hosts that hold layers and bring no rows, if there are any.
         threads: threads of features, which end as the lanes do.
+        replica: this rank's replica of a pipeline, if groups of ranks hold its layers.
     """
 
     session: Session
@@ -101,6 +105,7 @@ class Opening:
     tables: Tables | None = None
     apart: HeldApart | None = None
     threads: list[SessionPart] = field(default_factory=list)
+    replica: PipelineReplica | None = None
     _boundary: Comm | None = None
     _attendance: LaneAttendance | None = None
     _channels: list[Comm] = field(default_factory=list)
@@ -149,6 +154,22 @@ class Opening:
             self._boundary = self.channel("boundary")
             self.main.append(self._boundary)
         return self._boundary
+
+    def open_replica(self, groups: RankGroups) -> None:
+        """Open the channels of this rank's replica of a pipeline.
+
+        Raises:
+            PlanError: training changes a buffer of the model.
+        """
+        if moving := self.prepared.moving:
+            raise PlanError(
+                "training changes a buffer of a pipeline with groups of ranks",
+                where=f"buffer {moving[0].name}",
+                do='name one rank for each layer, as "pipeline:0"; or leave the pin out',
+            )
+        self.replica = PipelineReplica.open(self.boundary(), groups)
+        self.main.append(self.replica.comm)
+        self._channels += self.replica.channels
 
     def attendance(self) -> None:
         """Let a rank that is alone read the parts of the others."""

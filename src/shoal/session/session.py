@@ -118,6 +118,7 @@ class Threads:
     engine: Callable[[], Engine | None]  # returns the engine, as long as the model lives
     attendance: LaneAttendance | None = None  # serves ranks that read alone
     lasting: bool = False  # whether hosts that do not train keep their ends until the session ends
+    replica: Sequence[Comm] = ()  # channels of this rank's replica of a pipeline
 
     def release(self) -> None:
         """Release from the parameters of a model that is gone everything that they hold."""
@@ -144,9 +145,10 @@ class Threads:
         return (*self.lanes, self.counts, *attendance)
 
     def close_boundary(self) -> None:
-        """Give back the channel of cut layers."""
-        if self.boundary is not None:
-            self.boundary.close()
+        """Give back the channels of cut layers."""
+        for channel in (self.boundary, *self.replica):
+            if channel is not None:
+                channel.close()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ParameterProfile
 from shoal.core.registry import named, of
-from shoal.core.way import rows_and_rest
+from shoal.core.way import ranks_in, rows_and_rest
 
 
 def check_carried(layer: str, name: str, exchange: str) -> None:
@@ -44,7 +44,7 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
                 do="change the layer's exchange",
             )
     elif strategy.role.names_ranks:
-        if not rest.isdecimal():
+        if not ranks_in(rest):
             raise PlanError(
                 f"{name} names the rank that holds the layer",
                 where=f"layer {layer}",
@@ -66,11 +66,11 @@ def check_holder(layer: str, name: str, exchange: str, ranks: int) -> None:
     Args:
         layer: its dotted name.
         name: the strategy's name.
-        exchange: the rank, as plans write it.
+        exchange: the rank, or the ranks of a group, as plans write it.
         ranks: number of ranks.
     """
     check_carried(layer, name, exchange)
-    if int(rank := rows_and_rest(exchange)[1]) >= ranks:
+    if (rank := ranks_in(rows_and_rest(exchange)[1])[-1]) >= ranks:
         raise PlanError(
             "the plan gives a layer to a rank that there is not",
             where=f"layer {layer}",

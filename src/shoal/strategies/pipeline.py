@@ -15,6 +15,7 @@ Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, with nets c
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -33,18 +34,21 @@ from shoal.core.cost import Cost, Phase, Update, Wait
 from shoal.core.eager_methods import eager
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, MovingState, Setting
+from shoal.core.rank_groups import RankGroups
 from shoal.core.role import Role
+from shoal.pipeline.group_prices import group_bytes, step_of_groups, traffic_in_groups
 from shoal.pipeline.model import PipelinedModel
 from shoal.pipeline.model_calls import PipelineCalls
 from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.output import EndOutput, as_bound
 from shoal.pipeline.prices import RowPassage, front_of, stations_at, step_of, traffic_of
 from shoal.pipeline.route import EACH
-from shoal.pipeline.uses import UseFacts
+from shoal.pipeline.uses import UseFacts, uses_of
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_parameters import AtHost, FarParameters
 from shoal.strategies.copies import class_served_by, kind_before, plain
+from shoal.strategies.group_gradients import GroupTransfer
 from shoal.strategies.row_parts import RowFacts, RowProbe
 from shoal.strategies.state_agreement import OfState, of_holders, transfers_of
 from shoal.strategies.uses import UseProbe
@@ -71,6 +75,9 @@ class Pipeline(Strategy):
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
+        held = {layer.name: (layer.setting.rank, *layer.setting.copies) for layer in layers}
+        if any(len(ranks) > 1 for ranks in held.values()):
+            return _cost_in_groups(layers, held, cluster)
         holders = {layer.name: layer.setting.rank for layer in layers}
         front = front_of(layers, holders, cluster.size)
         stations = stations_at(layers, holders, front)
@@ -99,26 +106,31 @@ class Pipeline(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert place.comm is not None and place.ways.model is not None
-        pipeline = _find_model(place)
+        pipeline = _pipeline_at(place)
         pipeline.outbox.crossing = RowCrossing(place.rows.codec)
         far = {} if pipeline.guide is None else pipeline.guide.by_name
+        replica, held = place.ways.replica, dict[str, nn.Parameter]()
         for name, parameter in place.parameters.items():
             if name in far:
                 _give(name, parameter, far[name])
                 continue
-            holder = pipeline.holders[pipeline.layers[name]]
-            cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
+            layer = pipeline.layers[name]
+            first, *copies = place.ways.holders.get(layer, (pipeline.holders[layer],))
+            its_cut = OnRank(name, parameter, first, place.comm, place.weighs, copies)
+            cut(parameter, its_cut)
+            if its_cut.is_here:
+                held[name] = parameter
         calls = PipelineCalls(pipeline)
         _run_here(place.ways.model, calls)
         run_by(place.ways.model, calls)
-        if pipeline.guide is None:
+        if pipeline.guide is None and replica is None:
             pipeline.homes.frozen = {
                 name: parameter
                 for name, parameter in place.ways.model.named_parameters()
                 if type(parameter) is nn.Parameter and not parameter.requires_grad
             }
         pipeline.homes.hold = functools.partial(_hold, calls)
-        return []
+        return [] if replica is None else [GroupTransfer(held, replica.holding, replica.share)]
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
         assert place.ways.model is not None
@@ -130,15 +142,43 @@ class Pipeline(Strategy):
             restore(parameter)
 
 
-def _find_model(place: Place) -> PipelinedModel:
+def _cost_in_groups(
+    layers: Sequence[LayerProfile], held: Mapping[str, Sequence[int]], cluster: Cluster
+) -> Cost:
+    """Return the cost of layers that groups of ranks hold."""
+    groups = RankGroups(tuple(sorted({tuple(ranks) for ranks in held.values()})), cluster.size)
+    passage = passage_of(layers[0].setting, layers[0].measured(RowFacts), cluster)
+    forward_s, backward_s = step_of_groups(layers, held, groups, cluster, passage)
+    there, back = traffic_in_groups(layers, held, groups, cluster, passage)
+    uses, nbytes = uses_of(layers), group_bytes(layers, held)
+    paces = layers[0].measured(UseFacts).paces or (1.0,) * cluster.size
+    slowest = [max(paces[rank] for rank in group) for group in groups.groups]
+    whole = max(1, sum(nbytes))
+    return Cost(
+        in_forward=Phase(there, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
+        in_backward=Phase(back, cluster.move_pace, Wait.AT_ONCE, shown=0.0),
+        forward_s=forward_s - sum(use.forward_s for use in uses),
+        backward_s=backward_s - sum(use.backward_s for use in uses),
+        memory_bytes=int(max(nbytes)),  # gradients
+        held=max(nbytes) / whole,
+        update=Update(main=max(map(operator.mul, nbytes, slowest)) / whole),
+    )
+
+
+def _pipeline_at(place: Place) -> PipelinedModel:
     """Return the model of a place, with the rank of each layer."""
     model, comm, apart = place.ways.model, place.comm, place.ways.apart
     assert comm is not None and model is not None
     layers: dict[str, str] = {}
     for layer in trainable_layers(model):
         layers |= dict.fromkeys(layer.parameters, layer.name)
+    named, replica = place.ways.holders, place.ways.replica
+    if replica is not None:
+        holders, number = replica.holders(named), replica.number
+        return PipelinedModel(model, holders, layers, replica.comm, place.weighs, replica=number)
     if apart is None:
-        return PipelinedModel(model, place.ways.holders, layers, comm, place.weighs)
+        holders = {layer: ranks[0] for layer, ranks in named.items()}
+        return PipelinedModel(model, holders, layers, comm, place.weighs)
     guide = apart.guide(model, comm)
     return PipelinedModel(model, apart.holders, layers, apart.comm, place.weighs, guide)
 

@@ -54,6 +54,11 @@ class Cut(ABC):
         self._its_part: Tensor | None = None  # the local gradient at that time, a view of it
         self._version = 0  # the version of that whole gradient
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank's part counts in a sum over ranks. Of equal parts one does."""
+        return True
+
     @abstractmethod
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the whole's shape, as a view."""

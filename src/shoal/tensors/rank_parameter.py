@@ -1,4 +1,4 @@
-"""A parameter that one rank holds. Other ranks get it from there to read it."""
+"""A parameter that one rank holds, or a group of ranks. Others get it from there to read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from shoal.tensors.cut import SpreadCut
 
 @final
 class OnRank(SpreadCut):
-    """One rank holds all of a parameter, the others nothing. Reading it is a collective."""
+    """One rank holds all of a parameter, the others nothing. Reading it is a collective.
+
+    Args:
+        name: the parameter's dotted name.
+        whole: the parameter.
+        holder: the rank that holds it.
+        comm: all ranks.
+        weighs: tells the weight of this rank's rows in the running backward.
+        copies: further ranks that hold it, with the same values.
+    """
 
     def __init__(
         self,
@@ -25,13 +34,19 @@ class OnRank(SpreadCut):
         holder: int,
         comm: Comm,
         weighs: Weighing = UNWEIGHED,
+        copies: Sequence[int] = (),
     ) -> None:
         super().__init__(name, whole, comm, weighs)
-        self.holder = holder
+        self.holder, self._holding = holder, {holder, *copies}
+        self.takes_hooks = not copies  # of several each has a part of the gradient in backward
 
     @property
     def is_here(self) -> bool:
         """Whether this rank holds the parameter."""
+        return self.comm.rank in self._holding
+
+    @property
+    def is_counted(self) -> bool:
         return self.comm.rank == self.holder
 
     def part(self, whole: Tensor) -> Tensor:
@@ -60,10 +75,9 @@ class OnRank(SpreadCut):
         size, rank = self.comm.size, self.comm.rank
         self.comm.numbers([wholes.numel()] * size, f"penalty on {self.name}")
         empty = wholes.new_empty(0)
-        outgoing = [wholes.contiguous() if to == self.holder else empty for to in range(size)]
-        incoming = [
-            torch.empty_like(outgoing[self.holder]) if self.is_here else empty for _ in range(size)
-        ]
+        own = wholes.contiguous()
+        outgoing = [own if to in self._holding else empty for to in range(size)]
+        incoming = [torch.empty_like(own) if self.is_here else empty for _ in range(size)]
         incoming[rank] = outgoing[rank]
         self.comm.all_to_all(incoming, outgoing)
         return torch.stack(incoming).mean(0) if self.is_here else empty
