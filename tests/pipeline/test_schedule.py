@@ -5,16 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from one_process import Batch, adamw, built
-from piped import LOOPS, Script, assert_same
+from piped import Script, assert_same
 from small_models import KINDS
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from shoal.pipeline.schedule import most_kept, one_forward_one_backward
+from shoal.pipeline.schedule import Task
+from shoal.pipeline.scheduled import ScheduledRun
 
 slow = pytest.mark.slow
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, Task]]]:
+    """The tasks of each scheduled call, with their ranks, as they are done."""
+    found: list[list[tuple[int, Task]]] = []
+    compute = ScheduledRun.compute
+
+    def noted(run: ScheduledRun) -> None:
+        mine: list[tuple[int, Task]] = []
+        came = run._inbox.came
+        rank = run._run.comm.rank
+
+        def note(task: Task) -> None:
+            mine.append((rank, task))
+            came(task)
+
+        monkeypatch.setattr(run._inbox, "came", note)
+        compute(run)
+        found.append(mine)
+
+    monkeypatch.setattr(ScheduledRun, "compute", noted)
+    return found
 
 
 def plain(model: Any, compute: Any, optimizer: Any, batches: list[Batch]) -> list[float]:
@@ -45,7 +68,9 @@ def early(kind: str, loop: Any, **options: Any) -> Script:
     def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
         x, y = batch
         output = model(*x) if isinstance(x, tuple) else model(x)
-        loss: Tensor = found.loss_fn(output, y) if found.loss_fn else getattr(output, "loss", output[1])
+        loss: Tensor = (
+            found.loss_fn(output, y) if found.loss_fn else getattr(output, "loss", output[1])
+        )
         return loss
 
     def both(model: Any, returned: Any, optimizer: Any, batches: list[Batch]) -> Any:
@@ -71,6 +96,10 @@ def early(kind: str, loop: Any, **options: Any) -> Script:
         ("own loss", plain, 2, 1),
     ],
 )
-def test_it_trains_as_one_process(kind: str, loop: Any, ranks: int, parts: int) -> None:
+def test_it_trains_as_one_process(
+    kind: str, loop: Any, ranks: int, parts: int, orders: list[list[tuple[int, Task]]]
+) -> None:
     options = {} if parts == 1 else {"micro_batches": parts}
-    assert_same(early(kind, loop, **options), ranks)
+    script = early(kind, loop, **options)
+    assert_same(script, ranks)
+    assert len(orders) == ranks * len(script.batches) * (2 if loop is clipped else 1)

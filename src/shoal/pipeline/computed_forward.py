@@ -7,7 +7,7 @@ and tells each rank its own. In backward each rank tells it the gradient of that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 from weakref import ref
@@ -18,9 +18,10 @@ from torch import Tensor
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.pipeline.absent_tensors import Absent
 from shoal.pipeline.alone_output import MODEL, EndPart, LocalResults, ReadsHere, is_number
-from shoal.pipeline.calls import ModelCall, Shape, number_of
+from shoal.pipeline.calls import ModelCall, number_of
 from shoal.pipeline.crossings import EndLoss
-from shoal.pipeline.early_loss import EarlyLoss, check_types
+from shoal.pipeline.early_loss import EarlyLoss
+from shoal.pipeline.end_functions import computing
 from shoal.pipeline.expressions import (
     EndResult,
     Expression,
@@ -28,7 +29,6 @@ from shoal.pipeline.expressions import (
     described,
     forms_of,
     in_order,
-    with_constants,
     without_constants,
 )
 from shoal.pipeline.guide import Telling, place
@@ -44,10 +44,11 @@ from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
 from shoal.pipeline.replay import Replay
 from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
-from shoal.pipeline.scheduled import LossAtEnd, ScheduledRun, no_functions, tensors_of
+from shoal.pipeline.scheduled import LossAtEnd, no_functions, tensors_of
 from shoal.pipeline.told_functions import check_told
 from shoal.pipeline.told_numbers import received_number, with_kind
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
+from shoal.pipeline.waiting_forward import Later, WaitingForward
 from shoal.pipeline.walk import walking
 
 
@@ -60,9 +61,7 @@ class EndedForward:
         later: returns a context in which stations are computed behind the call.
     """
 
-    def __init__(
-        self, run: ForwardRun, later: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def __init__(self, run: ForwardRun, later: Later = nullcontext) -> None:
         self.run, self._later = run, later
         self._num_computed = 0  # expressions that the end has computed
         self.is_alone = False
@@ -70,7 +69,7 @@ class EndedForward:
         self._ended: Callable[[], Expression | None] = lambda: None
         self._takes_grad: Sequence[bool] = ()
         self._part: EndPart | None = None  # None if ranks cannot read it alone
-        self._waiting: Expression | None = None  # the output, until the stations are computed
+        self._waiting: WaitingForward | None = None  # until the stations are computed
         self._early: EarlyLoss | None = None  # the loss, if micro-batches have gone back for it
 
     def output(self) -> WithKept:
@@ -116,34 +115,26 @@ class EndedForward:
 
     def _wait(self, ended: Expression) -> None:
         """Compute the stations later, once the loss is known; now if the model returns it."""
-        check_types(self.run)
-        self._waiting = ended
-        numbers = [n for n, form in enumerate(ended.forms) if is_number(form)]
-        graded = [n for n in numbers if self._takes_grad[n]]
-        if len(graded) == 1:
-            self._go_early(LossAtEnd(EndResult(ended, graded[0])))
-        elif numbers:
+        self._waiting = WaitingForward(self.run, ended, self._later)
+        if (loss := self._waiting.own_loss(self._takes_grad)) is not None:
+            self._go_early(loss)
+        elif self._waiting.numbers:
             self._catch_up()
 
     def _catch_up(self) -> None:
         """Compute the stations, if they have waited for a loss."""
-        if (ended := self._waiting) is None or self.run.inputs is None:
-            return
-        with self._later(), self.run.modes.again():
-            self.run.compute(self.run.inputs)
-        self._fill(ended)
-        self._waiting = None
-        self._share(ended)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.go_through()
+            self._fill(waiting.ended)
+            self._share(waiting.ended)
 
     def _go_early(self, loss: LossAtEnd) -> None:
         """Compute the stations there and back, for this loss."""
-        assert self._waiting is not None
-        ended, self._waiting = self._waiting, None
-        scheduled = ScheduledRun(self.run, ended, loss)
-        with self._later():
-            scheduled.compute()
-        self._early = EarlyLoss(self.run, loss.result, scheduled.kept)
-        self._share(ended)
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        self._early = waiting.go_there_and_back(loss)
+        self._share(waiting.ended)
 
     def held(self) -> tuple[Expression, list[tuple[int, bool]]]:
         """Return the output on a host without rows, and numbers of results that ranks are told.
@@ -388,7 +379,7 @@ class EndedForward:
             forward._catch_up()
         compute: Callable[[int], None] = no_functions
         if comm.rank == end:
-            compute = self._computing(order, call, shapes, loss=loss)
+            compute = computing(self.run, order, call, shapes, loss=loss)
         else:
             for tensor in call.tensors:
                 pipeline.outbox.send(tensor, end)
@@ -404,48 +395,6 @@ class EndedForward:
         for each in order:
             each.computed(self._num_computed)
             self._num_computed += 1
-
-    def compute_all(
-        self,
-        order: Sequence[Expression],
-        call: ModelCall,
-        shapes: Sequence[Sequence[Shape]],
-        *,
-        loss: Expression | None,
-    ) -> None:
-        """Compute expressions for each rank's rows, with that rank's tensors."""
-        compute = self._computing(order, call, shapes, loss=loss)
-        for rank in self.run.pipeline.bringing:
-            compute(rank)
-
-    def _computing(
-        self,
-        order: Sequence[Expression],
-        call: ModelCall,
-        shapes: Sequence[Sequence[Shape]],
-        *,
-        loss: Expression | None,
-    ) -> Callable[[int], None]:
-        """Begin to receive each rank's tensors; return a function that computes for its rows."""
-        comm = self.run.comm
-        bringing = self.run.pipeline.bringing
-        coming = {
-            rank: Coming(comm, rank, shapes[rank], self.run.device)
-            for rank in comm.others
-            if rank in bringing
-        }
-
-        def compute(rank: int) -> None:
-            tensors = call.tensors if rank == comm.rank else coming[rank].wait()
-            (arguments, constants), _ = call.with_tensors(tensors)
-            for each, (args, kwargs) in zip(
-                order, with_constants(arguments, constants), strict=True
-            ):
-                output = each.compute(rank, args, kwargs)
-                if each is loss:
-                    _check_loss(output)
-
-        return compute
 
     def told_number(self, result: EndResult, grad: bool) -> Tensor:
         """Bring each rank the number of its own rows (a collective)."""
@@ -469,7 +418,8 @@ class EndedForward:
         """Return a result for this rank's rows. Its backward is that of all ranks."""
         for forward in result.expression.forwards:
             if forward._early is not None:
-                return forward._early.told(result, value)
+                early: EarlyLoss = forward._early
+                return early.told(result, value)
         numbers = [
             of_rank[result.number] for _, of_rank in sorted(result.expression.of_ranks.items())
         ]
@@ -531,15 +481,6 @@ class EndedForward:
 def _cross(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
     after = way_back(given)
     return after(loss) if after is not None and loss.requires_grad else loss
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError(
-            "a loss of a pipeline's output is one number",
-            got=f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}",
-            do='take its mean: reduction="mean"',
-        )
 
 
 def _is_output(leaf: Any) -> bool:

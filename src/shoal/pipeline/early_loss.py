@@ -7,7 +7,7 @@ so it is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -65,15 +65,3 @@ class EarlyLoss:
         weight = run.pipeline.weighs(run.weight_of)
         own = float(grad) * (1.0 if weight is None else weight) / comm.size
         return self._kept.take(told_slopes(comm, own))
-
-
-def check_types(run: ForwardRun) -> None:
-    """Raise UsageError if gradients need a scaled loss, which is not scaled yet."""
-    model: Any = run.pipeline.model
-    halves = any(p.dtype == torch.float16 for p in model.parameters())
-    if halves or any(on and dtype == torch.float16 for _, on, dtype in run.modes.autocast):
-        raise UsageError(
-            'schedule="1f1b" goes back before a scaler has scaled the loss, and gradients of '
-            "float16 vanish without it",
-            do=f"use bfloat16, which needs no scaler, or {WAY_OUT}",
-        )

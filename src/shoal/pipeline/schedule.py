@@ -86,10 +86,10 @@ class _Simulation:
                     self._through[task.station][task.is_back] += 1
                     del ends[rank]
             for rank in sorted({*self._holders} - {*ends}):
-                if (task := self._next(rank)) is not None:
-                    order.append(task)
-                    self._begun[task.station][task.is_back] += 1
-                    ends[rank] = now + (_BACKWARD if task.is_back else _FORWARD), task
+                if (begins := self._next(rank)) is not None:
+                    order.append(begins)
+                    self._begun[begins.station][begins.is_back] += 1
+                    ends[rank] = now + (_BACKWARD if begins.is_back else _FORWARD), begins
             now += 1
         return order
 
