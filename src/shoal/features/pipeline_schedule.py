@@ -29,7 +29,7 @@ _LEAVE_OUT = "leave out schedule"
 
 @final
 @dataclass(frozen=True)
-class Schedule(Feature[Opening]):
+class PipelineSchedule(Feature[Opening]):
     """The order of forward and backward in a pipeline.
 
     Args:
@@ -37,12 +37,12 @@ class Schedule(Feature[Opening]):
             forward, one backward; it needs a `compute_loss` that computes one number.
 
     Examples:
-        >>> from shoal.features.schedule import Schedule
-        >>> Schedule("1f1b").order
+        >>> from shoal.features.pipeline_schedule import PipelineSchedule
+        >>> PipelineSchedule("1f1b").order
         '1f1b'
     """
 
-    name: ClassVar[str] = "schedule"
+    name: ClassVar[str] = "pipeline_schedule"
     order: str = option(
         ALL_FORWARD,
         keyword="schedule",
