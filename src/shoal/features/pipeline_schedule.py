@@ -61,6 +61,9 @@ class PipelineSchedule(Feature[Opening]):
                 do=f"give schedule={ONE_BACK!r} to keep fewer activations, or {_LEAVE_OUT}",
             )
 
+    def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
+        return plan if self.order == ALL_FORWARD else self.written(plan)
+
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if self.order == ALL_FORWARD:
             return
