@@ -63,7 +63,7 @@ class Training:
     def kept(self) -> list[float]:
         """Return the most megabytes that autograd keeps in a step, on each rank."""
         saved = SavedBytes(self.model.parameters())
-        with saved.counting():
+        with saved.watch():
             self.step()
         return [float(peak) for peak in shoal.gather(torch.tensor([saved.peak / 1e6]))]
 

@@ -7,7 +7,7 @@ tests/pipeline/test_schedule.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 from weakref import ref
 
@@ -17,7 +17,7 @@ from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
-from shoal.pipeline.schedule import most_kept
+from shoal.pipeline.schedule import most_in_flight
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.strategies.pipeline import is_pipeline, pipeline_of
@@ -100,7 +100,7 @@ class PipelineSchedule(Feature[Opening]):
             return ""
         ranks = len({choice.way for choice in plan.choices})
         parts, every = plan.micro_batches, plan.ranks * plan.micro_batches
-        most = min(every, most_kept(ranks, 0, parts))
+        most = min(every, most_in_flight(ranks, 0, parts))
         return (
             f"one forward, one backward: a rank keeps the activations of {most} micro-batches at "
             f"most, of {every}"
@@ -121,4 +121,5 @@ class _OneBack(Attachment[Running]):
     def start(self, running: Running) -> None:
         model = self._model()
         if model is not None and is_pipeline(model):
-            pipeline_of(model).goes_back_early = True
+            pipeline = pipeline_of(model)
+            pipeline.parts = replace(pipeline.parts, goes_back_early=True)

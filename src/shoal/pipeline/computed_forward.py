@@ -21,7 +21,7 @@ from shoal.pipeline.alone_output import MODEL, EndPart, LocalResults, ReadsHere,
 from shoal.pipeline.calls import ModelCall, number_of
 from shoal.pipeline.crossings import EndLoss
 from shoal.pipeline.early_loss import EarlyLoss
-from shoal.pipeline.end_functions import computing
+from shoal.pipeline.end_functions import begin_to_compute, receive_number, with_kind
 from shoal.pipeline.expressions import (
     EndResult,
     Expression,
@@ -44,9 +44,8 @@ from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
 from shoal.pipeline.replay import Replay
 from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
-from shoal.pipeline.scheduled import LossAtEnd, no_functions, tensors_of
+from shoal.pipeline.schedule_run import SoughtLoss, no_functions, tensors_of
 from shoal.pipeline.told_functions import check_told
-from shoal.pipeline.told_numbers import received_number, with_kind
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
 from shoal.pipeline.waiting_forward import Later, WaitingForward
 from shoal.pipeline.walk import walking
@@ -129,7 +128,7 @@ class EndedForward:
             self._fill(waiting.ended)
             self._share(waiting.ended)
 
-    def _go_early(self, loss: LossAtEnd) -> None:
+    def _go_early(self, loss: SoughtLoss) -> None:
         """Compute the stations there and back, for this loss."""
         waiting, self._waiting = self._waiting, None
         assert waiting is not None
@@ -379,12 +378,12 @@ class EndedForward:
             forward._catch_up()
         compute: Callable[[int], None] = no_functions
         if comm.rank == end:
-            compute = computing(self.run, order, call, shapes, loss=loss)
+            compute = begin_to_compute(self.run, order, call, shapes, loss=loss)
         else:
             for tensor in call.tensors:
                 pipeline.outbox.send(tensor, end)
         if goes_early:
-            self._go_early(LossAtEnd(telling[0][0], order, compute))
+            self._go_early(SoughtLoss(telling[0][0], order, compute))
         else:
             for rank in pipeline.bringing:
                 compute(rank)
@@ -410,7 +409,7 @@ class EndedForward:
                     self.run.pipeline.outbox.send(with_kind(numbers[rank]), rank)
             value = numbers.get(comm.rank, numbers[0]).detach()
         elif comm.rank in bringing:
-            value = received_number(comm, end, self.run.device)
+            value = receive_number(comm, end, self.run.device)
         result.expression.told[result.number] = value.clone()
         return self._with_gradient(result, value) if grad else value.clone()
 
@@ -419,7 +418,7 @@ class EndedForward:
         for forward in result.expression.forwards:
             if forward._early is not None:
                 early: EarlyLoss = forward._early
-                return early.told(result, value)
+                return early.give(result, value)
         numbers = [
             of_rank[result.number] for _, of_rank in sorted(result.expression.of_ranks.items())
         ]

@@ -1,4 +1,4 @@
-"""The loss of a call whose micro-batches go back before all have come.
+"""The loss of a call that goes back early, with a part of its micro-batches under way.
 
 It is one number of one call. Another number with a gradient would need these micro-batches again,
 so it is refused.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.expressions import EndResult
-from shoal.pipeline.kept_gradients import WAY_OUT, KeptGradients, KeptLoss, told_slopes
+from shoal.pipeline.kept_gradients import WAY_OUT, KeptGradients, KeptLoss, tell_slopes
 from shoal.pipeline.model import BACKWARD
 from shoal.pipeline.run import ForwardRun
 
@@ -33,7 +33,7 @@ class EarlyLoss:
         self._run, self._result, self._kept = run, result, kept
         self._is_told = False
 
-    def told(self, result: EndResult, value: Tensor) -> Tensor:
+    def give(self, result: EndResult, value: Tensor) -> Tensor:
         """Return the number of this rank's rows. Its backward is that of all ranks.
 
         Raises:
@@ -61,7 +61,7 @@ class EarlyLoss:
         run, comm = self._run, self._run.comm
         self._kept.check()
         comm.journal.begins(BACKWARD)
-        comm.reached("backward of a pipeline whose micro-batches have gone back")
+        comm.reached("backward of a pipeline that has gone back early")
         weight = run.pipeline.weighs(run.weight_of)
         own = float(grad) * (1.0 if weight is None else weight) / comm.size
-        return self._kept.take(told_slopes(comm, own))
+        return self._kept.take(tell_slopes(comm, own))

@@ -1,12 +1,14 @@
-"""Functions of outputs, as the end computes them for each rank's rows."""
+"""Functions of outputs, as the end computes them for each rank's rows, and tells numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.expressions import Expression, with_constants
@@ -14,7 +16,7 @@ from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
 
 
-def computing(
+def begin_to_compute(
     run: ForwardRun,
     order: Sequence[Expression],
     call: ModelCall,
@@ -58,7 +60,7 @@ def compute_all(
     loss: Expression | None,
 ) -> None:
     """Compute functions for each rank's rows, with that rank's arguments. See `computing`."""
-    compute = computing(run, order, call, shapes, loss=loss)
+    compute = begin_to_compute(run, order, call, shapes, loss=loss)
     for rank in run.pipeline.bringing:
         compute(rank)
 
@@ -70,3 +72,20 @@ def _check_loss(loss: Any) -> None:
             got=f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}",
             do='take its mean: reduction="mean"',
         )
+
+
+def with_kind(number: Tensor) -> Tensor:
+    """Return a number and its type as a message."""
+    told = number.detach().to(torch.float64).reshape(1)
+    code = torch.tensor([_DTYPES.index(number.dtype)], dtype=torch.float64, device=told.device)
+    return torch.cat([told, code])
+
+
+def receive_number(comm: Comm, source: int, device: torch.device) -> Tensor:
+    """Return the number of a message that a rank sends."""
+    kind = torch.zeros(2, dtype=torch.float64, device=device)
+    comm.finish([comm.receive(kind, source)])
+    return kind[0].to(_DTYPES[int(kind[1])])
+
+
+_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

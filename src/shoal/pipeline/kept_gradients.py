@@ -1,4 +1,4 @@
-"""Gradients of a call whose micro-batches have gone back already, until backward asks for them.
+"""Gradients of a call that has gone back early, until backward asks for them.
 
     compute_loss(…)    micro-batches go there and back: gradients of this rank's parameters are kept
     loss.backward()    ranks tell each other the slopes of their losses; [KeptLoss] gives the kept
@@ -54,7 +54,7 @@ class KeptGradients:
         """Raise UsageError if they were taken before."""
         if self._sums is None:
             raise UsageError(
-                "a second backward through a forward whose micro-batches have gone back early",
+                "a second backward through a forward that has gone back early",
                 do=f"call compute_loss again, add the losses before backward, or {WAY_OUT}",
             )
 
@@ -87,7 +87,7 @@ _EXACT = 1e-14  # a factor that is so near to 1 is 1
 
 
 class EarlyForward(Protocol):
-    """A forward whose micro-batches have gone back."""
+    """A forward that has gone back early."""
 
     def release(self, grad: Tensor) -> Sequence[Tensor | None]:
         """Return the gradients of this rank's parameters, given that of its loss (a collective)."""
@@ -99,7 +99,7 @@ class KeptLoss(torch.autograd.Function):
     Args:
         value: the loss of this rank's rows.
         num_parameters: the number of parameters that this rank holds, which come first in
-            `others`; behind them come empty parts of those that other ranks hold.
+            `others`; behind them come empty parts of the other ranks' parameters.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class KeptLoss(torch.autograd.Function):
         return (None, None, None, *grads, *zeros)
 
 
-def told_slopes(comm: Comm, own: float) -> list[float]:
+def tell_slopes(comm: Comm, own: float) -> list[float]:
     """Return a number of each rank (a collective)."""
     told = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(comm.size)]
     comm.all_gather(told, torch.tensor([own], dtype=torch.float64, device="cpu"))

@@ -57,7 +57,6 @@ class PipelinedModel:
         telling = comm if guide is None else guide.trainers
         self._told = {purpose: CallsTold(telling) for purpose in (FORWARD, LOSS, READING)}
         self.parts = RowParts()  # parts of each rank's rows
-        self.goes_back_early = False  # whether micro-batches go back before all have come
         self._routes: dict[str, StationRoute] = {}
         self.outbox = Outbox(comm)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")

@@ -36,8 +36,8 @@ from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving_buffers import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined, rows_of
 from shoal.pipeline.replay import Arrive, Departed, Replay
-from shoal.pipeline.returning import ReturningGradients
 from shoal.pipeline.route import EACH, Coming, StationRoute
+from shoal.pipeline.task_inbox import ReturningGradients
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
 from shoal.tensors.row_crossing import EXACT, RowCrossing
@@ -87,9 +87,9 @@ class ForwardRun:
             self.compute(inputs)
 
     def _waits(self) -> bool:
-        """Return whether the stations are computed once the loss is known (`scheduled.py`)."""
+        """Return whether the stations are computed once the loss is known (`schedule_run.py`)."""
         pipeline, holders = self.pipeline, self.route.holders
-        if not (pipeline.goes_back_early and self.grad and self.told.seed is not None):
+        if not (pipeline.parts.goes_back_early and self.grad and self.told.seed is not None):
             return False
         return len({*holders}) > 1 and pipeline.guide is None and EACH not in holders
 
@@ -229,10 +229,10 @@ class ForwardRun:
             known = self.pipeline.shapes.get(self.form(station, micro))
             if known is None:
                 break
-            coming[station, micro] = self.coming(station, micro, known)
+            coming[station, micro] = self.receive_values(station, micro, known)
         return coming
 
-    def coming(self, station: int, micro: int, shapes: Sequence[Shape]) -> Coming:
+    def receive_values(self, station: int, micro: int, shapes: Sequence[Shape]) -> Coming:
         """Begin to receive the values of a station, which have these forms."""
         flags = (len(shapes),), torch.int64
         source = self.route.holder(station - 1, self.parts[micro].rank)
@@ -312,7 +312,7 @@ class ForwardRun:
         if coming is None:
             shapes = [(tuple(each.shape), each.dtype) for each in absent]
             self.pipeline.shapes[self.form(station, micro)] = shapes
-            coming = self.coming(station, micro, shapes)
+            coming = self.receive_values(station, micro, shapes)
         flags, *values = coming.wait()
         if not self.grad:
             return values
@@ -339,7 +339,7 @@ class ForwardRun:
             self.pipeline.outbox.send(value, to, self._crossing)
         if not self.grad:
             return
-        self.returning.sent(station, micro, taking)
+        self.returning.note_values(station, micro, taking)
         if taking or token:
             ticket: Tensor = SentOn.apply(  # type: ignore[no-untyped-call]
                 self, station, micro, token[0] if token else None, *taking

@@ -9,7 +9,7 @@ all rows of a rank, so a rank's rows in n parts go back together: then it is S -
 
 No deadlock: every rank makes the same order of all tasks of all ranks, by a small simulation. Each
 task comes behind the tasks that it needs, and each rank does its own tasks in that order. Sends
-never block. So look at the first task that is not done: all that it needs is done and sent, and its
+never block. So look at the first task that is not done: all tasks that it needs are done, and its
 rank has nothing else to do before it. It will be done. Messages from one rank to another are
 received in the order in which they are sent, which this order tells, too.
 
@@ -34,8 +34,8 @@ class Task(NamedTuple):
     is_back: bool
 
 
-def most_kept(stations: int, station: int, parts: int) -> int:
-    """Return the most micro-batches whose activations a station keeps.
+def most_in_flight(stations: int, station: int, parts: int) -> int:
+    """Return the number of micro-batches of which a station keeps activations, at most.
 
     Args:
         stations: number of stations.
@@ -43,7 +43,7 @@ def most_kept(stations: int, station: int, parts: int) -> int:
         parts: parts of a rank's rows, at most.
 
     Examples:
-        >>> [most_kept(4, station, 1) for station in range(4)]
+        >>> [most_in_flight(4, station, 1) for station in range(4)]
         [4, 3, 2, 1]
     """
     return stations - station + parts - 1
@@ -116,6 +116,6 @@ class _Simulation:
         micro, gone_back = self._begun[station][0], self._through[station][1]
         if micro == self._count:
             return False
-        if micro - gone_back >= most_kept(len(self._stations), station, self._parts):
+        if micro - gone_back >= most_in_flight(len(self._stations), station, self._parts):
             return False
         return station == 0 or self._through[station - 1][0] > micro

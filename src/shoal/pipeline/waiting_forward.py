@@ -1,4 +1,4 @@
-"""A call whose stations wait until its loss is known, and go there and back for it then."""
+"""A call that waits until its loss is known, and goes there and back for it then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.pipeline.early_loss import EarlyLoss
 from shoal.pipeline.expressions import EndResult, Expression
 from shoal.pipeline.kept_gradients import WAY_OUT
 from shoal.pipeline.run import ForwardRun
-from shoal.pipeline.scheduled import LossAtEnd, ScheduledRun
+from shoal.pipeline.schedule_run import ScheduledRun, SoughtLoss
 
 Later = Callable[[], AbstractContextManager[None]]
 
@@ -44,14 +44,14 @@ class WaitingForward:
                 do=f"use bfloat16, which needs no scaler, or {WAY_OUT}",
             )
 
-    def own_loss(self, takes_grad: Sequence[bool]) -> LossAtEnd | None:
+    def own_loss(self, takes_grad: Sequence[bool]) -> SoughtLoss | None:
         """Return the loss that the model itself returns, if that is its one number.
 
         Args:
             takes_grad: whether each tensor of the output takes a gradient.
         """
         numbers = [n for n in self.numbers if takes_grad[n]]
-        return LossAtEnd(EndResult(self.ended, numbers[0])) if len(numbers) == 1 else None
+        return SoughtLoss(EndResult(self.ended, numbers[0])) if len(numbers) == 1 else None
 
     @property
     def numbers(self) -> list[int]:
@@ -64,7 +64,7 @@ class WaitingForward:
         with self._later(), self._run.modes.again():
             self._run.compute(self._run.inputs)
 
-    def go_there_and_back(self, loss: LossAtEnd) -> EarlyLoss:
+    def go_there_and_back(self, loss: SoughtLoss) -> EarlyLoss:
         """Compute the stations for a loss, one forward and one backward."""
         scheduled = ScheduledRun(self._run, self.ended, loss)
         with self._later():

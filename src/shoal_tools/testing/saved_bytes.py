@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 import torch
@@ -25,9 +26,11 @@ class SavedBytes:
         self._users: dict[int, int] = {}  # number of kept tensors, by memory
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Count what autograd keeps of functions inside."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(self, t), _Kept.given):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: _SavedTensor(self, t), _SavedTensor.give
+        ):
             yield
 
     def keep(self, tensor: Tensor) -> None:
@@ -51,12 +54,12 @@ class SavedBytes:
 
 
 @final
-class _Kept:
+class _SavedTensor:
     def __init__(self, count: SavedBytes, tensor: Tensor) -> None:
         self._count, self._tensor = count, tensor.detach()
         count.keep(self._tensor)
 
-    def given(self) -> Tensor:
+    def give(self) -> Tensor:
         return self._tensor
 
     def __del__(self) -> None:

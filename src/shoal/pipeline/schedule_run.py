@@ -1,4 +1,4 @@
-"""A call whose micro-batches go back before all have come: one forward, one backward.
+"""A call that goes back early: one forward, one backward.
 
 The loss is known once `compute_loss` asks for its number. Then each rank does its tasks in the
 order of schedule.py:
@@ -6,7 +6,8 @@ order of schedule.py:
     forward     the station runs, as ever; the end computes the loss of a rank's rows as soon as it
                 has all of them, and its gradients for the output
     backward    autograd goes back through this station and micro-batch alone, and sends on the
-                gradients of what has come; gradients of parameters are kept (kept_gradients.py)
+                gradients of the values that have come; gradients of parameters are kept
+                (kept_gradients.py)
 
 The slope of each rank's loss is its weight, as it will be in backward for a slope of 1.
 """
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor
 
 from shoal.pipeline.expressions import EndResult, Expression
-from shoal.pipeline.inbox import Inbox
-from shoal.pipeline.kept_gradients import KeptGradients, told_slopes
+from shoal.pipeline.kept_gradients import KeptGradients, tell_slopes
 from shoal.pipeline.moving_buffers import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import joined
 from shoal.pipeline.route import Coming, StationRoute
 from shoal.pipeline.run import ForwardRun
 from shoal.pipeline.schedule import Task, one_forward_one_backward
+from shoal.pipeline.task_inbox import TaskInbox
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
 
@@ -40,7 +41,7 @@ _AHEAD = 3  # tasks whose messages are received in advance
 
 
 @dataclass(frozen=True)
-class LossAtEnd:
+class SoughtLoss:
     """A loss that the end computes of the output.
 
     Args:
@@ -64,12 +65,12 @@ class ScheduledRun:
         loss: how it does so.
     """
 
-    def __init__(self, run: ForwardRun, ended: Expression, loss: LossAtEnd) -> None:
+    def __init__(self, run: ForwardRun, ended: Expression, loss: SoughtLoss) -> None:
         self._run, self._ended, self._loss = run, ended, loss
         pipeline, comm = run.pipeline, run.comm
         weight = run.weight_of.value() if run.weight_of is not None else None
         own = (1.0 if weight is None else weight) / comm.size
-        self._slopes = told_slopes(comm, own)
+        self._slopes = tell_slopes(comm, own)
         self.kept = KeptGradients(
             [
                 parameter
@@ -81,7 +82,9 @@ class ScheduledRun:
         )
         brings = tuple(part.rank for part in run.parts)
         self._order = one_forward_one_backward(tuple(run.route.holders), brings)
-        self._inbox = Inbox(comm, pipeline.outbox, self._order, run.route.holders, self._coming)
+        self._inbox = TaskInbox(
+            comm, pipeline.outbox, self._order, run.route.holders, self._receive
+        )
         self._outputs: dict[int, Any] = {}  # outputs of the end, by micro-batch
         self._grads: dict[int, list[Tensor | None]] = {}  # gradients of their tensors
 
@@ -108,19 +111,19 @@ class ScheduledRun:
                     counters.put_back()
                     with moving.micro_batch(task.micro):
                         self._go_on(task, inputs[task.micro])
-                self._inbox.came(task)
-                self._inbox.sent(task)
+                self._inbox.note_arrival(task)
+                self._inbox.note_sending(task)
             moving.join([part.size for part in run.parts])
             counters.count()
         self._inbox.finish()
         run.returning.inbox = None
 
-    def _coming(self, task: Task) -> Coming | None:
-        """Begin to receive what a task needs; None if its forms are not known yet."""
+    def _receive(self, task: Task) -> Coming | None:
+        """Begin to receive the values for a task; None if their forms are not known yet."""
         run, (station, micro, is_back) = self._run, task
         if is_back:
-            return run.returning.coming(station, micro)
-        return run.coming(station, micro, run.pipeline.shapes[run.form(station, micro)])
+            return run.returning.receive(station, micro)
+        return run.receive_values(station, micro, run.pipeline.shapes[run.form(station, micro)])
 
     def _go_on(self, task: Task, inputs: Any) -> None:
         """Compute a station's forward for a micro-batch."""

@@ -1,7 +1,7 @@
 """Inbox: receives the messages of a schedule, from each rank in the order in which it sends them.
 
 Few receives are under way at a time, so that no memory waits for micro-batches that are far off.
-What a rank was sent before it sent something itself has come: the sender may forget it.
+A message has come if its receiver has sent a later one. Then the sender may forget it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import final
 
+from torch import Tensor
+
 from shoal.contracts.comm import Comm
+from shoal.pipeline.calls import Shape
 from shoal.pipeline.route import Coming, Outbox
 from shoal.pipeline.schedule import Task
 
@@ -18,7 +21,7 @@ MakeComing = Callable[[Task], Coming | None]
 
 
 @final
-class Inbox:
+class TaskInbox:
     """Messages that come to this rank, each named by the task that needs it here.
 
     Args:
@@ -26,7 +29,7 @@ class Inbox:
         outbox: this rank's messages to others.
         order: all tasks of all ranks, in order.
         holders: the rank of each station.
-        make: begins to receive what a task needs; None if the forms are not known yet.
+        make: begins to receive the values for a task; None if the forms are not known yet.
     """
 
     def __init__(
@@ -56,12 +59,12 @@ class Inbox:
         return task._replace(station=station) if 0 <= station < len(self._holders) else None
 
     def _source(self, task: Task) -> Task | None:
-        """Return the task of another station whose results a task needs."""
+        """Return the task of another station that gives the values for a task."""
         station = task.station + (1 if task.is_back else -1)
         return task._replace(station=station) if 0 <= station < len(self._holders) else None
 
     def expect(self, task: Task) -> None:
-        """Begin to receive what a task needs, if its forms are known."""
+        """Begin to receive the values for a task, if their forms are known."""
         source = self._source(task)
         if source is None:
             return
@@ -73,14 +76,14 @@ class Inbox:
             self._coming[ahead.popleft()] = made
 
     def take(self, task: Task) -> Coming:
-        """Return what a task needs, which is on its way."""
+        """Return the values for a task, which are on their way."""
         self.expect(task)
         source = self._source(task)
         assert source is not None
         return self._coming.pop(task)
 
-    def came(self, task: Task) -> None:
-        """Forget what was sent before: what a task needs has come."""
+    def note_arrival(self, task: Task) -> None:
+        """Forget earlier messages to a rank: the values for a task have come from there."""
         source = self._source(task)
         if source is None:
             return
@@ -88,7 +91,7 @@ class Inbox:
         while sent and sent[0][0] < self._places[source]:
             sent.popleft()[1].finish()
 
-    def sent(self, task: Task) -> None:
+    def note_sending(self, task: Task) -> None:
         """Note that this rank has sent the results of a task."""
         needing = self._needing(task)
         if needing is not None:
@@ -100,3 +103,41 @@ class Inbox:
         for sent in self._sent.values():
             while sent:
                 sent.popleft()[1].finish()
+
+
+Receive = Callable[[int, Sequence[Shape]], Coming]
+
+
+@final
+class ReturningGradients:
+    """The gradients of one call's sent values.
+
+    Without an inbox they come in a backward of all micro-batches, the last micro-batch first.
+
+    Args:
+        receive: begins to receive gradients of these forms for a station's values.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._shapes: dict[tuple[int, int], list[Shape]] = {}
+        self._coming: dict[tuple[int, int], Coming] = {}
+        self.inbox: TaskInbox | None = None  # receives them in the order of a schedule
+
+    def note_values(self, station: int, micro: int, values: Sequence[Tensor]) -> None:
+        """Note the values of a micro-batch that take a gradient."""
+        self._shapes[station, micro] = [(tuple(value.shape), value.dtype) for value in values]
+
+    def receive(self, station: int, micro: int) -> Coming | None:
+        """Begin to receive the gradients of a micro-batch; None if nothing was sent yet."""
+        shapes = self._shapes.get((station, micro))
+        return None if shapes is None else self._receive(station, shapes)
+
+    def take(self, station: int, micro: int) -> Sequence[Tensor]:
+        """Wait for the gradients of a micro-batch."""
+        if self.inbox is not None:
+            return self.inbox.take(Task(station, micro, is_back=True)).wait()
+        if not self._coming:  # the slopes of all losses have come by now
+            for at in sorted(self._shapes, reverse=True):
+                self._coming[at] = self._receive(at[0], self._shapes[at])
+        return self._coming.pop((station, micro)).wait()
