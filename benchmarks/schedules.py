@@ -5,6 +5,11 @@
 The GPT of 21 M of pipelines.py, with its loss in a compute_loss. Both schedules train in turn in
 the same processes, for each number of parts of a rank's rows. Rank 0 prints the median step, and
 then the most bytes that autograd keeps at a time on each rank, in a step of its own.
+
+    python benchmarks/schedules.py --imagined
+
+prints the ratio of the paces of even stations on processors of their own. A forward takes 1, a
+backward 2, and what crosses a cut 0, 0.3 or 1.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -24,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.pipeline.schedule import Task, one_forward_one_backward
 from shoal_tools.testing.saved_bytes import SavedBytes
 
 ORDERS = ("all_forward", "1f1b")
@@ -41,6 +48,29 @@ def pinned(blocks: int, ranks: int) -> dict[str, str]:
     for block in range(blocks):
         pins[f"blocks.{block}.*"] = f"pipeline:{block * ranks // blocks}"
     return pins
+
+
+def length(order: Sequence[Task], ranks: int, crossing: float) -> float:
+    """Return the length of a step, in forwards of a micro-batch at a station."""
+    came: dict[Task, float] = {}  # moments at which the results of tasks are at the next station
+    free, link = dict.fromkeys(range(ranks), 0.0), dict.fromkeys(range(ranks), 0.0)
+    for task in order:
+        before = task._replace(station=task.station + (1 if task.is_back else -1))
+        begin = max(free[task.station], came.get(before, 0.0))
+        free[task.station] = begin + (2.0 if task.is_back else 1.0)
+        link[task.station] = max(link[task.station], free[task.station]) + crossing
+        came[task] = link[task.station]
+    return max(free.values())
+
+
+def imagined(ranks: int, parts: int, crossing: float) -> float:
+    """Return the pace of one forward, one backward over that of all forward."""
+    brings = tuple(micro // parts for micro in range(ranks * parts))
+    every = range(len(brings))
+    there = [Task(station, micro, False) for station in range(ranks) for micro in every]
+    both = [*there, *(task._replace(is_back=True) for task in there[::-1])]
+    early = one_forward_one_backward(tuple(range(ranks)), brings)
+    return length(both, ranks, crossing) / length(early, ranks, crossing)
 
 
 @dataclass(frozen=True)
@@ -93,7 +123,13 @@ def main() -> None:
     parser.add_argument("--parts", type=int, nargs="+", default=[2, 4], help="of these rows")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--imagined", action="store_true")
     options = parser.parse_args()
+    if options.imagined:
+        for parts in (1, 2, 4):
+            paces = [f"{imagined(4, parts, crossing):.2f}" for crossing in (0.0, 0.3, 1.0)]
+            print(f"4 ranks, {4 * parts} micro-batches:", *paces)
+        return
     torch.set_num_threads(1)
     world = shoal.init(timeout_s=300)
     words, _, _, _, tokens = SIZES[options.model]
