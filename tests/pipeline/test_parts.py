@@ -52,7 +52,7 @@ MORE = [
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The numbers of micro-batches that forwards have had."""
     found = set[int]()
-    compute = ForwardRun._compute
+    compute = ForwardRun.compute
 
     def noted(run: ForwardRun) -> None:
         found.add(len(run.parts))

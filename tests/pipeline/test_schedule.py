@@ -231,13 +231,15 @@ def test_dropout_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_hooks_see_whole_gradients_in_backward() -> None:
     def loop(rank: int, model: Any, compute: Any, optimizer: Any) -> Any:
-        seen: dict[str, Tensor] = {}
+        seen: list[Tensor] = []
         own = [model.first.weight, model.head.weight][rank]
+        own.register_hook(lambda grad: seen.append(grad.clone()))
         loss = compute(model, batch(rank))
-        own.register_hook(lambda grad: seen.update(hooked=grad.clone()))
-        assert own.grad is None and not seen
+        own.register_hook(lambda grad: grad * 2)
+        assert not seen
         loss.backward()
-        return seen
+        (hooked,) = seen
+        return {"hooked": hooked, "held": gradients(model)["first.weight"]}
 
     both_ways(loop, Blocks(), compute_loss=of_squares)
 

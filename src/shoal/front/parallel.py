@@ -168,8 +168,8 @@ def parallelize(
               if the end of the model has hosts of its own ("stage", 4 by default). In a pipeline
               that you pin it is 1 by default. Otherwise the planner finds it. Other plans have no
                   parts.
-            * `schedule`: "1f1b" lets micro-batches of a pipeline go back as soon as they can, so that
-              a rank keeps few activations. It needs a compute_loss. "all_forward" by default.
+            * `schedule`: with "1f1b" micro-batches of a pipeline go back as soon as they can, and a
+              rank keeps few activations. It needs a compute_loss. "all_forward" by default.
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger

@@ -9,7 +9,8 @@ So hooks, accumulation and the engine's round see them in backward, as ever. A c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import torch
@@ -117,6 +118,20 @@ class KeptLoss(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) for dtype, device, shape in ctx.others
         ]
         return (None, None, None, *grads, *zeros)
+
+
+@contextmanager
+def hooks_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Take the hooks off parameters inside: they see gradients once, in the script's backward."""
+    all_hooks: list[dict[int, Any]] = [p._backward_hooks for p in parameters if p._backward_hooks]
+    before = [dict(hooks) for hooks in all_hooks]
+    for hooks in all_hooks:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(all_hooks, before, strict=True):
+            hooks.update(own)
 
 
 def tell_slopes(comm: Comm, own: float) -> list[float]:

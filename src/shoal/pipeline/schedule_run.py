@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.pipeline.expressions import EndResult, Expression
-from shoal.pipeline.kept_gradients import KeptGradients, tell_slopes
+from shoal.pipeline.kept_gradients import KeptGradients, hooks_aside, tell_slopes
 from shoal.pipeline.moving_buffers import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import joined
 from shoal.pipeline.route import Coming, StationRoute
@@ -175,7 +175,7 @@ class ScheduledRun:
         if not roots:
             return
         taking = [*self.kept.parameters, run.pipeline.anchor]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), hooks_aside(self.kept.parameters):
             found = torch.autograd.grad(roots, taking, grads, allow_unused=True)
         self.kept.add(found[:-1])
 
