@@ -54,11 +54,11 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     found = set[int]()
     compute = ForwardRun.compute
 
-    def noted(run: ForwardRun) -> None:
+    def noted(run: ForwardRun, inputs: Any) -> None:
         found.add(len(run.parts))
-        compute(run)
+        compute(run, inputs)
 
-    monkeypatch.setattr(ForwardRun, "_compute", noted)
+    monkeypatch.setattr(ForwardRun, "compute", noted)
     return found
 
 
