@@ -80,7 +80,7 @@ class ForwardRun:
             partial(_receive, self.comm, self.route, self.device, crossing)
         )
         self.comm.journal.begins(FORWARD)
-        inputs = self._dealt()
+        inputs = self._deal_inputs()
         # the inputs of a call that waits for its loss, because micro-batches go back early
         self.inputs: list[list[Any]] | None = inputs if self._waits() else None
         if self.inputs is None:
@@ -160,7 +160,7 @@ class ForwardRun:
         values = [*self.tickets.values(), *self.tokens.values()]
         self.gate = CallGate(self, self.pipeline, values, grad=self.grad)
 
-    def _dealt(self) -> list[list[Any]]:
+    def _deal_inputs(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
         comm, route = self.comm, self.route
         needed = [route.inputs_of(rank) for rank in range(comm.size)]
@@ -350,9 +350,9 @@ class ForwardRun:
         """Wait for the gradients of sent values."""
         self.comm.reached(f"backward of station {station} of the pipeline, micro-batch {micro}")
         grads = self.returning.take(station, micro)
-        return grads if self.route.holders[station] != EACH else list(map(self._unweighed, grads))
+        return grads if self.route.holders[station] != EACH else list(map(self._unweigh, grads))
 
-    def _unweighed(self, grad: Tensor) -> Tensor:
+    def _unweigh(self, grad: Tensor) -> Tensor:
         """Return a gradient as this rank's own: the engine takes the mean over ranks later."""
         # batch 17: undo the weighing
         weight = self.pipeline.weighs(self.weight_of)
