@@ -52,13 +52,13 @@ MORE = [
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The numbers of micro-batches that forwards have had."""
     found = set[int]()
-    compute = ForwardRun._compute
+    compute = ForwardRun.compute
 
-    def noted(run: ForwardRun) -> None:
+    def noted(run: ForwardRun, inputs: Any) -> None:
         found.add(len(run.parts))
-        compute(run)
+        compute(run, inputs)
 
-    monkeypatch.setattr(ForwardRun, "_compute", noted)
+    monkeypatch.setattr(ForwardRun, "compute", noted)
     return found
 
 

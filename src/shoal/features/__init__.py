@@ -7,6 +7,7 @@ from shoal.features.local_steps import LocalSteps, check_in_step, global_weights
 from shoal.features.lossy import Lossy
 from shoal.features.max_error import MaxError
 from shoal.features.older_keywords import Older
+from shoal.features.pipeline_schedule import PipelineSchedule
 from shoal.features.replan import Replan
 from shoal.features.staleness import Staleness
 from shoal.features.sync_batchnorm import SyncBatchNorm
@@ -20,6 +21,7 @@ __all__ = [
     "Lossy",
     "MaxError",
     "Older",
+    "PipelineSchedule",
     "Replan",
     "Staleness",
     "SyncBatchNorm",

@@ -26,6 +26,7 @@ class Older(TypedDict, total=False):
     micro_batches: int
     outer: Outer | None
     replan: bool
+    schedule: str
     search_options: SearchOptions
     staleness: int | None
     sync_batchnorm: bool

@@ -167,6 +167,8 @@ def parallelize(
             * `micro_batches`: number of parts that each rank's batch is cut into, in a pipeline.
               If you pin the pipeline, it is 1 by default. Otherwise the planner finds it. Other
               plans have no parts.
+            * `schedule`: with "1f1b" micro-batches of a pipeline go back as soon as they can, and a
+              rank keeps few activations. It needs a compute_loss. "all_forward" by default.
             * `search_options`: sizes of buckets and the like that the planner may try.
 
     Rank 0 logs how long each stage took, and the plan in one line, at level INFO of the logger

@@ -7,6 +7,7 @@ and tells each rank its own. In backward each rank tells it the gradient of that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 from weakref import ref
@@ -17,8 +18,10 @@ from torch import Tensor
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.pipeline.absent_tensors import Absent
 from shoal.pipeline.alone_output import MODEL, EndPart, LocalResults, ReadsHere, is_number
-from shoal.pipeline.calls import ModelCall, Shape, number_of
+from shoal.pipeline.calls import ModelCall, number_of
 from shoal.pipeline.crossings import EndLoss
+from shoal.pipeline.early_loss import EarlyLoss
+from shoal.pipeline.end_functions import begin_to_compute, receive_number, with_kind
 from shoal.pipeline.expressions import (
     EndResult,
     Expression,
@@ -26,7 +29,6 @@ from shoal.pipeline.expressions import (
     described,
     forms_of,
     in_order,
-    with_constants,
     without_constants,
 )
 from shoal.pipeline.guide import Telling, place
@@ -42,8 +44,10 @@ from shoal.pipeline.output import EndOutput, looked, made_of, note_use, way_back
 from shoal.pipeline.replay import Replay
 from shoal.pipeline.route import Coming
 from shoal.pipeline.run import ForwardRun
+from shoal.pipeline.schedule_run import SoughtLoss, no_functions, tensors_of
 from shoal.pipeline.told_functions import check_told
 from shoal.pipeline.trees import look_into_dataclasses, mapped, tensors_in
+from shoal.pipeline.waiting_forward import Later, WaitingForward
 from shoal.pipeline.walk import walking
 
 
@@ -53,21 +57,28 @@ class EndedForward:
 
     Args:
         run: the forward.
+        later: returns a context in which stations are computed behind the call.
     """
 
-    def __init__(self, run: ForwardRun) -> None:
-        self.run = run
+    def __init__(self, run: ForwardRun, later: Later = nullcontext) -> None:
+        self.run, self._later = run, later
         self._num_computed = 0  # expressions that the end has computed
         self.is_alone = False
         # its own output, by a reference that makes no circle, and whether tensors take a gradient
         self._ended: Callable[[], Expression | None] = lambda: None
         self._takes_grad: Sequence[bool] = ()
         self._part: EndPart | None = None  # None if ranks cannot read it alone
+        self._waiting: WaitingForward | None = None  # until the stations are computed
+        self._early: EarlyLoss | None = None  # the loss, if micro-batches have gone back for it
 
     def output(self) -> WithKept:
         """Return the output of this rank's rows: the end has its values, and numbers are told."""
         form, ended, takes_grad = self._ended_forms()
-        self._share(ended, takes_grad)
+        self._ended, self._takes_grad = ref(ended), takes_grad
+        if self.run.inputs is None:
+            self._share(ended)
+        else:
+            self._wait(ended)
         count = 0
 
         def placed(leaf: Any) -> Any:
@@ -94,11 +105,35 @@ class EndedForward:
         form = WithKept(outputs[number].output, recorded.kept)
         takes_grad = [self.run.grad and leaf.requires_grad for leaf in tensors_in(recorded)]
         ended = Expression((self,), None, forms=[_form(leaf) for leaf in tensors_in(form)])
-        ended.of_ranks = {
-            rank: tensors_in((output, [kept[place] for place in recorded.kept]))
-            for rank, (output, kept) in sorted(self.run.outputs.items())
-        }
+        self._fill(ended)
         return form, ended, takes_grad
+
+    def _fill(self, ended: Expression) -> None:
+        outputs = sorted(self.run.outputs.items())
+        ended.of_ranks = {rank: tensors_of(each, self.run.route) for rank, each in outputs}
+
+    def _wait(self, ended: Expression) -> None:
+        """Compute the stations later, once the loss is known; now if the model returns it."""
+        self._waiting = WaitingForward(self.run, ended, self._later)
+        if (loss := self._waiting.own_loss(self._takes_grad)) is not None:
+            self._go_early(loss)
+        elif self._waiting.numbers:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Compute the stations, if they have waited for a loss."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.go_through()
+            self._fill(waiting.ended)
+            self._share(waiting.ended)
+
+    def _go_early(self, loss: SoughtLoss) -> None:
+        """Compute the stations there and back, for this loss."""
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        self._early = waiting.go_there_and_back(loss)
+        self._share(waiting.ended)
 
     def held(self) -> tuple[Expression, list[tuple[int, bool]]]:
         """Return the output on a host without rows, and numbers of results that ranks are told.
@@ -274,10 +309,9 @@ class EndedForward:
         self._part.gathered = self._gather(self._part)
         raise ReadsHere(self._part.gathered, is_alone=False)
 
-    def _share(self, ended: Expression, takes_grad: Sequence[bool]) -> None:
+    def _share(self, ended: Expression) -> None:
         """Give the output to ranks that read it alone, until the model is called again."""
         comm = self.run.comm
-        self._ended, self._takes_grad = ref(ended), takes_grad
         if comm.attendance is not None:
             key, end = comm.attendance.output_key(MODEL), self.run.route.end
             self._part = EndPart(key, comm, end, ended, self.run.device)
@@ -336,11 +370,23 @@ class EndedForward:
             numbers = {each: self._num_computed + place for place, each in enumerate(order)}
             pipeline.guide.computes(self.run, numbers, call, shapes, telling)
         comm.journal.begins(purpose)
+        forwards = dict.fromkeys(f for r, *_ in telling for f in r.expression.forwards)
+        forwards |= dict.fromkeys(f for each in order for f in each.forwards)
+        goes_early = self._waiting is not None and [*forwards] == [self]
+        goes_early = goes_early and [told[1:] for told in telling] == [(True, True)]
+        for forward in () if goes_early else forwards:
+            forward._catch_up()
+        compute: Callable[[int], None] = no_functions
         if comm.rank == end:
-            self.compute_all(order, call, shapes, loss=loss)
+            compute = begin_to_compute(self.run, order, call, shapes, loss=loss)
         else:
             for tensor in call.tensors:
                 pipeline.outbox.send(tensor, end)
+        if goes_early:
+            self._go_early(SoughtLoss(telling[0][0], order, compute))
+        else:
+            for rank in pipeline.bringing:
+                compute(rank)
         self.computed(order)
 
     def computed(self, order: Sequence[Expression]) -> None:
@@ -348,32 +394,6 @@ class EndedForward:
         for each in order:
             each.computed(self._num_computed)
             self._num_computed += 1
-
-    def compute_all(
-        self,
-        order: Sequence[Expression],
-        call: ModelCall,
-        shapes: Sequence[Sequence[Shape]],
-        *,
-        loss: Expression | None,
-    ) -> None:
-        """Compute expressions for each rank's rows, with that rank's tensors."""
-        comm = self.run.comm
-        bringing = self.run.pipeline.bringing
-        coming = {
-            rank: Coming(comm, rank, shapes[rank], self.run.device)
-            for rank in comm.others
-            if rank in bringing
-        }
-        for rank in bringing:
-            tensors = call.tensors if rank == comm.rank else coming[rank].wait()
-            (arguments, constants), _ = call.with_tensors(tensors)
-            for each, (args, kwargs) in zip(
-                order, with_constants(arguments, constants), strict=True
-            ):
-                output = each.compute(rank, args, kwargs)
-                if each is loss:
-                    _check_loss(output)
 
     def told_number(self, result: EndResult, grad: bool) -> Tensor:
         """Bring each rank the number of its own rows (a collective)."""
@@ -386,17 +406,19 @@ class EndedForward:
         if comm.rank == end:
             for rank in comm.others:
                 if rank in bringing:
-                    self.run.pipeline.outbox.send(_with_kind(numbers[rank]), rank)
+                    self.run.pipeline.outbox.send(with_kind(numbers[rank]), rank)
             value = numbers.get(comm.rank, numbers[0]).detach()
         elif comm.rank in bringing:
-            kind = torch.zeros(2, dtype=torch.float64, device=self.run.device)
-            comm.finish([comm.receive(kind, end)])
-            value = kind[0].to(_DTYPES[int(kind[1])])
+            value = receive_number(comm, end, self.run.device)
         result.expression.told[result.number] = value.clone()
         return self._with_gradient(result, value) if grad else value.clone()
 
     def _with_gradient(self, result: EndResult, value: Tensor) -> Tensor:
         """Return a result for this rank's rows. Its backward is that of all ranks."""
+        for forward in result.expression.forwards:
+            if forward._early is not None:
+                early: EarlyLoss = forward._early
+                return early.give(result, value)
         numbers = [
             of_rank[result.number] for _, of_rank in sorted(result.expression.of_ranks.items())
         ]
@@ -455,25 +477,9 @@ class EndedForward:
         return [slopes[rank].to(grad.dtype) for rank in pipeline.bringing]
 
 
-def _with_kind(number: Tensor) -> Tensor:
-    """Return a number and its type as a message."""
-    told = number.detach().to(torch.float64).reshape(1)
-    code = torch.tensor([_DTYPES.index(number.dtype)], dtype=torch.float64, device=told.device)
-    return torch.cat([told, code])
-
-
 def _cross(loss: Tensor, given: Sequence[EndOutput]) -> Tensor:
     after = way_back(given)
     return after(loss) if after is not None and loss.requires_grad else loss
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError(
-            "a loss of a pipeline's output is one number",
-            got=f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}",
-            do='take its mean: reduction="mean"',
-        )
 
 
 def _is_output(leaf: Any) -> bool:
@@ -485,4 +491,3 @@ def _form(leaf: Tensor) -> Tensor:
 
 
 _BORDER = "_IdentityBackward"  # nodes of the model's border
-_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

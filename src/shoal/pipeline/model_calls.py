@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -61,11 +62,20 @@ class PipelineCalls:
         self.runs = True
         try:
             self._kept.begin()
-            return end(
-                EndedForward(ForwardRun(self.pipeline, self._kept.around(forward), call, told))
-            )
+            run = ForwardRun(self.pipeline, self._kept.around(forward), call, told)
+            return end(EndedForward(run, self._later))
         finally:
             self.runs = False
+
+    @contextmanager
+    def _later(self) -> Iterator[None]:
+        """Let stations be computed behind the call, as in it."""
+        before, self.runs = self.runs, True
+        try:
+            yield
+        finally:
+            self.runs = before
+            self._kept.ended({})
 
     def _output(self, ended: EndedForward) -> Any:
         output, kept = ended.output()

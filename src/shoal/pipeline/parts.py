@@ -56,10 +56,12 @@ class RowParts:
     Args:
         count: parts of a rank's rows, at most.
         calls: whether each tensor of a call has the rows first, by the form of the call.
+        goes_back_early: whether micro-batches go back before all have come (schedule.py).
     """
 
     count: int = 1
     calls: Mapping[str, Sequence[bool]] = field(default_factory=dict)
+    goes_back_early: bool = False
 
     def of_ranks(self, call: ModelCall, shapes: Sequence[Sequence[Shape]]) -> list[RowPart]:
         """Return the parts of all ranks' rows, in the order of their ranks.

@@ -120,6 +120,12 @@ class Outbox:
         if tensor.numel():
             self._pending.append((self._comm.send(tensor, to), tensor))
 
+    def apart(self) -> Outbox:
+        """Return the tensors that are on their way now. This outbox forgets them."""
+        sent = Outbox(self._comm)
+        sent._pending, self._pending = self._pending, []
+        return sent
+
     def finish(self) -> None:
         """Wait until all that was sent has gone."""
         self._comm.finish([pending for pending, _ in self._pending])

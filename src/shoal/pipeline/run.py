@@ -16,7 +16,7 @@ Reference: Huang et al., "GPipe", 2019, section 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any, final
@@ -29,13 +29,15 @@ from shoal.core.random_state import drawing_from, mix_seeds
 from shoal.pipeline.absent_tensors import Absent, present
 from shoal.pipeline.calls import ModelCall, Shape
 from shoal.pipeline.crossings import Arrived, SentOn
+from shoal.pipeline.expressions import ThreadModes
 from shoal.pipeline.gate import CallGate
 from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import FORWARD, PipelinedModel
 from shoal.pipeline.moving_buffers import Counters, MovingBuffers, aside
 from shoal.pipeline.parts import RowPart, joined, rows_of
-from shoal.pipeline.replay import Departed, Replay
-from shoal.pipeline.route import EACH, Coming
+from shoal.pipeline.replay import Arrive, Departed, Replay
+from shoal.pipeline.route import EACH, Coming, StationRoute
+from shoal.pipeline.task_inbox import ReturningGradients
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
 from shoal.tensors.row_crossing import EXACT, RowCrossing
@@ -60,24 +62,41 @@ class ForwardRun:
         told: ToldCall | None = None,
     ) -> None:
         self.pipeline, self.forward, self.call = pipeline, forward, call
-        self.grad = torch.is_grad_enabled()
+        self.modes = ThreadModes.now()
         self.told = told or self._tell()
         self.weight_of = pipeline.weighs.call()
         pipeline.forget_output()
         self.parts = pipeline.parts.of_ranks(self.call, self.told.shapes)
         self.route = pipeline.route(self.call, forward, self.told.numbers[self.own])
         self.device = next((t.device for t in self.call.tensors), torch.device("cpu"))
-        self.tickets: list[Tensor] = []  # tickets of values that were sent to other stations
+        # tickets of values that were sent to other stations, by station and micro-batch
+        self.tickets: dict[tuple[int, int], Tensor] = {}
         self.tokens: dict[
             int, Tensor
         ] = {}  # tokens of values that have arrived at the end, by micro-batch
         self.outputs: dict[int, Any] = {}  # outputs of the end, by rank
-        self._sent: dict[tuple[int, int], list[Tensor]] = {}  # forms of values that take a gradient
-        self._returning: dict[tuple[int, int], Coming] = {}
+        crossing = pipeline.outbox.crossing if self.grad else EXACT
+        self.returning = ReturningGradients(
+            partial(_receive, self.comm, self.route, self.device, crossing)
+        )
         self.comm.journal.begins(FORWARD)
-        self._compute()
-        values = [*self.tickets, *self.tokens.values()]
-        self.gate = CallGate(self, pipeline, values, grad=self.grad)
+        inputs = self._deal_inputs()
+        # the inputs of a call that waits for its loss, because micro-batches go back early
+        self.inputs: list[list[Any]] | None = inputs if self._waits() else None
+        if self.inputs is None:
+            self.compute(inputs)
+
+    def _waits(self) -> bool:
+        """Return whether the stations are computed once the loss is known (`schedule_run.py`)."""
+        pipeline, holders = self.pipeline, self.route.holders
+        if not (pipeline.parts.goes_back_early and self.grad and self.told.seed is not None):
+            return False
+        return len({*holders}) > 1 and pipeline.guide is None and EACH not in holders
+
+    @property
+    def grad(self) -> bool:
+        """Whether a gradient may come back."""
+        return self.modes.grad
 
     @property
     def own(self) -> int:
@@ -112,9 +131,13 @@ class ForwardRun:
         """The crossing of values between stations. Evaluation is exact."""
         return self.pipeline.outbox.crossing if self.grad else EXACT
 
-    def _compute(self) -> None:
-        """Compute this rank's stations for the rows of every rank."""
-        inputs = self._deal_inputs()
+    def compute(self, inputs: Sequence[Any]) -> None:
+        """Compute this rank's stations for the rows of every rank.
+
+        Args:
+            inputs: the inputs of each micro-batch.
+        """
+        self.inputs = None
         mine = self.route.of(self.comm.rank)
         if self.comm.rank in self.pipeline.bringing:
             mine = self.route.of(self.comm.rank, EACH)
@@ -129,11 +152,13 @@ class ForwardRun:
                 counters.put_back()
                 arriving = coming.get((station, micro))
                 with moving.micro_batch(micro):
-                    ended[part.rank] += self._station(station, micro, inputs[micro], arriving)
+                    ended[part.rank] += self.station(station, micro, inputs[micro], arriving)
         moving.join([part.size for part in self.parts])
         counters.count()
         self._bring_buffers()
         self.outputs = {rank: joined(outputs) for rank, outputs in ended.items() if outputs}
+        values = [*self.tickets.values(), *self.tokens.values()]
+        self.gate = CallGate(self, self.pipeline, values, grad=self.grad)
 
     def _deal_inputs(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
@@ -161,6 +186,8 @@ class ForwardRun:
             for number in sorted(needed[rank]):
                 self.pipeline.outbox.send(copies[number], rank)
         here = {number: self.call.tensors[number] for number in own}
+        if self._waits():
+            here = {number: tensor.detach().clone() for number, tensor in here.items()}
         return self._arrived_inputs(of_others, coming, {comm.rank: here})
 
     def _arrived_inputs(
@@ -187,7 +214,7 @@ class ForwardRun:
             for number, (shape, dtype) in enumerate(self.told.shapes[part.rank])
         ]
 
-    def _form(self, station: int, micro: int) -> tuple[int, int, int]:
+    def form(self, station: int, micro: int) -> tuple[int, int, int]:
         """Return a key for the forms of arriving values."""
         part = self.parts[micro]
         return station, self.told.numbers[part.rank], part.size
@@ -199,37 +226,29 @@ class ForwardRun:
         """
         coming: dict[tuple[int, int], Coming] = {}
         for station, micro in product(filter(None, mine), range(len(self.parts))):
-            known = self.pipeline.shapes.get(self._form(station, micro))
+            known = self.pipeline.shapes.get(self.form(station, micro))
             if known is None:
                 break
-            coming[station, micro] = self._coming(station, micro, known)
+            coming[station, micro] = self.receive_values(station, micro, known)
         return coming
 
-    def _coming(self, station: int, micro: int, shapes: Sequence[Shape]) -> Coming:
+    def receive_values(self, station: int, micro: int, shapes: Sequence[Shape]) -> Coming:
+        """Begin to receive the values of a station, which have these forms."""
         flags = (len(shapes),), torch.int64
         source = self.route.holder(station - 1, self.parts[micro].rank)
         return Coming(self.comm, source, [flags, *shapes], self.device, self._crossing)
 
-    def _station(
+    def station(
         self, station: int, micro: int, inputs: Any, coming: Coming | None
     ) -> Sequence[Any]:
         """Compute a station for one micro-batch; the last one returns an output."""
-        route, pipeline = self.route, self.pipeline
         token: list[Tensor] = []
-        replay = Replay(
-            route.record,
-            route.spans[station],
-            pipeline.forms,
-            pipeline.modules,
-            partial(self._wait_for_flight, station, micro, coming, token),
+        replay = self._replay(
+            station, partial(self._wait_for_flight, station, micro, coming, token)
         )
-        args, kwargs = self.call.with_tensors(inputs)
-        if route.record.changes_inputs:  # each replay changes its own
-            args, kwargs = mapped(_own, (args, kwargs))
         self.comm.reached(f"station {station} of the pipeline, micro-batch {micro}")
         try:
-            with self._drawing(station, micro):
-                output = replay.run(self.forward, args, kwargs)
+            output = self._run(replay, station, micro, inputs)
         except Departed:
             self._depart(station, micro, replay.leaving(), token)
             return []
@@ -237,6 +256,37 @@ class ForwardRun:
         if token:
             self.tokens[micro] = token[0]
         return [present(output)]
+
+    def learn(self, station: int, micro: int, inputs: Any) -> None:
+        """Learn the forms of the values that arrive at a station, before they have come."""
+        key = self.form(station, micro)
+        if key in self.pipeline.shapes:
+            return
+
+        def arrive(absent: Sequence[Absent]) -> Sequence[Tensor]:
+            self.pipeline.shapes[key] = [(tuple(each.shape), each.dtype) for each in absent]
+            raise Departed
+
+        with suppress(Departed):
+            self._run(self._replay(station, arrive), station, micro, inputs)
+
+    def _replay(self, station: int, arrive: Arrive) -> Replay:
+        """Return a replay of the forward for a station."""
+        route, pipeline = self.route, self.pipeline
+        span = route.spans[station]
+        return Replay(route.record, span, pipeline.forms, pipeline.modules, arrive)
+
+    def _run(self, replay: Replay, station: int, micro: int, inputs: Any) -> Any:
+        """Run a replay, and return the output.
+
+        Raises:
+            Departed: the station ends before forward does.
+        """
+        args, kwargs = self.call.with_tensors(inputs)
+        if self.route.record.changes_inputs:  # each replay changes its own
+            args, kwargs = mapped(_own, (args, kwargs))
+        with self._drawing(station, micro):
+            return replay.run(self.forward, args, kwargs)
 
     def _drawing(self, station: int, micro: int) -> AbstractContextManager[None]:
         """Let a station draw numbers of its own. In evaluation it draws as any forward does.
@@ -261,8 +311,8 @@ class ForwardRun:
         """Return the values that have come to a station."""
         if coming is None:
             shapes = [(tuple(each.shape), each.dtype) for each in absent]
-            self.pipeline.shapes[self._form(station, micro)] = shapes
-            coming = self._coming(station, micro, shapes)
+            self.pipeline.shapes[self.form(station, micro)] = shapes
+            coming = self.receive_values(station, micro, shapes)
         flags, *values = coming.wait()
         if not self.grad:
             return values
@@ -289,28 +339,17 @@ class ForwardRun:
             self.pipeline.outbox.send(value, to, self._crossing)
         if not self.grad:
             return
-        self._sent[station, micro] = [torch.empty_like(value, device="meta") for value in taking]
+        self.returning.note_values(station, micro, taking)
         if taking or token:
             ticket: Tensor = SentOn.apply(  # type: ignore[no-untyped-call]
                 self, station, micro, token[0] if token else None, *taking
             )
-            self.tickets.append(ticket)
-
-    def _begin_backward(self) -> None:
-        """Begin to receive all gradients of sent values, in the order in which they come."""
-        for station, micro in sorted(self._sent, reverse=True):
-            shapes = [(tuple(form.shape), form.dtype) for form in self._sent[station, micro]]
-            source = self.route.holders[station + 1]
-            self._returning[station, micro] = Coming(
-                self.comm, source, shapes, self.device, self._crossing
-            )
+            self.tickets[station, micro] = ticket
 
     def take_gradients(self, station: int, micro: int) -> Sequence[Tensor]:
         """Wait for the gradients of sent values."""
         self.comm.reached(f"backward of station {station} of the pipeline, micro-batch {micro}")
-        if not self._returning:  # the slopes of all losses have come by now
-            self._begin_backward()
-        grads = self._returning.pop((station, micro)).wait()
+        grads = self.returning.take(station, micro)
         return grads if self.route.holders[station] != EACH else list(map(self._unweigh, grads))
 
     def _unweigh(self, grad: Tensor) -> Tensor:
@@ -346,6 +385,18 @@ class ForwardRun:
         guide = self.pipeline.guide
         if guide is not None and guide.tell is not None:
             guide.changed.see()
+
+
+def _receive(
+    comm: Comm,
+    route: StationRoute,
+    device: torch.device,
+    crossing: RowCrossing,
+    station: int,
+    shapes: Sequence[Shape],
+) -> Coming:
+    """Begin to receive gradients of a station's values from the next one."""
+    return Coming(comm, route.holders[station + 1], shapes, device, crossing)
 
 
 def model_call(pipeline: PipelinedModel, args: Any, kwargs: Any) -> ModelCall:

@@ -28,6 +28,7 @@ from shoal.core.errors import UsageError
 from shoal.optim.extend import extend
 from shoal.pipeline.calls import ModelCall
 from shoal.pipeline.computed_forward import EndedForward
+from shoal.pipeline.end_functions import compute_all
 from shoal.pipeline.expressions import EndResult, Expression
 from shoal.pipeline.guide import ToldCall
 from shoal.pipeline.model import PipelinedModel
@@ -176,7 +177,7 @@ class HeldStations:
         call, made = self._expressions(order, held)
         run.comm.journal.begins("pipeline: functions of the output")
         loss = next((each for each in made if each.is_loss), None)
-        held.ended.compute_all(made, call, order.shapes, loss=loss)
+        compute_all(run, made, call, order.shapes, loss=loss)
         held.ended.computed(made)
         for told in order.told:
             result = EndResult(held.expressions[told.expression], told.number)

@@ -52,6 +52,7 @@ FLAGS: dict[str, tuple[list[str], Callable[[Options], Any], Any]] = {
         3,
     ),
     "--replan": (["--replan"], lambda o: asked(o).on, True),
+    "--schedule": (["--schedule", "1f1b"], lambda o: asked(o).order, "1f1b"),
     "--staleness": (["--staleness", "none"], lambda o: asked(o).steps, None),
     "--sync-batchnorm": (["--sync-batchnorm"], lambda o: asked(o).convert, True),
     "--update-every": (["--update-every", "0=2"], lambda o: asked(o).periods, {"0": 2}),
