@@ -300,9 +300,14 @@ class Options:
         return codecs_of(self.codecs) or self._codecs_by_word
 
     @property
+    def accuracy(self) -> Accuracy:
+        """The feature `accuracy`; that of exact training if none is asked for."""
+        return next((f for f in self.features if isinstance(f, Accuracy)), Accuracy())
+
+    @property
     def _codecs_by_word(self) -> tuple[str, ...]:
         """Codecs that the feature `accuracy` allows."""
-        return next((f.codecs for f in self.features if isinstance(f, Accuracy)), ())
+        return self.accuracy.codecs
 
     def given_plan(self) -> Plan | None:
         """Return the given plan, read from its file if need be; None if one must be made.

@@ -34,6 +34,7 @@ from shoal.features import Replan
 from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.earlier_figures import KnownModel, key_of_model, known_plan, learn_plan
+from shoal.front.fast import with_local_steps_if_sooner, with_local_steps_of
 from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
@@ -154,6 +155,7 @@ def _spread(
     comm.reached("parallelize: planning and rewriting")
     facts = replace(request.facts, profile=profile, cluster=cluster)
     plan, values = _planned(session, request, facts)
+    request = with_local_steps_of(plan, request)
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, plan)
@@ -337,7 +339,7 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             plan = learn_plan(plan, profile, cluster, among, facts.model in session.usual_rows)
         check_row_parts(plan, profile)
     check_buffers(plan, profile)
-    return planned(plan, request.features, facts)
+    return with_local_steps_if_sooner(planned(plan, request.features, facts), request, facts)
 
 
 def _open_tail(

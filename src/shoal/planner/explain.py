@@ -22,7 +22,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import stations_at
 from shoal.planner.holders import holders_in, is_dealt, unasked_holders
-from shoal.planner.learning import learning_line
+from shoal.planner.learning import learning_line, product_line
 from shoal.planner.local import explain_locally
 from shoal.planner.lossy_plans import ways
 from shoal.planner.options import PLAIN, known
@@ -96,7 +96,11 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
-        features=_parts(plan) + lines_of(plan) + learning_line(plan) + _sure(profile, cluster),
+        features=_parts(plan)
+        + lines_of(plan)
+        + learning_line(plan)
+        + _product(plan, profile, predictor)
+        + _sure(profile, cluster),
     )
     return explain_locally(explanation, plan, profile) if plan.is_local else explanation
 
@@ -118,6 +122,23 @@ def _sure(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
         f"measured: forward and backward take {1e3 * least_s:.1f} to {1e3 * most_s:.1f} ms by "
         f"rank; a simpler plan is taken if it is within {lead_on(cluster):.0%} of the fastest",
     )
+
+
+def _product(plan: Plan, profile: ModelProfile, predictor: Predictor) -> tuple[str, ...]:
+    """Return a line about the time to a loss, beside exact steps and steps that send nothing."""
+    cluster = predictor.cluster
+    if plan.ranks == 1 or cluster.servers or cluster.tail or not learning_line(plan):
+        return ()
+    alone_s = profile.forward_s + profile.backward_s + profile.optimizer_s
+    return product_line(plan, _plain_s(plan, predictor), alone_s)
+
+
+def _plain_s(plan: Plan, predictor: Predictor) -> float:
+    """Return the step of the plan with all layers exact, in the plainest strategy."""
+    exchange = predictor.carriers(PLAIN)[0]
+    plain = tuple(Choice(choice.layer, PLAIN, exchange) for choice in plan.choices)
+    exact = replace(plan, choices=plain, local_steps=0, outer=None)
+    return predictor.as_is(exact).step_s
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:
