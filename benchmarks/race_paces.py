@@ -38,7 +38,7 @@ def pace(asked: argparse.Namespace) -> None:
     work = work_of(asked.recipe)
     peers: dict[str, tuple[Peer, int]] = {}
     for way in asked.ways:
-        if way in known:
+        if known.get(way, {}).get("blocks"):
             continue
         known[way] = {"blocks": []}
         peers[way] = _ready(work, way, asked.steps, known[way])
@@ -58,6 +58,8 @@ def _show_shares(known: dict[str, Any]) -> None:
     """Print the part of each way's time that is compute: the pace with nothing sent, over its."""
     alone_s = median(known["plain"]["blocks"]) if "plain" in known else 0.0
     for way, found in known.items():
+        if not found["blocks"]:
+            continue
         step_s = median(found["blocks"])
         print(
             f"| {way} | {step_s:.3f} s | compute {alone_s / step_s:.2f} | {found.get('plan', '')} |"
@@ -137,6 +139,8 @@ def table(asked: argparse.Namespace) -> None:
     print("| way | s/step | times the samples | s for an exact step | ÷ nothing sent | plan |")
     print("|---|---|---|---|---|---|")
     for way, found in paces.items():
+        if not found["blocks"]:
+            continue
         step_s, times = median(found["blocks"]), of_ways.get(way, found.get("price"))
         if times is None:
             print(f"| {way} | {step_s:.3f} | not measured | | | |")

@@ -149,13 +149,22 @@ def prices(
 
 
 def price_of(task: Task, exact: Curve, end: float) -> float:
-    """How many times the samples exact steps would need less for the same end."""
+    """How many times the samples exact steps would need less for the same end.
+
+    A curve that is not smooth may have had its own end before: exact steps have the price 1.
+    """
+    own = mean(value for _, value in exact[-JUDGED:])
+    reached = _reached(task, exact, end)
+    return max(1.0, _reached(task, exact, own) / reached) if reached else float("inf")
+
+
+def _reached(task: Task, exact: Curve, end: float) -> float:
+    """The steps after which exact steps were as good for the first time; 0 if that is not known."""
     means = [
         (exact[at][0], mean(value for _, value in exact[max(0, at - JUDGED + 1) : at + 1]))
         for at in range(len(exact))
     ]
     for (before, worse), (step, value) in itertools.pairwise(means):
         if task.worse(value, end) <= 0 <= task.worse(worse, end) and value != worse:
-            at = before + (step - before) * (worse - end) / (worse - value)
-            return max(1.0, exact[-1][0] / at)
-    return 1.0 if task.worse(end, means[-1][1]) <= 0 else float("inf")
+            return before + (step - before) * (worse - end) / (worse - value)
+    return exact[-1][0] if task.worse(end, means[-1][1]) <= 0 else 0.0

@@ -50,6 +50,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LocalRun]]:
     found = [LocalRun(LENGTH, "int8", GROWS, 1.25, "made up")]
     for module in (local_prices, local_ways):
         monkeypatch.setattr(module, "RUNS", found)
+    monkeypatch.setattr(local_prices, "LAG_TIMES", 1.0)
     found.append(LocalRun(LENGTH, "", local_prices.NO_START, 100.0, "made up"))
     yield found
 
@@ -92,7 +93,7 @@ def test_fast_trains_as_the_plan_that_it_chose() -> None:
     assert "time to a loss" in words and "nothing sent" in words
 
 
-@pytest.mark.parametrize(("total_steps", "first"), [(400, 100), (None, 400)])
+@pytest.mark.parametrize(("total_steps", "first"), [(400, 100), (None, 112)])
 def test_the_start_is_a_part_of_the_whole_run(
     total_steps: int | None, first: int, runs: list[LocalRun]
 ) -> None:
@@ -116,7 +117,7 @@ def test_the_start_is_a_part_of_the_whole_run(
         {"accuracy": "fast", "pins": {"0": "sliced"}},
         {"accuracy": "fast", "strategies": ["sliced"]},
         {"accuracy": "fast", "memory_limit": 1e9},
-        {"accuracy": "fast", "total_steps": 50},
+        {"accuracy": "fast", "total_steps": 27},
     ],
     ids=str,
 )
@@ -135,3 +136,12 @@ def test_total_steps_are_for_fast() -> None:
             Options.of(asked)
     with pytest.raises(UsageError, match="total_steps is the number of steps of the whole run"):
         Options.of({"accuracy": "fast", "total_steps": 0})
+
+
+def test_a_program_that_knows_its_length_says_it() -> None:
+    """`shoal train` does. A number that is given stays, and other words need none."""
+    fast = Options.of({"accuracy": "fast"})
+    assert fast.for_steps(70) == Options.of({"accuracy": "fast", "total_steps": 70})
+    assert fast.for_steps(70).for_steps(80) == fast.for_steps(70)
+    for other in (Options(), Options.of({"accuracy": "near"})):
+        assert other.for_steps(70) == other

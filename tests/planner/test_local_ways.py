@@ -17,6 +17,7 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.plan import Plan
 from shoal.planner import local_prices, local_ways
 from shoal.planner.explain import explain
+from shoal.planner.learning import price_of
 from shoal.planner.local_prices import EXACT_FIRST, GROWS, NO_START, LocalRun, local_price
 from shoal.planner.local_ways import has_nothing_to_gain, soonest
 from shoal.planner.plan_details import plan_for
@@ -44,6 +45,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LocalRun]]:
     """Runs that take the place of the measured ones."""
     found: list[LocalRun] = []
     monkeypatch.setattr(local_prices, "RUNS", found)
+    monkeypatch.setattr(local_prices, "LAG_TIMES", 1.0)
     monkeypatch.setattr(local_ways, "RUNS", found)
     return found
 
@@ -73,8 +75,8 @@ def test_the_length_of_a_round_is_that_with_the_soonest_loss(
     assert planned(cluster(2, 8e6 / exchange_s)).local_steps == steps
 
 
-@pytest.mark.parametrize(("total_steps", "steps"), [(100, 4), (500, 16), (None, 64), (99, 0)])
-def test_a_run_has_25_rounds_at_least(
+@pytest.mark.parametrize(("total_steps", "steps"), [(28, 4), (112, 16), (None, 64), (27, 0)])
+def test_a_run_has_7_rounds_at_least(
     total_steps: int | None, steps: int, runs: list[LocalRun]
 ) -> None:
     runs += LENGTHS
@@ -86,6 +88,18 @@ def test_slow_links_have_a_lag_of_one_round(runs: list[LocalRun]) -> None:
     plan = planned(cluster(2, 8e6 / 50))
     assert plan.outer is not None and plan.outer.lag == 16
     assert plan.predicted_s == pytest.approx(STEP_S)
+
+
+@pytest.mark.parametrize(("exchange_s", "lag"), [(5.0, 0), (50.0, 16)])
+def test_a_lag_must_hide_more_than_it_costs(
+    exchange_s: float, lag: int, runs: list[LocalRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: 5 s are 0.3 s of each of 16 steps, and a lag of 1.2 times the samples 0.7 s."""
+    runs += LENGTHS[1:2]
+    monkeypatch.setattr(local_prices, "LAG_TIMES", 1.2)
+    plan = planned(cluster(2, 8e6 / exchange_s))
+    assert plan.outer is not None and plan.outer.lag == lag
+    assert price_of(plan).times == pytest.approx(1.4 * (1.2 if lag else 1.0))
 
 
 @pytest.mark.parametrize(("exchange_s", "codec"), [(10.0, ""), (50.0, "int8"), (200.0, "int8")])

@@ -33,7 +33,7 @@ class Accuracy(Feature[Opening]):
     Args:
         word: "exact", "near" (16 bits, int8 and int4, each with error feedback) or "fast".
         total_steps: exact steps that the whole run would have. With "fast", the length of rounds
-            and the start of local steps depend on it. None: 1,600.
+            and the start of local steps depend on it. None: 448.
 
     Raises:
         UsageError: there is no such word, or the number is none; or it is given without "fast".

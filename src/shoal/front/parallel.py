@@ -144,7 +144,7 @@ def parallelize(
               every codec and local steps. They are taken if a loss is then reached sooner by the
               clock.
             * `total_steps`: number of steps of the whole run, from which "fast" chooses how long
-              rounds of local steps are and how they begin. 1,600 by default.
+              rounds of local steps are and how they begin. 448 by default.
             * `codecs`, `max_error`, `local_steps`, `outer`, `first`, `update_every`: as in
               `shoal.Lossy`.
             * `sync_batchnorm`: if True, BatchNorm layers normalise by the rows of all ranks, as one

@@ -59,7 +59,7 @@ def learning_line(plan: Plan) -> tuple[str, ...]:
         return (f"learning: as many samples for a loss as exact steps ({price.source})",)
     as_exact = f"{1e3 * seconds_to_a_loss(plan):.1f} ms"
     return (
-        f"learning: {price.times:g} times the samples for a loss ({price.source}); so this step "
+        f"learning: {price.times:.3g} times the samples for a loss ({price.source}); so this step "
         f"is worth an exact one of {as_exact}",
     )
 
