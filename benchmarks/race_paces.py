@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accuracy import HERE, Task
+from curves import Curve
 from race_ways import EXACT, JUDGED, options_of, price_of, prices, task_of
 
 import shoal
@@ -155,8 +156,13 @@ def whole(asked: argparse.Namespace) -> None:
     world, task = shoal.init(), task_of(asked.task)
     steps = asked.steps or task.steps
     seconds, curve = _trained(task, asked, steps)
-    if not world.is_main:
-        return
+    if world.is_main:
+        _compare(task, asked, seconds, curve)
+
+
+def _compare(task: Task, asked: argparse.Namespace, seconds: float, curve: Curve) -> None:
+    """Print a whole run's seconds and price beside the pace and the price that are known."""
+    steps = curve[-1][0]
     called = f"{asked.task}-{asked.called}" if asked.called else asked.task
     curves = json.loads((HERE / f"results/race-{called}.json").read_text())["curves"]
     paces = json.loads((HERE / f"results/race-pace-{asked.name}.json").read_text())
@@ -175,7 +181,7 @@ def whole(asked: argparse.Namespace) -> None:
     )
 
 
-def _trained(task: Task, asked: argparse.Namespace, steps: int) -> tuple[float, list[Any]]:
+def _trained(task: Task, asked: argparse.Namespace, steps: int) -> tuple[float, Curve]:
     """Seconds of a run without its judgements, and the judgements."""
     torch.manual_seed(asked.seed)
     model, comm, curve, seconds = task.model(), current().comm, [], 0.0

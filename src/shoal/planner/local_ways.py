@@ -2,8 +2,8 @@
 
     time to a loss of N exact steps   =   start  +  (times × N − steps of the start) × local step
 
-Only ways that the race has measured are tried (local_prices.py): a length, a codec and a start. They
-have the rule "nesterov". From random weights other rules cost as much. Going on from trained ones
+Only ways that the race has measured are tried (local_prices.py): a length, a codec and a start.
+They have the rule "nesterov". From random weights others cost as much. Going on from trained ones
 averaging needed 1.7 times the samples, and "nesterov" no more than exact steps.
 
 The start is nothing, N / 4 exact steps, or growing rounds, each of which waits for its exchange. A
