@@ -155,13 +155,12 @@ def _spread(
     comm.reached("parallelize: planning and rewriting")
     facts = replace(request.facts, profile=profile, cluster=cluster)
     plan, values = _planned(session, request, facts)
-    request = with_local_steps_of(plan, request)
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, plan)
         if profile.terms.unlike is not None:
             warn_of_unlike(job.loss, profile.terms.unlike)
-    again = Again(job.loss_fn, request.without_model(), alike)
+    again = Again(job.loss_fn, with_local_steps_of(plan, request).without_model(), alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)

@@ -96,11 +96,7 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
-        features=_parts(plan)
-        + lines_of(plan)
-        + learning_line(plan)
-        + _product(plan, profile, predictor)
-        + _sure(profile, cluster),
+        features=_lines(plan, profile, predictor),
     )
     return explain_locally(explanation, plan, profile) if plan.is_local else explanation
 
@@ -124,13 +120,19 @@ def _sure(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def _product(plan: Plan, profile: ModelProfile, predictor: Predictor) -> tuple[str, ...]:
-    """Return a line about the time to a loss, beside exact steps and steps that send nothing."""
-    cluster = predictor.cluster
-    if plan.ranks == 1 or cluster.servers or cluster.tail or not learning_line(plan):
-        return ()
+def _lines(plan: Plan, profile: ModelProfile, predictor: Predictor) -> tuple[str, ...]:
+    """Return the lines about the plan as a whole."""
+    of_loss = _learning(plan, predictor)
+    return _parts(plan) + lines_of(plan) + of_loss + _sure(profile, predictor.cluster)
+
+
+def _learning(plan: Plan, predictor: Predictor) -> tuple[str, ...]:
+    """Return lines about a lossy plan's price and its time to a loss; none if it is exact."""
+    price, cluster, profile = learning_line(plan), predictor.cluster, predictor.profile
+    if not price or plan.ranks == 1 or cluster.servers or cluster.tail:
+        return price
     alone_s = profile.forward_s + profile.backward_s + profile.optimizer_s
-    return product_line(plan, _plain_s(plan, predictor), alone_s)
+    return price + product_line(plan, _plain_s(plan, predictor), alone_s)
 
 
 def _plain_s(plan: Plan, predictor: Predictor) -> float:

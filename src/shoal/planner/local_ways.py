@@ -26,8 +26,8 @@ from shoal.planner.local_prices import EXACT_FIRST, GROWS, RUNS, WARM_SHARE, Loc
 from shoal.planner.lossy_plans import WORTH
 from shoal.planner.timeline import Predictor
 
-STEPS = 448  # of a run, if its caller gives no number: those of the measured runs
-_FEWEST_ROUNDS = 7  # as the measured runs had
+STEPS = 448  # steps of a run if its caller gives no number: those of the measured runs
+_FEWEST_ROUNDS = 7  # rounds of the shortest measured runs
 _NOTHING_TO_GAIN = 0.05  # share of the step that is no compute
 
 
@@ -85,7 +85,7 @@ def local_ways(
         total_steps: exact steps of the run.
     """
     predictor = Predictor(profile, cluster)
-    # with exchanges of two halves, which carry codes
+    # exchanges of two halves carry codes
     halves = with_local_steps(replicated, profile, cluster, 1, Outer(lag=0)).choices
     split = replace(replicated, choices=halves)
     found = []
@@ -95,12 +95,12 @@ def local_ways(
         is_long = total_steps >= _FEWEST_ROUNDS * run.length
         if is_long and (not run.codec or run.codec in cluster.codings):
             for lag in (0, None):  # rounds that wait, and a lag where the link is slow
-                plan = _planned(split, run, lag, profile, cluster, total_steps)
+                plan = _make_plan(split, run, lag, profile, cluster, total_steps)
                 found.append(LocalWay(plan, _seconds(plan, predictor, cluster, total_steps)))
     return found
 
 
-def _planned(
+def _make_plan(
     split: Plan,
     run: LocalRun,
     lag: int | None,
