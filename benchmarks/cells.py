@@ -56,7 +56,7 @@ from shoal.core.trace import Recorder
 from shoal.front.cluster import with_codings
 from shoal.planner.imagined_hosts import stretch
 from shoal.planner.plan_details import plan_for
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 from shoal.session.attach import attach
 from shoal.session.job import TrainingJob
 from shoal.session.opening import Prepared
@@ -280,7 +280,7 @@ def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, lis
 def recorded(peer: Peer, batch: tuple[Any, Any]) -> dict[str, float]:
     """Seconds of each part of a step: medians of steps, means over ranks."""
     comm = current().comm
-    with current().attached[peer.model].engine.recorded() as recorder:
+    with current().attached[peer.model].engine.recording() as recorder:
         for _ in range(RECORDED):
             noted(peer, batch, recorder)
     names = "forward", "backward", "wait for gradients", "update"
@@ -307,7 +307,7 @@ def noted(peer: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
 
 def timeline(plan: Plan, its: Attached) -> dict[str, float]:
     """The same parts, as predicted."""
-    step = Predictor(as_planned(its.profile, plan), its.cluster).as_is(plan)
+    step = Predictor(with_settings_of(its.profile, plan), its.cluster).as_is(plan)
     return {
         "forward": step.forward_s + step.waited_s,
         "backward": step.backward_s,

@@ -16,7 +16,7 @@ from functools import partial
 from accuracy import HERE, RANKS, Runs, Task, parser, task_named, trained
 from torch import nn
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.codec import Codec, LinearCodec
 from shoal.core.registry import of
 
@@ -52,7 +52,7 @@ def main() -> None:
     if exact_steps:
         about, name = {**about, "exact_steps": exact_steps}, f"{name}-after-{exact_steps}"
     runs = Runs(asked.out or HERE / f"results/codecs-{name}.json", about)
-    linear = [codec for codec in asked.codecs if isinstance(codec_named(codec), LinearCodec)]
+    linear = [codec for codec in asked.codecs if isinstance(read_codec(codec), LinearCodec)]
     coded_ways = [f"{asked.way}+{codec}" for codec in asked.codecs]
     ways = [asked.way, *coded_ways, *(f"{ADDED}+{codec}" for codec in linear)]
     how = {"steps": steps, "every": every, "exact_steps": exact_steps}

@@ -49,7 +49,7 @@ from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.facts import Topology
 from shoal.core.pieces import chunks_of, cut
 from shoal.exchange.allreduce import AllReduce
-from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
+from shoal.exchange.arrivals import after_sending, arrivals, landing_beside
 from shoal.exchange.direct import Direct
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.exchange.ring import Ring
@@ -103,7 +103,7 @@ def one_server(lane: Lane) -> None:
     comm, chunks = lane.comm, chunks_of(lane.flat, CHUNK)
     if comm.rank:
         sends = [comm.send(chunk, 0) for chunk in chunks]
-        for _ in arrivals(comm, 0, once_sent(chunks, sends)):
+        for _ in arrivals(comm, 0, after_sending(chunks, sends)):
             pass
         return
     lane.flat.zero_()

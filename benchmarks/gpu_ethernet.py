@@ -33,7 +33,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.contracts.strategy import Strategy
 from shoal.core.registry import of
-from shoal_tools.contenders.ddp_hooks import hook_named
+from shoal_tools.contenders.ddp_hooks import hook_by_name
 from shoal_tools.contenders.peers import Workload, ddp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -138,7 +138,7 @@ def plain(task: Task) -> Made:
 def by_ddp(task: Task, hook: str | None = None) -> Made:
     """DDP with all its promises made; over NCCL."""
     work = Workload(lambda: Autocast(task.model()), task.loss, adamw, task.batch)
-    peer = ddp(work, 25, hook_named(hook) if hook else None)
+    peer = ddp(work, 25, hook_by_name(hook) if hook else None)
     return Made(lambda: peer.step(*task.batch), 0.0, peer.close)
 
 

@@ -22,7 +22,7 @@ import accuracy
 import torch
 from torch import Tensor
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.codecs.runs import Runs
 
 CODECS = "bfloat16", "int8", "int4", "one_bit", "top_k"
@@ -104,7 +104,7 @@ def main() -> None:
     ):
         for step, values in gradients(task, at).items():
             for codec in CODECS:
-                runs = Runs(codec_named(codec))
+                runs = Runs(read_codec(codec))
                 code = torch.empty(runs.nbytes(len(values), 4), dtype=torch.uint8)
                 runs.encode(values, code, None, {})
                 show(f"{name}, step {step}: {codec}", code)

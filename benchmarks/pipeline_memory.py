@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.contracts.launcher import Job
-from shoal.core.freed_memory import give_back_freed
+from shoal.core.freed_memory import return_free_memory
 from shoal_tools.launch.local import Local
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -92,12 +92,12 @@ def train(size: str, folder: Path) -> None:
     world = shoal.init(timeout_s=600)
     trained("small")
     gc.collect()
-    give_back_freed()
+    return_free_memory()
     before, peak_before = private(), resident("VmRSS")
     model = trained(size)
     gc.collect()
     held = shoal.memory(model)
-    give_back_freed()
+    return_free_memory()
     figures = {
         "parameters": held.parameters,
         "gradients": held.gradients,

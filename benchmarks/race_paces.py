@@ -22,7 +22,7 @@ from shoal.front.recipe import load
 from shoal.front.text import summary
 from shoal.planner.learning import price_of as price_of_plan
 from shoal.session.session import current
-from shoal_tools.contenders.ddp_hooks import hook_named
+from shoal_tools.contenders.ddp_hooks import hook_by_name
 from shoal_tools.contenders.peers import Peer, Workload, ddp, plain
 
 PEERS = ("plain", "ddp", "ddp:fp16", "ddp:powersgd4")
@@ -84,7 +84,7 @@ def _ready(work: Workload, way: str, steps: int, known: dict[str, Any]) -> tuple
     if way in PEERS:
         name, _, hook = way.partition(":")
         made = (
-            plain(work) if name == "plain" else ddp(work, hook=hook_named(hook) if hook else None)
+            plain(work) if name == "plain" else ddp(work, hook=hook_by_name(hook) if hook else None)
         )
         return made, steps
     peer = plain(work)

@@ -57,7 +57,7 @@ def rank(body: str, micro_batches: str, folder: str) -> None:
         tail = stage.call("record")
         if steps:
             steps[-1]["tail"] = absolute(tail)
-        with engine.recorded() as recorder:
+        with engine.recording() as recorder:
             loss = loss_fn(model(x), y)
             optimizer.zero_grad()
             loss.backward()

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.explanation import Explanation
 from shoal.core.facts import Cluster, Excerpt, ModelProfile
@@ -45,7 +45,7 @@ from shoal.planner.imagined_hosts import imagined, stretch
 from shoal.planner.lossy_plans import ways
 from shoal.planner.plan_details import plan_for
 from shoal.planner.step import Timeline
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 _MEDIAN, _UNLUCKY = 0.5, 0.95
 _AS_DDP = "replicate:allreduce"
@@ -96,7 +96,7 @@ def explained(
     model = _Model(profile, measured, answer.question)
     # the profile of `scale`, so that a page shows the same seconds for the same step
     own, cluster = model.usual(last.hosts), model.hosts(last.hosts)
-    timeline = Predictor(as_planned(own, last.plan), cluster).as_is(last.plan)
+    timeline = Predictor(with_settings_of(own, last.plan), cluster).as_is(last.plan)
     return explain(last.plan, own, cluster, alternatives=False), timeline, cluster
 
 
@@ -114,7 +114,7 @@ def ddp_step_s(
         made = plan_for(profile, cluster, strategies=["replicate"], pins={"*": _AS_DDP})
     except PlanError:
         return None
-    return Predictor(as_planned(usual or profile, made), cluster).as_is(made).step_s
+    return Predictor(with_settings_of(usual or profile, made), cluster).as_is(made).step_s
 
 
 class _Model:
@@ -148,7 +148,7 @@ class _Model:
         made = plan or plan_for(profile, cluster, codecs=question.codecs, **how)
 
         def step_s(own: ModelProfile, where: Cluster = cluster) -> float:
-            return Predictor(as_planned(own, made), where).as_is(made).step_s
+            return Predictor(with_settings_of(own, made), where).as_is(made).step_s
 
         usual_s, unlucky_s = (
             step_s(self._stretch(profile, hosts, chance)) for chance in (_MEDIAN, _UNLUCKY)
@@ -186,7 +186,7 @@ class _Model:
             "hosts that are all alike": (replace(question, straggler=0.0), last.plan),
         }
         for codec in () if question.codecs else _CODECS:
-            changes[f"codec {codec}"] = question, self._coded(last.plan, cluster, codec)
+            changes[f"codec {codec}"] = question, self._with_codec(last.plan, cluster, codec)
         found = [
             Help(
                 change,
@@ -203,16 +203,16 @@ class _Model:
             found.append(Help(f"only {best.hosts} hosts", best.times / last.times))
         return sorted(found, key=lambda help: -help.gain)
 
-    def _coded(self, plan: Plan, cluster: Cluster, codec: str) -> Plan:
+    def _with_codec(self, plan: Plan, cluster: Cluster, codec: str) -> Plan:
         """Return the plan with a codec for every layer that its strategy allows one."""
-        predictor = Predictor(as_planned(self._profile, plan), cluster)
+        predictor = Predictor(with_settings_of(self._profile, plan), cluster)
 
         def coded(choice: Choice) -> Choice:
             layer = predictor.layer(choice.layer)
             if predictor.role(choice.strategy).names_ranks:
-                may = codec_named(codec).by_value
+                may = read_codec(codec).by_value
                 return replace(choice, exchange=f"+{codec}:{choice.holder}") if may else choice
-            able = ways(predictor, layer, codec_named(codec))
+            able = ways(predictor, layer, read_codec(codec))
             alike = [way for way in able if way.strategy == choice.strategy]
             same = [way for way in alike if way.without_codec() == choice]
             return next(iter(same or alike), choice)

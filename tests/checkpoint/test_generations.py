@@ -64,7 +64,7 @@ class Rank:
             "model": {"cut": Spread(cut.part(whole).contiguous(), cut), "whole": whole * 2},
             "state": {"buffer": torch.full((5,), buffer), "step": step},
         }
-        forms = {name: snapshot.encoded(name, value) for name, value in objects.items()}
+        forms = {name: snapshot.encode(name, value) for name, value in objects.items()}
         taken = self.generations.take(number, snapshot, State(forms, random=[{}], step=step))
         return self.generations.finish(taken, 0.0)
 
@@ -174,7 +174,7 @@ def test_a_host_killed_within_a_snapshot_leaves_the_one_before(tmp_path: Path) -
         rank.take(3, 1)
         rank.take(5, 2)
         snapshot = Snapshot(keeps=rank.comm.rank in (0, 2, 3))
-        forms = {"state": snapshot.encoded("state", {"buffer": torch.zeros(5), "step": 7})}
+        forms = {"state": snapshot.encode("state", {"buffer": torch.zeros(5), "step": 7})}
         rank.generations.take(3, snapshot, State(forms, random=[{}], step=7))  # and no further
 
     on_ranks(tmp_path, work)

@@ -59,8 +59,8 @@ def test_where_a_write_fails_the_others_end(
     def work(comm: ThreadComm) -> bool:
         taken, copies = spreads(comm), Copies()
         shot = Snapshot(copies, keeps=comm.rank == 0)
-        shot.encoded("first", {"a": taken[0]})
-        shot.encoded("second", {"b": taken[1], "c": taken[2]})
+        shot.encode("first", {"a": taken[0]})
+        shot.encode("second", {"b": taken[1], "c": taken[2]})
         bringing = Bringing(comm.channel("parts"), (0,), shot.in_order())
         try:
             shot.write(tmp_path / "saved", State({}), bringing)

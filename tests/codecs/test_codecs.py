@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded_exchange import Coded, codec_named, exchange_named
+from shoal.codecs.coded_exchange import Coded, read_codec, read_exchange
 from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.top_k import threshold
 from shoal.comm.threads import ThreadComm, run
@@ -58,7 +58,7 @@ def test_there_are_tests_for_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OWN)
 def test_all_ways_to_read_a_code_agree(name: str, dtype: torch.dtype, numel: int) -> None:
-    codec, values = codec_named(name), numbers(numel, dtype=dtype)
+    codec, values = read_codec(name), numbers(numel, dtype=dtype)
     code, back = coded(codec, values)
     assert len(code) == Runs(codec).nbytes(numel, dtype.itemsize) < values.nbytes + 36
     assert torch.equal(coded(codec, values)[0], code), "one code for one input"
@@ -75,14 +75,14 @@ def test_all_ways_to_read_a_code_agree(name: str, dtype: torch.dtype, numel: int
 @pytest.mark.parametrize("name", OWN)
 def test_the_error_of_one_code_is_as_by_its_arithmetic(name: str) -> None:
     values = numbers(131_072)
-    _, back = coded(codec_named(name), values)
+    _, back = coded(read_codec(name), values)
     least, most = ERRORS[name]
     assert least < float((values - back).norm() / values.norm()) < most
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_zeros_stay_zeros(name: str) -> None:
-    _, back = coded(codec_named(name), torch.zeros(700))
+    _, back = coded(read_codec(name), torch.zeros(700))
     assert not back.any()
 
 
@@ -92,7 +92,7 @@ def test_an_overflow_is_seen_and_not_kept(name: str, bad: float) -> None:
     """A loss scaler looks for it in the gradient; the round after must be sound again."""
     values = numbers(5000)
     values[77] = bad
-    runs, lost = Runs(codec_named(name)), torch.zeros(5000)
+    runs, lost = Runs(read_codec(name)), torch.zeros(5000)
     code, back = torch.empty(runs.nbytes(5000, 4), dtype=torch.uint8), torch.empty(5000)
     runs.encode(values, code, lost, {})
     runs.decode(code, back)
@@ -116,7 +116,7 @@ def test_a_sample_of_top_k_sees_all_columns_of_a_matrix(columns: int) -> None:
 def test_float16_sends_what_is_too_large_later() -> None:
     values, lost = torch.tensor([1e5, -3.0]), torch.zeros(2)
     runs, code, back = (
-        Runs(codec_named("float16")),
+        Runs(read_codec("float16")),
         torch.empty(4, dtype=torch.uint8),
         torch.empty(2),
     )
@@ -130,7 +130,7 @@ def test_float16_sends_what_is_too_large_later() -> None:
 def test_a_constant_gradient_telescopes_over_300_steps(name: str) -> None:
     """What was sent is the truth but for what is lost now, and that grows less than steps do."""
     truth, steps = numbers(600), 300
-    runs, lost = Runs(codec_named(name)), torch.zeros(600)
+    runs, lost = Runs(read_codec(name)), torch.zeros(600)
     state: dict[str, Tensor] = {}
     code, sent = torch.empty(runs.nbytes(600, 4), dtype=torch.uint8), torch.zeros(600).double()
     norms, back = [], torch.empty(600)
@@ -154,7 +154,7 @@ def test_so_it_does_on_ranks_both_ways(name: str, exchange: str) -> None:
 
     def work(comm: ThreadComm) -> list[float]:
         bucket = LiveBucket.even(torch.zeros(numel), {"only": numel}, ranks)
-        carrier = exchange_named(f"{exchange}+{name}").carrier(bucket)
+        carrier = read_exchange(f"{exchange}+{name}").carrier(bucket)
         applied, errors = torch.zeros(numel, dtype=torch.float64), []
         for step in range(1, steps + 1):
             bucket.flat.copy_(numbers(numel, comm.rank))
@@ -175,7 +175,7 @@ def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
     name: str, exchange: str, hosts: str
 ) -> None:
     ranks, numel, control = len(hosts), 1003, 7
-    carried = exchange_named(f"{exchange}+{name}")
+    carried = read_exchange(f"{exchange}+{name}")
 
     def work(comm: ThreadComm) -> tuple[list[Tensor], int, int]:
         flat, flats = torch.zeros(numel + control), []
@@ -198,20 +198,20 @@ def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
     counted = ranks * torch.arange(control) + sum(range(ranks))
     assert all(torch.equal(flat[numel:], counted.float()) for flat in first)
     truth = sum(numbers(numel, rank) for rank in range(ranks))
-    worst = max(ERRORS[name][1], ERRORS[codec_named(name).there.name][1])
+    worst = max(ERRORS[name][1], ERRORS[read_codec(name).there.name][1])
     assert float((first[0][:numel] - truth).norm() / truth.norm()) < 3 * worst * ranks**0.5
 
 
 @pytest.mark.parametrize("exchange", ["direct", "ring"])
 def test_an_exact_sum_of_what_codes_stand_for(exchange: str) -> None:
     """By hand, of one step on two ranks: the owner's part is exact, the other's a code of it."""
-    codec = codec_named("int8(block=4)")
+    codec = read_codec("int8(block=4)")
     values = [numbers(16, rank) for rank in range(2)]
 
     def work(comm: ThreadComm) -> Tensor:
         flat = values[comm.rank].clone()
         bucket = LiveBucket.even(flat, {"only": 16}, 2)
-        Coded(exchange_named(exchange), codec).carrier(bucket).reduce(comm)  # type: ignore[arg-type]
+        Coded(read_exchange(exchange), codec).carrier(bucket).reduce(comm)  # type: ignore[arg-type]
         return bucket.values(comm.rank)
 
     for rank, got in enumerate(run(2, work, timeout_s=20)):
@@ -229,7 +229,7 @@ def test_beyond_the_bound_all_that_was_lost_goes_with_the_next_sum(exchange: str
 
     def work(comm: ThreadComm) -> tuple[Tensor, Tensor]:
         bucket = LiveBucket.even(torch.zeros(numel), {"only": numel}, ranks)
-        carrier = exchange_named(f"{exchange}+one_bit(block=8)").carrier(bucket)
+        carrier = read_exchange(f"{exchange}+one_bit(block=8)").carrier(bucket)
         assert isinstance(carrier, CodedCarrier)
         carrier.most_error, applied = 0.0, torch.zeros(numel // ranks)
         for number in range(rounds):
@@ -260,7 +260,7 @@ def test_beyond_the_bound_all_that_was_lost_goes_with_the_next_sum(exchange: str
 )
 def test_what_there_is_not_is_refused(text: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        exchange_named(text)
+        read_exchange(text)
 
 
 @pytest.mark.parametrize(
@@ -278,23 +278,23 @@ def test_what_there_is_not_is_refused(text: str, said: str) -> None:
 )
 def test_options_out_of_range_are_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        codec_named(text)
+        read_codec(text)
 
 
 def test_sparse_bits_by_hand() -> None:
     """Of two chunks and a rest: 2 bits are thirds of each chunk's largest."""
     values = torch.zeros(2 * 4096 + 100, dtype=torch.float64)
     values[[5, 4096, 4097, 8191, 8200]] = torch.tensor([-3.0, 6.0, 2.5, -5.0, 0.5]).double()
-    codec = codec_named("sparse_bits")
+    codec = read_codec("sparse_bits")
     code, back = coded(codec, values)
     assert len(code) == 2 * (4 + 64 * 12 // 8 + 64 * 2 // 8) + (4 + 16 * 12 // 8 + 16 * 2 // 8)
     assert back[[5, 4096, 4097, 8191, 8200]].tolist() == [-3.0, 6.0, 2.0, -6.0, 0.5]
     with pytest.raises(UsageError, match="2 or 4 bits a value"):
-        codec_named("sparse_bits(bits=3)")
+        read_codec("sparse_bits(bits=3)")
 
 
 def test_sparse_bits_has_the_bytes_that_its_page_says() -> None:
-    codec = codec_named("sparse_bits")
+    codec = read_codec("sparse_bits")
     assert round(4 * RUN / codec.nbytes(RUN, 4)) == 141
-    four = codec_named("sparse_bits(bits=4)")
+    four = read_codec("sparse_bits(bits=4)")
     assert 4 * RUN / four.nbytes(RUN, 4) == pytest.approx(124, abs=0.5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs import paces
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.codecs.paces import probe_codings
 from shoal.codecs.runs import RUN
 from shoal.comm.threads import ThreadComm, run
@@ -87,9 +87,9 @@ def test_pieces_are_priced() -> None:
     hosts = Topology(("one", "other"))
     cluster = Cluster(hosts, Link(0.0, 1e6), codings=codings)
     bucket = Bucket(RUN * 16 // 10, 4, (RUN * 15 // 10, RUN // 10))
-    there, back = exchange_named("direct+int8").coding_s(bucket, cluster, 2)
+    there, back = read_exchange("direct+int8").coding_s(bucket, cluster, 2)
     assert there == (2 + 1) * 3.0 - 1 * 3.0 + 2 * 5.0
     assert back == 2 * 3.0 + 3 * 5.0
     matrices = Bucket(2 * 1000 * 20, 4, shapes=((1000, 20), (1000, 20)))
-    summed = exchange_named("allreduce+low_rank")
+    summed = read_exchange("allreduce+low_rank")
     assert summed.coding_s(matrices, cluster, 2) == (2 * 7.0, 2 * 9.0)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded_exchange import codec_named, exchange_named
+from shoal.codecs.coded_exchange import read_codec, read_exchange
 from shoal.codecs.runs import Runs
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import Codec
@@ -54,7 +54,7 @@ class Way:
     """A code and what is read of it, round after round."""
 
     def __init__(self, name: str, keeps: bool, dtype: torch.dtype, numel: int = NUMEL) -> None:
-        self._runs, self._state = Runs(codec_named(name)), dict[str, Tensor]()
+        self._runs, self._state = Runs(read_codec(name)), dict[str, Tensor]()
         nbytes = self._runs.nbytes(numel, dtype.itemsize)
         self._code, self._back = (
             torch.empty(nbytes, dtype=torch.uint8),
@@ -96,7 +96,7 @@ def test_numbers_that_are_larger_have_codes_that_are_larger(name: str, power: in
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in CODECS if codec_named(name).feedback])
+@pytest.mark.parametrize("name", [name for name in CODECS if read_codec(name).feedback])
 def test_what_was_sent_and_what_is_lost_are_the_truth_at_1e30(name: str) -> None:
     way, values = Way(name, True, torch.float32), (1e30 * numbers()).float()
     sent = sum(way.read(values).double() for _ in range(ROUNDS))
@@ -132,7 +132,7 @@ def test_half_precision_does_not_overflow_by_a_code(name: str, exchange: str) ->
 
     def work(comm: ThreadComm) -> Tensor:
         bucket = LiveBucket.even(torch.zeros(NUMEL, dtype=torch.float16), {"only": NUMEL}, ranks)
-        carrier = exchange_named(f"{exchange}+{name}").carrier(bucket)
+        carrier = read_exchange(f"{exchange}+{name}").carrier(bucket)
         for _ in range(ROUNDS):
             bucket.flat.copy_(most * numbers().sign() if comm.rank == 0 else torch.zeros(NUMEL))
             carrier.reduce(comm)
@@ -154,7 +154,7 @@ def test_huge_gradients_on_ranks_are_finite_and_alike(name: str, size: float, wa
 
     def work(comm: ThreadComm) -> list[Tensor]:
         bucket = LiveBucket.even(torch.zeros(NUMEL), {"only": NUMEL}, ranks, {"only": shape})
-        carrier, flats = exchange_named(f"{way}+{name}").carrier(bucket), []
+        carrier, flats = read_exchange(f"{way}+{name}").carrier(bucket), []
         for step in range(ROUNDS):
             bucket.flat.copy_(size * numbers(10 * step + comm.rank))
             carrier.reduce(comm)
@@ -173,7 +173,7 @@ def test_terms_of_gradients_near_the_largest_are_finite() -> None:
 
     def work(comm: ThreadComm) -> list[bool]:
         bucket = LiveBucket.even(torch.zeros(NUMEL), {"only": NUMEL}, 2, {"only": shape})
-        carrier, found = exchange_named("allreduce+low_rank").carrier(bucket), []
+        carrier, found = read_exchange("allreduce+low_rank").carrier(bucket), []
         for size in (0.4 * MOST, 0.4 * MOST, 1.0):
             bucket.flat.copy_(size * numbers(comm.rank).sign())
             carrier.reduce(comm)
@@ -189,7 +189,7 @@ def test_how_far_off_a_codec_is_is_known_at_any_size(size: float) -> None:
 
     def work(comm: ThreadComm) -> float:
         bucket = LiveBucket.even(torch.zeros(NUMEL), {"only": NUMEL}, 2)
-        carrier = exchange_named("direct+one_bit").carrier(bucket)
+        carrier = read_exchange("direct+one_bit").carrier(bucket)
         assert isinstance(carrier, CodedCarrier)
         for _ in range(100):
             bucket.flat.copy_(size * numbers(comm.rank))

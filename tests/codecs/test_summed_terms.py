@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.carrier_memory import Remembering
-from shoal.codecs.coded_exchange import codec_named, exchange_named
+from shoal.codecs.coded_exchange import read_codec, read_exchange
 from shoal.codecs.low_rank import LowRank
 from shoal.codecs.summed_terms import turns_of
 from shoal.comm.threads import ThreadComm, run
@@ -34,7 +34,7 @@ def bucket_of(ranks: int, dtype: torch.dtype = torch.float32) -> LiveBucket:
 
 
 def carried(way: str, bucket: LiveBucket) -> Remembering:
-    carrier = exchange_named(way).carrier(bucket)
+    carrier = read_exchange(way).carrier(bucket)
     assert isinstance(carrier, Remembering)
     return carrier
 
@@ -65,10 +65,8 @@ def test_replicas_have_the_same_bits_and_bytes_are_as_stated(way: str, hosts: st
     sizes = Bucket(
         NUM_VALUES + CONTROL, 4, control=(CONTROL,), shapes=tuple(SHAPES[name] for name in SHAPES)
     )
-    stated = exchange_named(way).traffic(sizes, Topology(tuple(hosts)))
-    assert (
-        max(stated.sent) < exchange_named("allreduce").traffic(sizes, Topology(tuple("ab"))).worst
-    )
+    stated = read_exchange(way).traffic(sizes, Topology(tuple(hosts)))
+    assert max(stated.sent) < read_exchange("allreduce").traffic(sizes, Topology(tuple("ab"))).worst
     for rank, (flats, sent, received) in enumerate(outcomes):
         assert all(torch.equal(a, b) for a, b in zip(flats, outcomes[0][0], strict=True))
         assert (sent, received) == (3 * stated.sent[rank], 3 * stated.received[rank])
@@ -225,9 +223,9 @@ def test_messages_are_of_one_length_and_hardly_longer_than_the_mean() -> None:
 @pytest.mark.parametrize("text", ["allreduce+int8", "tree+one_bit", "nothing+low_rank"])
 def test_what_cannot_be_added_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"takes no codec(.|\n)*direct"):
-        exchange_named(text)
+        read_exchange(text)
 
 
 def test_its_name_is_as_it_is_written() -> None:
-    assert str(exchange_named("allreduce+low_rank(rank=8)")) == "allreduce+low_rank(rank=8)"
-    assert str(codec_named("low_rank")) == "low_rank"
+    assert str(read_exchange("allreduce+low_rank(rank=8)")) == "allreduce+low_rank(rank=8)"
+    assert str(read_codec("low_rank")) == "low_rank"

@@ -164,12 +164,12 @@ def test_nothing_is_told_while_all_live(ranks: Ranks) -> None:
 def test_a_rank_waits_where_its_own_thread_does(ranks: Ranks) -> None:
     """A side thread says nothing of that, and hears of a lost rank as its own thread does."""
     own, journal = ranks.beating[0], ranks.beating[0].journal
-    of_side = journal.opened("values", (0, 1, 2), numbered=True)
+    of_side = journal.note_opening("values", (0, 1, 2), numbered=True)
     of_side.begin("comparing values")
     with side_threads(1, "values") as pool:
         pool.submit(own.check, "comparing values", of_side).result()
         assert journal.wait is None and own.at != "comparing values"
-        plan = journal.opened("world", (0, 1, 2), numbered=True)
+        plan = journal.note_opening("world", (0, 1, 2), numbered=True)
         plan.begin("plan of rank 0")
         own.check("plan of rank 0", plan)
         pool.submit(own.reached, "comparing values").result()

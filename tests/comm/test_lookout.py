@@ -24,10 +24,10 @@ class Others:
     def __init__(self, ranks: int = 2, workers: int = 0, patience: Patience = SOON) -> None:
         self.rank, self.host, self.journal = 0, "h0", Journal()
         everyone = range(ranks)
-        self.record = self.journal.opened("lane", everyone, numbered=True)
+        self.record = self.journal.note_opening("lane", everyone, numbered=True)
         self.journals = {rank: Journal() for rank in everyone[1:]}
         self.lanes: dict[int, ChannelRecord] = {
-            rank: journal.opened("lane", everyone, numbered=True)
+            rank: journal.note_opening("lane", everyone, numbered=True)
             for rank, journal in self.journals.items()
         }
         self.beats = {rank: Beat(host=f"h{rank}") for rank in self.journals}
@@ -50,7 +50,7 @@ class Others:
 
     def waits(self, rank: int, members: tuple[int, ...], channel: str = "rows") -> ChannelRecord:
         """Let a rank wait for some ranks on a channel of their own."""
-        record = self.journals[rank].opened(channel, members, numbered=True)
+        record = self.journals[rank].note_opening(channel, members, numbered=True)
         record.begin("rows of layer 2")
         self.journals[rank].waits(record, None, "rows of layer 2")
         return record
@@ -113,7 +113,7 @@ def test_a_rank_that_waits_for_nothing_that_goes_on_is_not_waited_for_long() -> 
     board = Others(3)
     board.waits(1, (1, 2))
     board.waits(2, (1, 2), "others")
-    can_answer(board.journals[1].opened("others", (1, 2), numbered=True))
+    can_answer(board.journals[1].note_opening("others", (1, 2), numbered=True))
     found = board.told(10)
     assert found.got == "absent: rank 1 (host h1) and rank 2, waiting at: work 1"
 
@@ -122,7 +122,7 @@ def test_a_rank_that_has_not_beaten_of_late_may_have_gone_on() -> None:
     board = Others(3)
     board.waits(1, (1, 2))
     board.waits(2, (1, 2), "others")
-    can_answer(board.journals[1].opened("others", (1, 2), numbered=True))
+    can_answer(board.journals[1].note_opening("others", (1, 2), numbered=True))
     board.stale.add(1)
     assert board.looks(4 * LOOKS - 1) is None
 
@@ -218,7 +218,7 @@ def test_advice_is_to_the_point(verdict: Verdict, kind: type[Exception], words: 
 def test_a_rank_is_asked_only_for_calls_that_it_will_certainly_not_make() -> None:
     """It may still come to a call of the round that it is in. Then nobody waits in vain."""
     board = Others(2)
-    can_answer(board.journals[1].opened("counts", (0, 1), numbered=True))
+    can_answer(board.journals[1].note_opening("counts", (0, 1), numbered=True))
     (channel,) = board.journals[1].place().answers
     for number, asked in ((1, {channel}), (2, set())):
         wait = ChannelWait(channel, number, "row counts", (0, 1))

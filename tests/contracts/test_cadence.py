@@ -279,9 +279,9 @@ def test_each_event_is_told_and_then_gone_on_in_the_plans_order(event: Event) ->
     engine = Engine([Noting("a", cadence, log), Noting("b", cadence, log)], [ThreadComm()])
     engine.listen(event, lambda: log.append("told"))
     for other in Event:
-        engine.happened(other)
+        engine.on_event(other)
     assert log == ["told"]
-    engine.happened(event)
+    engine.on_event(event)
     engine.close()
     assert [entry for entry in log if "run" in entry] == ["run a", "run b"]
     on_main = ["told", "told", "pack a", "pack b", "publish a", "publish b"]
@@ -294,7 +294,7 @@ def test_those_with_other_phases_take_turns() -> None:
     transfers = [Noting(str(phase), turn, log) for phase, turn in enumerate(turns)]
     engine = Engine(transfers, [ThreadComm()])
     for _ in range(7):
-        engine.happened(Event.STEP_ENDED)
+        engine.on_event(Event.STEP_ENDED)
     engine.close()
     assert [entry[-1] for entry in log if "pack" in entry] == list("01201")
 
@@ -307,11 +307,11 @@ def test_an_error_on_a_lane_is_told_at_the_event_that_waits_and_at_those_after_i
 
     transfer.run = fails  # type: ignore[method-assign]
     engine = Engine([transfer], [ThreadComm()])
-    engine.happened(Event.STEP_ENDED)
-    engine.happened(Event.STEP_ENDED)
+    engine.on_event(Event.STEP_ENDED)
+    engine.on_event(Event.STEP_ENDED)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the wire is cut"):
-            engine.happened(Event.STEP_ENDED)
+            engine.on_event(Event.STEP_ENDED)
     engine.close()
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.coded_exchange import Coded, exchange_named
+from shoal.codecs.coded_exchange import Coded, read_exchange
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts import codec as contract
 from shoal.contracts.codec import Codec
@@ -180,7 +180,7 @@ LAYOUTS: list[Layout] = [even_bucket, sliced_bucket]
 def test_replicas_are_equal_control_is_exact_and_bytes_are_as_stated(
     codec: str, layout: Layout, hosts: str
 ) -> None:
-    ranks, exchange = len(hosts), exchange_named(f"direct+{codec}")
+    ranks, exchange = len(hosts), read_exchange(f"direct+{codec}")
 
     def work(comm: ThreadComm) -> tuple[LiveBucket, TracedComm]:
         bucket, traced = layout(ranks), TracedComm(comm)
@@ -224,7 +224,7 @@ def test_an_exact_codec_gives_what_the_exchange_gives(layout: Layout) -> None:
         coded, bare = layout(3), layout(3)
         for bucket, exchange in ((coded, "direct+whole"), (bare, "direct")):
             fill(bucket, values_of(comm.rank), comm.rank)
-            carrier = exchange_named(exchange).carrier(bucket)
+            carrier = read_exchange(exchange).carrier(bucket)
             carrier.reduce(comm)
             carrier.gather(comm)
             assert carrier.exact and not carrier.state_dict()
@@ -241,7 +241,7 @@ def test_a_constant_gradient_telescopes(layout: Layout) -> None:
 
     def work(comm: ThreadComm) -> list[float]:
         bucket = layout(3)
-        carrier = exchange_named("direct+toy(levels=1)").carrier(bucket)
+        carrier = read_exchange("direct+toy(levels=1)").carrier(bucket)
         applied, errors = torch.zeros(NUM_VALUES), []
         for step in range(1, 129):
             fill(bucket, values_of(comm.rank), comm.rank)
@@ -260,7 +260,7 @@ def test_a_constant_gradient_telescopes(layout: Layout) -> None:
 def test_without_feedback_a_codec_keeps_what_it_needs_itself() -> None:
     def work(comm: ThreadComm) -> list[Tensor]:
         bucket, seen = even_bucket(2), []
-        carrier = exchange_named("direct+late").carrier(bucket)
+        carrier = read_exchange("direct+late").carrier(bucket)
         for step in range(4):
             fill(bucket, values_of(comm.rank, step), comm.rank)
             carrier.reduce(comm)
@@ -286,7 +286,7 @@ def test_state_is_saved_and_restored_by_parameter_name(layout: Layout, codec: st
         return bucket.flat.clone()
 
     def work(comm: ThreadComm) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Mapping[str, Tensor]]]:
-        exchange = exchange_named(f"direct+{codec}")
+        exchange = read_exchange(f"direct+{codec}")
         bucket = layout(3)
         carrier = exchange.carrier(bucket)
         rounds(comm, carrier, bucket, range(5))
@@ -313,7 +313,7 @@ def test_state_is_saved_and_restored_by_parameter_name(layout: Layout, codec: st
 def test_other_types_of_numbers_travel_too(dtype: torch.dtype) -> None:
     def work(comm: ThreadComm) -> Tensor:
         bucket = even_bucket(3, dtype)
-        carrier = exchange_named("direct+whole").carrier(bucket)
+        carrier = read_exchange("direct+whole").carrier(bucket)
         fill(bucket, values_of(comm.rank).to(dtype), comm.rank)
         carrier.reduce(comm)
         carrier.gather(comm)
@@ -328,13 +328,13 @@ def test_other_types_of_numbers_travel_too(dtype: torch.dtype) -> None:
 
 def test_complex_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match=r"real numbers(.|\n)*first"):
-        exchange_named("direct+toy").carrier(even_bucket(2, torch.complex64))
+        read_exchange("direct+toy").carrier(even_bucket(2, torch.complex64))
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", "tree", "nothing", "collective"])
 def test_what_adds_up_on_the_way_takes_no_codec(exchange: str) -> None:
     with pytest.raises(PlanError, match=rf'takes no codec(.|\n)*"direct\+toy", or "{exchange}"'):
-        exchange_named(f"{exchange}+toy")
+        read_exchange(f"{exchange}+toy")
 
 
 @pytest.mark.parametrize(
@@ -349,13 +349,13 @@ def test_what_adds_up_on_the_way_takes_no_codec(exchange: str) -> None:
 )
 def test_a_wrong_codec_is_refused(text: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        exchange_named(text)
+        read_exchange(text)
 
 
 def test_it_is_written_as_it_is_read() -> None:
-    coded = exchange_named("direct + toy(block = 3)")
+    coded = read_exchange("direct + toy(block = 3)")
     assert coded == Coded(Direct(), Toy(block=3))
-    assert str(coded) == "direct+toy(block=3)" and exchange_named(str(coded)) == coded
+    assert str(coded) == "direct+toy(block=3)" and read_exchange(str(coded)) == coded
 
 
 @dataclass(frozen=True)

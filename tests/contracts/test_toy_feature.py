@@ -69,9 +69,9 @@ class Norms(Attachment[Running]):
         self.steps, self.noted, self.is_on = 0, torch.zeros(0, dtype=torch.float64), True
 
     def start(self, running: Running) -> None:
-        running.engine.listen(Event.STEP_BEGUN, self.stepped)
+        running.engine.listen(Event.STEP_BEGUN, self.note_step)
 
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         self.steps += 1
         if self.is_on and self.steps % self.every == 0:
             norms = [p.grad.norm() for p in self.parameters if p.grad is not None]

@@ -269,7 +269,7 @@ def test_a_step_without_a_backward_is_a_sign_of_training() -> None:
         rows = []
         for batch in rank.loader:
             rows.append(batch.tolist())
-            rank.passes.stepped()
+            rank.passes.note_step()
         seen.append(str(rows))
     assert len(set(seen)) == 3
     assert rank.loader.state_dict()["epoch"] == 3
@@ -280,13 +280,13 @@ def test_a_second_optimizer_takes_no_look_for_training() -> None:
     rank = Rank(0)
     for _ in rank.loader:
         rank.step()
-        rank.passes.stepped()
-        rank.passes.stepped()
+        rank.passes.note_step()
+        rank.passes.note_step()
     next(iter(rank.loader))
     assert rank.loader.state_dict()["epoch"] == 1
     rank.step()
     next(iter(rank.loader))  # drawn behind the backward
-    rank.passes.stepped()
+    rank.passes.note_step()
     assert (rank.loader.state_dict()["epoch"], rank.loader.state_dict()["position"]) == (1, [6])
 
 

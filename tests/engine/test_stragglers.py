@@ -82,7 +82,7 @@ def named(
         expected_s = windows[0][0].expected_s
         stragglers = Stragglers(engine, lane, HOSTS, expected_s, usual, clock=clock)
         for _ in range(len(windows) + 1):
-            stragglers.backward_ended()
+            stragglers.on_backward_end()
         lane.drain()
         lane.close()
 

@@ -29,11 +29,11 @@ class Clock:
         self.spent.forward()  # the model calls itself
         self.pass_by(2.0, waiting_s=0.5)  # for gradients
         self.spent.backward()
-        self.spent.step_begun()  # as clipping has it
+        self.spent.on_step_begin()  # as clipping has it
         self.pass_by(0.125)
-        self.spent.step_begun()
+        self.spent.on_step_begin()
         self.pass_by(0.25, waiting_s=0.0625)
-        self.spent.step_ended()
+        self.spent.on_step_end()
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
@@ -62,7 +62,7 @@ def test_before_two_steps_nothing_is_told() -> None:
 def test_a_step_that_fails_takes_no_time() -> None:
     clock = Clock()
     clock.step()
-    clock.spent.step_begun()
+    clock.spent.on_step_begin()
     clock.pass_by(10.0)  # an error
     clock.step()
     assert clock.spent.told({}).optimizer_s == 0.25

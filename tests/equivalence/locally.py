@@ -86,9 +86,9 @@ class Plain:
             F.cross_entropy(call(model, x), y).backward()
             optimizer.step()
             self.rows[number] += len(y)
-        self.stepped()
+        self.note_step()
 
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         if self.warmup:
             self.warmup -= 1
             self.old = [p.detach().clone() for p in self.models[0].parameters()]
@@ -162,7 +162,7 @@ class Grouped(Plain):
                         buffer.copy_(mean)
         for optimizer in self.optimizers:
             optimizer.step()
-        self.stepped()
+        self.note_step()
 
 
 def joined(batches: Iterable[Batch]) -> Batch:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.codecs.runs import Runs
 from shoal.core.pieces import cut
 
@@ -29,7 +29,7 @@ class Codes:
     """What a code of some values stands for; what it loses goes with the next values."""
 
     def __init__(self, codec: str, numel: int) -> None:
-        self.runs, self.lost = Runs(codec_named(codec)), torch.zeros(numel).double()
+        self.runs, self.lost = Runs(read_codec(codec)), torch.zeros(numel).double()
 
     def sent(self, values: Tensor) -> Tensor:
         values = values + self.lost

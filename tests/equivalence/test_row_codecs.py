@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError
 from shoal.front.session_start import using
@@ -95,7 +95,7 @@ def test_training_is_near_the_exact_run_and_the_report_says_how_far(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_other_ranks_get_what_a_code_stands_for_and_own_rows_stay(dtype: torch.dtype) -> None:
     def work(comm: ThreadComm) -> list[Tensor]:
-        crossing = RowCrossing(codec_named("bfloat16"))
+        crossing = RowCrossing(read_codec("bfloat16"))
         outgoing = list(rows[comm.rank].unbind())
         incoming = [torch.empty_like(part) for part in outgoing]
         incoming[0] = torch.empty_like(outgoing[0])
@@ -114,7 +114,7 @@ def test_other_ranks_get_what_a_code_stands_for_and_own_rows_stay(dtype: torch.d
 
 def test_empty_rows_send_nothing() -> None:
     def work(comm: ThreadComm) -> float | None:
-        crossing = RowCrossing(codec_named("bfloat16"))
+        crossing = RowCrossing(read_codec("bfloat16"))
         nothing = [torch.empty(0, 3)] * 2
         crossing.start_all_to_all(comm, [torch.empty(0, 3) for _ in nothing], nothing)()
         return crossing.error
@@ -212,7 +212,7 @@ def test_messages_are_of_one_type() -> None:
         rows = numbers(2 * comm.rank + 1, 5, seed=comm.rank, dtype=torch.float32)
         coming = [rows.new_empty(2 * rank + 1, 5) for rank in range(comm.size)]
         alike = OfOneType(comm.rank, comm.hub, comm.name, comm.topology)
-        crossing = RowCrossing(codec_named("bfloat16"))
+        crossing = RowCrossing(read_codec("bfloat16"))
         crossing.start_all_to_all(alike, coming, [rows] * comm.size)()
         assert torch.equal(coming[comm.rank], rows)
         return torch.cat(coming)

@@ -17,7 +17,7 @@ from with_servers import steps, trained
 import shoal
 from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.carrier_memory import coded_carriers
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import LiveBucket, Span, StateDict
@@ -69,7 +69,7 @@ def test_a_constant_gradient_telescopes_there(name: str) -> None:
 
     def work(comm: ThreadComm) -> tuple[Tensor, Tensor]:
         bucket = bucket_of(numel, workers)
-        carrier = exchange_named(f"direct+{name}").carrier(bucket)
+        carrier = read_exchange(f"direct+{name}").carrier(bucket)
         assert isinstance(carrier, CodedCarrier)
         total = torch.zeros(numel, dtype=torch.float64)
         for _ in range(number):

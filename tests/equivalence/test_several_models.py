@@ -295,7 +295,7 @@ def test_models_that_are_gone_hold_no_memory(way: str) -> None:
             models[comm.rank].clear()
             del model, optimizer
             collect()
-            session.end_gone()
+            session.end_dropped_models()
             collect()
             return len(session.passes.waits)
 

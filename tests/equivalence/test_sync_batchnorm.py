@@ -220,7 +220,7 @@ def test_a_step_sends_the_bytes_that_are_stated(ranks: int) -> None:
         norms.join(traced)
         x, y = rows_of(BATCHES[0], comm.rank, ranks)
         loss = F.cross_entropy(model(x), y)
-        described = norms.described(ModelProfile((), 0.0, 0.0, 0.0, ""))
+        described = norms.describe(ModelProfile((), 0.0, 0.0, 0.0, ""))
         phases = phases_of(described, cluster_of(ranks))
         assert phases is not None and len(described) == 7
         forward, backward = (phase.traffic for phase in phases)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.codecs.runs import Runs
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
@@ -63,7 +63,7 @@ def gradient(rank: int) -> Tensor:
 
 def sent(values: Tensor, codec: str) -> Tensor:
     """What a code of these values stands for."""
-    runs, back = Runs(codec_named(codec)), torch.empty_like(values)
+    runs, back = Runs(read_codec(codec)), torch.empty_like(values)
     code = torch.empty(runs.nbytes(len(values), 4), dtype=torch.uint8)
     runs.encode(values, code, None, {})
     runs.decode(code, back)

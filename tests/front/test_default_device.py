@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import LinearCodec
 from shoal.front.session_start import using
@@ -61,14 +61,14 @@ def test_a_model_on_the_host_trains_whatever_device_is_the_default(strategy: str
 
 def test_codes_of_rows_land_on_the_host_whatever_device_is_the_default() -> None:
     with torch.device("meta"):
-        landing = RowCrossing(codec_named("bfloat16")).landing(torch.empty(3, 5))
+        landing = RowCrossing(read_codec("bfloat16")).landing(torch.empty(3, 5))
     assert landing.device.type == "cpu" and landing.shape == (3, 5, 2)
 
 
 def test_low_rank_has_a_basis_whatever_device_is_the_default() -> None:
     matrix = torch.randn(24, 16)
     with torch.device("meta"):
-        codec = codec_named("low_rank")
+        codec = read_codec("low_rank")
         assert isinstance(codec, LinearCodec)
         terms = codec.to_terms(matrix, {}, 0)
     assert terms.device.type == "cpu"

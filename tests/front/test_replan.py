@@ -366,7 +366,7 @@ def test_a_run_is_recorded_under_the_plan_that_it_follows(links: Links) -> None:
                 assert shoal.replan(rank.model)
             history.step_begins()
             rank.train(number, number + 1)
-            history.step_ended(1.0, 0.0)
+            history.on_step_end(1.0, 0.0)
         history.close()
         (track, *_) = history.tracks(rank.session.comm)
         assert sum("backward" in event.what for event in track.events) == 3, track.events

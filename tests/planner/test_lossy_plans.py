@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made_up import cluster, layer, linear, measured, model
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.exchange import Bucket
 from shoal.core.cost import CodingPace
 from shoal.core.errors import PlanError
@@ -106,7 +106,7 @@ def test_servers_are_sent_codes_where_workers_keep_step() -> None:
 
 def test_what_coding_takes_at_workers_and_at_servers() -> None:
     """By hand: two workers own nothing, two servers 600 and 400 of 1,000 values."""
-    exchange = exchange_named("direct+int8")
+    exchange = read_exchange("direct+int8")
     pace = replace(SLOW_LINK, codings={"int8": CodingPace(encode_s=3.0, decode_s=5.0)})
     bucket = Bucket(1000, 4, (0, 0, 600, 400))
     there, back = exchange.coding_s(bucket, pace, 4, servers=2)
@@ -118,14 +118,14 @@ def test_what_coding_takes_at_workers_and_at_servers() -> None:
 
 def test_what_terms_take_that_are_added_on_their_way() -> None:
     """By hand: every rank makes terms of all values that have such, and reads all sums."""
-    exchange = exchange_named("allreduce+low_rank")
+    exchange = read_exchange("allreduce+low_rank")
     pace = CodingPace(encode_s=100.0, decode_s=100.0, terms_s=3.0, sums_s=5.0)
     bucket = Bucket(1000 * 20 + 15 + 7, 4, control=(7,), shapes=((1000, 20), (5, 3)))
     net = replace(SLOW_LINK, codings={"low_rank": pace})
     assert exchange.coding_s(bucket, net, 4) == (20_000 * 3.0, 20_000 * 5.0)
     assert exchange.memory_bytes(bucket, 4) == 20_000 * 4
     message = Bucket(4 * 1000 + 15 + 7, 4)
-    assert exchange.traffic(bucket, net.topology) == exchange_named("allreduce").traffic(
+    assert exchange.traffic(bucket, net.topology) == read_exchange("allreduce").traffic(
         message, net.topology
     )
 

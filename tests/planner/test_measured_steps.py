@@ -14,7 +14,7 @@ from shoal.core.plan import Plan
 from shoal.planner.measured_steps import correct_facts, has_terms, outcome_of
 from shoal.planner.search import predict_again, search
 from shoal.planner.search_options import Constraints
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 pytestmark = pytest.mark.quick
 PROFILE = model(layer("last", 0.5, 1 << 20), layer("first", 2.0, 1 << 24))
@@ -28,7 +28,7 @@ def plan_of(profile: ModelProfile = PROFILE, **pins: str) -> Plan:
 
 def spent(plan: Plan, times: float = 1.0) -> Spending:
     """What the plan predicts, with compute so many times as long."""
-    timeline = Predictor(as_planned(PROFILE, plan), CLUSTER).as_is(plan)
+    timeline = Predictor(with_settings_of(PROFILE, plan), CLUSTER).as_is(plan)
     return Spending(
         20, times * timeline.computed_s, timeline.exposed_s, timeline.optimizer_s, between_s=0.25
     )
@@ -47,7 +47,7 @@ def test_what_goes_as_predicted_is_off_by_nothing() -> None:
 @pytest.mark.parametrize("pins", [{"last": "column"}, {"last": "row"}, {"last": "replicate:ring"}])
 def test_the_terms_of_a_prediction_add_up_to_its_step(pins: dict[str, str]) -> None:
     plan = plan_of(CUT, **pins)
-    timeline = Predictor(as_planned(CUT, plan), CLUSTER).as_is(plan)
+    timeline = Predictor(with_settings_of(CUT, plan), CLUSTER).as_is(plan)
     parts = timeline.computed_s + timeline.exposed_s + timeline.optimizer_s
     assert parts == pytest.approx(timeline.step_s)
     crosses = pins["last"] in ("column", "row")
@@ -72,7 +72,7 @@ def test_facts_that_were_put_right_predict_what_was_measured() -> None:
     found = outcome_of(plan, PROFILE, CLUSTER, [spent(plan, times=1.5)], links=(5e7, 4e7))
     assert found is not None
     profile, slower = correct_facts(PROFILE, CLUSTER, found)
-    again = Predictor(as_planned(profile, plan), slower).as_is(plan)
+    again = Predictor(with_settings_of(profile, plan), slower).as_is(plan)
     assert again.computed_s == pytest.approx(1.5 * found.term(COMPUTE).predicted_s, rel=0.01)
     assert again.optimizer_s == pytest.approx(found.term(OPTIMIZER).measured_s)
     assert slower.link.bytes_per_s == pytest.approx(0.8 * CLUSTER.link.bytes_per_s)

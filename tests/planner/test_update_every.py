@@ -9,7 +9,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.planner.plan_details import plan_for
 from shoal.planner.search_options import SearchOptions
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 MB = 1_000_000
 # 4 MB each; computing takes 3.5 s
@@ -25,7 +25,7 @@ def planned(every: dict[str, int], **how: object) -> Plan:
 
 def sent(plan: Plan) -> list[float]:
     """Bytes of each bucket in a mean step, of one of two ranks: half there and half back."""
-    return [c.traffic.worst for c in Predictor(as_planned(NET, plan), SLOW).costs(plan)]
+    return [c.traffic.worst for c in Predictor(with_settings_of(NET, plan), SLOW).costs(plan)]
 
 
 def test_a_mean_step_has_a_part_of_its_bytes() -> None:

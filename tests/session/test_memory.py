@@ -22,7 +22,7 @@ for _ in range(5):
     step()
 print((page_faults() - before) / 5)
 """
-# that a step takes anew in most processes, were it not for `keep_freed`
+# that a step takes anew in most processes, were it not for `keep_free_memory`
 PAGES = 20 * (1 << 20) / mmap.PAGESIZE
 
 

@@ -55,7 +55,7 @@ def fetched(comm: Comm, path: Any, keywords: Collection[str]) -> Saved:
     Raises:
         UsageError: no rank sees the checkpoint, or ranks see different ones.
     """
-    path, folder, own_text = agreed(comm, lambda: _seen(path), _READING)
+    path, folder, own_text = agreed(comm, lambda: _look_for(path), _READING)
     texts = comm.gather_objects(own_text, _READING)
     seeing = [rank for rank, text in enumerate(texts) if text is not None]
     if not seeing:
@@ -79,7 +79,9 @@ def fetched(comm: Comm, path: Any, keywords: Collection[str]) -> Saved:
     if len(seeing) == comm.size:
         return Saved(folder or path, read)
     others = {keyword + SUFFIX for keyword in read.objects if keyword not in keywords}
-    sent = {name: _sent(comm, seeing, folder, name) for name in read.files if name not in others}
+    sent = {
+        name: _send_file(comm, seeing, folder, name) for name in read.files if name not in others
+    }
     return Saved(folder or path, read, sent)
 
 
@@ -90,7 +92,7 @@ def _newest_here(folder: Path) -> str | None:
         raise unreadable(folder, error) from error
 
 
-def _seen(given: Any) -> tuple[Path, Path | None, bytes | None]:
+def _look_for(given: Any) -> tuple[Path, Path | None, bytes | None]:
     """Return the path, the folder that this rank sees there, and its state.json."""
     path = as_path(given, "shoal.load")
     try:
@@ -107,7 +109,7 @@ def _content(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-def _sent(comm: Comm, seeing: Sequence[int], folder: Path | None, name: str) -> bytes | None:
+def _send_file(comm: Comm, seeing: Sequence[int], folder: Path | None, name: str) -> bytes | None:
     """Return a file's bytes, on the ranks that do not see it; None on others."""
     first = seeing[0]
     missing = [rank for rank in range(comm.size) if rank not in seeing]

@@ -32,7 +32,7 @@ STATE = "state.json"
 LATEST = "LATEST"
 RESERVED = RANDOM, FEATURES = "random-state", "feature-states"  # files that no object has
 _TMP, _OLD = ".tmp-", ".old-"
-_MADE = r"\.tmp-(.+-[0-9]+-[0-9a-f]+|gone)"  # a mark as `_marked` makes it, or a removal
+_MADE = r"\.tmp-(.+-[0-9]+-[0-9a-f]+|gone)"  # a mark as `_new_name` makes it, or a removal
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
 
@@ -97,7 +97,7 @@ def replacing(path: Path) -> Iterator[Path]:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path)
-    folder = _marked(path, _TMP)
+    folder = _new_name(path, _TMP)
     folder.mkdir()  # 1  # save 12
     try:
         yield folder
@@ -120,7 +120,7 @@ def flush(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file, durably, and replace an older one."""
-    new = _marked(path, _TMP)
+    new = _new_name(path, _TMP)
     try:
         with open(new, "w", encoding="utf-8") as file:
             file.write(text)
@@ -142,7 +142,7 @@ def _rename(folder: Path, path: Path) -> None:
         return
     # Some file systems cannot do it in one step. If the process ends in between, `found` knows the
     # older folder by its name.
-    old = _marked(path, _OLD)
+    old = _new_name(path, _OLD)
     path.rename(old)
     try:
         folder.rename(path)
@@ -202,7 +202,7 @@ def passing() -> Path:
     """
     name = Path(tempfile.gettempdir()) / "shoal-checkpoint"
     clean(name)
-    return _marked(name, _TMP)
+    return _new_name(name, _TMP)
 
 
 def clean_run(folder: Path, name: str) -> None:
@@ -237,7 +237,7 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _marked(path: Path, mark: str) -> Path:
+def _new_name(path: Path, mark: str) -> Path:
     """Return a new name next to this one, with its host and process."""
     return path.with_name(f"{path.name}{mark}{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 

@@ -168,11 +168,11 @@ class Generations:
             for unit in self._units:
                 remove_mark(folder, unit)
             own = self._file(folder, f"{unit_of(self._comm.rank)}{SUFFIX}")
-            taken.own = _filled(own, pieces.sources)
+            taken.own = _fill(own, pieces.sources)
             if self._is_first:
                 for name in snapshot.forms:
                     whole = self._file(folder, name)
-                    taken.wholes[name] = _filled(whole, snapshot.files.get(name, {}))
+                    taken.wholes[name] = _fill(whole, snapshot.files.get(name, {}))
         except OSError as error:
             taken.kept.problem = self._too_small(error, pieces, snapshot)
         taken.kept.copied_bytes = sum(len(file.memory) for file in taken.files)
@@ -209,7 +209,7 @@ class Generations:
         """
         kept, folder = taken.kept, self._memory.slot(taken.generation.number)
         size = 0 if taken.own is None else len(taken.own.memory)
-        sizes = self._told((kept.problem, size), _SIZES, kept)
+        sizes = self._tell_facts((kept.problem, size), _SIZES, kept)
         if kept.problem:
             return kept
         copies: dict[int, MappedFile] = {}
@@ -220,7 +220,7 @@ class Generations:
         except OSError as error:
             total = 2 * (kept.kept_bytes + sum(sizes[source][1] for source in self._sources))
             kept.problem = _problem(self._comm, self._memory, error, total)
-        self._told((kept.problem,), _SIZES, kept)
+        self._tell_facts((kept.problem,), _SIZES, kept)
         if kept.problem:
             return kept
         assert taken.own is not None
@@ -229,13 +229,13 @@ class Generations:
         kept.sent_s = time.perf_counter() - began_s
         kept.sent_bytes = 0 if self._to is None else size
         kept.kept_bytes += sum(len(copy.memory) for copy in copies.values())
-        marks = self._compared(taken, copies)
-        self._told((kept.problem,), _COMMIT, kept)
+        marks = self._compare(taken, copies)
+        self._tell_facts((kept.problem,), _COMMIT, kept)
         if not kept.problem:
             self._write(folder, taken, marks)
         return kept
 
-    def _told(self, own: tuple[Any, ...], purpose: str, kept: Kept) -> list[tuple[Any, ...]]:
+    def _tell_facts(self, own: tuple[Any, ...], purpose: str, kept: Kept) -> list[tuple[Any, ...]]:
         """Tell all ranks this rank's facts, and note a problem of any rank."""
         told = [tuple(each) for each in self._comm.gather_objects(own, purpose)]
         kept.problem = next((each[0] for each in told if each[0]), "")
@@ -259,7 +259,7 @@ class Generations:
             due_s = began_s + within_s * min(1.0, end / longest)
             self.hurries.wait(max(0.0, due_s - time.perf_counter()))
 
-    def _compared(self, taken: TakenSnapshot, copies: Mapping[int, MappedFile]) -> dict[str, Any]:
+    def _compare(self, taken: TakenSnapshot, copies: Mapping[int, MappedFile]) -> dict[str, Any]:
         """Return the marks that this rank writes, by unit, once all hosts are known to be equal."""
         assert taken.own is not None
         rank = self._comm.rank
@@ -273,9 +273,9 @@ class Generations:
         words = text_of(mark).encode()
         told = self._comm.gather_objects((digest, len(words)), _STATES)
         marks: dict[str, Any] = {unit_of(rank): mark}
-        for source, theirs in self._brought(words, {r: told[r][1] for r in copies}).items():
+        for source, theirs in self._bring_mark(words, {r: told[r][1] for r in copies}).items():
             copied = parse_mark(PiecesMark, theirs)
-            if copied is None or not _is_as_marked(copies[source], copied):
+            if copied is None or not _equals_mark(copies[source], copied):
                 taken.kept.problem = (
                     f"the copy of rank {source}'s pieces has other checksums. Look at the memory "
                     "of both hosts"
@@ -290,7 +290,7 @@ class Generations:
             taken.text = text
         return marks
 
-    def _brought(self, own: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
+    def _bring_mark(self, own: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
         """Send a mark along with the pieces, and return the marks of copies here."""
         comm = self._comm
         coming = {r: torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in sizes.items()}
@@ -395,7 +395,7 @@ def _forms_in(files: Mapping[str, Checksums]) -> dict[str, str]:
     return {file: checksums[tensors.HEADER] for file, checksums in files.items()}
 
 
-def _filled(file: MappedFile, sources: Mapping[str, Tensor]) -> MappedFile:
+def _fill(file: MappedFile, sources: Mapping[str, Tensor]) -> MappedFile:
     """Copy tensors into a file."""
     forms = {name: tensors.form_of(name, tensor) for name, tensor in sources.items()}
     views = file.lay_out_tensors(forms)
@@ -405,7 +405,7 @@ def _filled(file: MappedFile, sources: Mapping[str, Tensor]) -> MappedFile:
     return file
 
 
-def _is_as_marked(copy: MappedFile, mark: PiecesMark) -> bool:
+def _equals_mark(copy: MappedFile, mark: PiecesMark) -> bool:
     """Return whether a received file equals the file that was sent."""
     own = {entry.tensor for entry in mark.entries if entry.tensor}
     checksums = mark.files.get(copy.path.name, {})

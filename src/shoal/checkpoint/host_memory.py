@@ -79,7 +79,7 @@ class HostMemory:
                 break
             except UsageError as error:
                 if not left:
-                    raise _held(self.folder, error) from error
+                    raise _held_error(self.folder, error) from error
                 time.sleep(_AGAIN_S)
         lock.lock_again()
         self._lock = lock
@@ -166,7 +166,7 @@ def _unwritable(place: Path, got: str) -> UsageError:
     )
 
 
-def _held(folder: Path, error: UsageError) -> UsageError:
+def _held_error(folder: Path, error: UsageError) -> UsageError:
     return UsageError(
         "another job keeps its snapshots of this run in the host's memory",
         where=str(folder),

@@ -137,7 +137,7 @@ class Recovery:
             source = holders[number % len(holders)]
             names = _names(folder, unit) if comm.rank == source else []
             for name in comm.gather_objects(names, _SENDING)[source]:
-                files[name] = self._brought(folder / name, source, holders)
+                files[name] = self._bring(folder / name, source, holders)
         marks = [
             parse_mark(PiecesMark, files[path_of(folder, unit_of(rank)).name])
             for rank in range(newest.generation.ranks)
@@ -151,7 +151,7 @@ class Recovery:
                 pieces.add(entry, values)
         return Saved(folder, parsed(files[STATE], str(folder)), files, pieces)
 
-    def _brought(self, path: Path, source: int, holders: Sequence[int]) -> bytes:
+    def _bring(self, path: Path, source: int, holders: Sequence[int]) -> bytes:
         """Return a file's bytes: read from the file, or received once for each host."""
         comm, topology = self._comm, self._comm.topology
         with_it = {topology.hosts[rank] for rank in holders}
@@ -165,10 +165,10 @@ class Recovery:
             if comm.rank == source:
                 comm.send(_as_tensor(own), first).wait()
             elif comm.rank == first:
-                own = _received(comm, size, source)
+                own = _receive(comm, size, source)
                 comm.finish([comm.send(_as_tensor(own), rank) for rank in others])
             elif comm.rank in others:
-                own = _received(comm, size, first)
+                own = _receive(comm, size, first)
         return own
 
 
@@ -188,7 +188,7 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _received(comm: Comm, size: int, source: int) -> bytes:
+def _receive(comm: Comm, size: int, source: int) -> bytes:
     content = torch.empty(size, dtype=torch.uint8, device="cpu")
     comm.receive(content, source).wait()
     return content.numpy().tobytes()

@@ -149,12 +149,12 @@ class RunFolder:
                 do="give a folder in which this user may write, on rank 0's host",
             ) from error
         try:
-            holder = self._held(lock)
+            holder = self._hold(lock)
             if holder is None:
                 lock.close()
                 (self.folder / _LOCK).unlink()
                 lock = open_regular(self.folder / _LOCK, flags)
-                holder = self._held(lock) or b""
+                holder = self._hold(lock) or b""
         except BaseException:
             lock.close()
             raise
@@ -175,7 +175,7 @@ class RunFolder:
             os.pwrite(lock.fileno(), holder, 0)
         clean_run(self.folder, _NAME.pattern)
 
-    def _held(self, lock: BinaryIO) -> bytes | None:
+    def _hold(self, lock: BinaryIO) -> bytes | None:
         """Take the kernel's lock, and return the text of its last holder.
 
         None means that an earlier crew of this very job has it: its host is stopped, or away. When

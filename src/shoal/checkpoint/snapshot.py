@@ -62,7 +62,7 @@ class Snapshot:
     owned: list[tuple[Keys, Owned]] = field(default_factory=list)
     forms: dict[str, dict[str, tensors.TensorForm]] = field(default_factory=dict)
 
-    def encoded(self, file: str, value: Any, strip: str = "") -> Any:
+    def encode(self, file: str, value: Any, strip: str = "") -> Any:
         """Return a value as JSON. Its tensors go into that file, under names without `strip`.
 
         Raises:
@@ -191,10 +191,10 @@ class Saved:
         Raises:
             UsageError: a file is corrupted.
         """
-        value = self.decoded(keyword, self.state.objects[keyword])
+        value = self.decode(keyword, self.state.objects[keyword])
         return value if self._pieces is None else self._pieces.put_into(keyword, value)
 
-    def decoded(self, file: str, form: Any) -> Any:
+    def decode(self, file: str, form: Any) -> Any:
         """Return the value of a form with tensors in that file.
 
         Raises:
@@ -205,9 +205,9 @@ class Saved:
         except UsageError:
             raise
         except ValueError as error:
-            raise self.corrupted(f"{file}: {error}") from error
+            raise self.corrupted_error(f"{file}: {error}") from error
 
-    def corrupted(self, got: str) -> UsageError:
+    def corrupted_error(self, got: str) -> UsageError:
         """Return the error about a faulty state.json."""
         return corrupted(str(self.folder), got)
 

@@ -55,12 +55,12 @@ class CodedCarrier(Remembering, Coding):
         if self.goes_exactly:
             self._exchange.all_gather(self.bucket.slices, comm)
             return
-        for rank, code in self._gathered(self.bucket.values(comm.rank), _GATHER, comm):
+        for rank, code in self._gather(self.bucket.values(comm.rank), _GATHER, comm):
             self._read(self._runs.decode, code, rank)
 
     def gather_changes(self, changes: Tensor, comm: Comm) -> None:
         before = self.ledger.sample(comm.rank, self.bucket.values(comm.rank))
-        for rank, code in self._gathered(changes, _CHANGES, comm):
+        for rank, code in self._gather(changes, _CHANGES, comm):
             self._read(self._runs.decode_add, code, rank)
         after = self.ledger.sample(comm.rank, self.bucket.values(comm.rank))
         self.ledger.sent(comm.rank, self.ledger.sample(comm.rank, changes), after - before)
@@ -96,7 +96,7 @@ class CodedCarrier(Remembering, Coding):
             narrow_into(total, values)
         control.copy_(counted)
 
-    def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
+    def _gather(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank's code of its values, with its control already in the bucket."""
         own, serves = self._message(comm.rank, values, leg), comm.rank >= comm.workers
         messages = [

@@ -44,7 +44,7 @@ from shoal.core.registry import of
 from shoal.core.written_options import built, parsed, read
 
 
-def exchange_named(text: str) -> Exchange:
+def read_exchange(text: str) -> Exchange:
     """Return the exchange that a plan or a pin writes.
 
     It may be an exchange such as `ring(chunk_bytes=1048576)`, or an exchange and a codec, such as
@@ -87,7 +87,7 @@ def with_codec(exchange: Exchange, codec: Codec) -> Coded | Summed | None:
     return None
 
 
-def codec_named(text: str) -> Codec:
+def read_codec(text: str) -> Codec:
     """Return the codec that a plan writes, as `int8(block=128)` (PlanError if there is none)."""
     return read(Codec, text)
 

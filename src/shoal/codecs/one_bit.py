@@ -53,7 +53,7 @@ class OneBit(Codec):
         sums[-1:].div_(len(values) - (len(sums) - 1) * self.block)
         if not isfinite(sums.sum()):
             sums = self._means(values.double())
-        return torch.cat([sums.view(torch.uint8), _packed(values >= 0)])
+        return torch.cat([sums.view(torch.uint8), _pack_bits(values >= 0)])
 
     def _means(self, values: Tensor) -> Tensor:
         """Return each block's mean size, although a sum of sizes may exceed float32's range."""
@@ -74,7 +74,7 @@ class OneBit(Codec):
             into.copy_(rows[: len(into)])
 
 
-def _packed(bits: Tensor) -> Tensor:
+def _pack_bits(bits: Tensor) -> Tensor:
     """Pack eight bits to a byte, the first in its lowest place."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))

@@ -15,7 +15,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.codecs.ledger import Ledger
 from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.summed_terms import made, read
@@ -46,7 +46,7 @@ def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> di
     lost, total = torch.zeros_like(values), torch.zeros_like(values)
     paces = {}
     for text in codecs:
-        codec = codec_named(text)
+        codec = read_codec(text)
         of_sizes: list[list[float]] = []
         for size, enough_s in _SECONDS.items():
             own = [part[:, :size].contiguous() for part in (values, lost, total)]

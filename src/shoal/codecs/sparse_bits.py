@@ -51,14 +51,14 @@ class SparseBits(Codec):
         if self.bits == 3:
             raise UsageError(rule, got="3", do=do)
 
-    def _kept(self, numel: int) -> int:
+    def _num_values(self, numel: int) -> int:
         """Return how many values of a chunk are sent."""
         return _GROUP * max(1, round(self.share * numel / _GROUP))
 
     def _sizes(self, numel: int) -> tuple[int, int, int]:
         """Return the bytes of scales, places and steps, of whole chunks or of one that is not."""
         chunks = max(1, numel // _CHUNK)
-        kept = chunks * self._kept(min(numel, _CHUNK))
+        kept = chunks * self._num_values(min(numel, _CHUNK))
         return 4 * chunks, kept * 12 // 8, kept * self.bits // 8
 
     def nbytes(self, numel: int, itemsize: int) -> int:
@@ -66,11 +66,11 @@ class SparseBits(Codec):
 
     def encode(self, values: Tensor, state: State) -> Tensor:
         parts = values.split(_parts(len(values)))
-        return torch.cat([code for part in parts for code in self._encoded(part)])
+        return torch.cat([code for part in parts for code in self._encode(part)])
 
-    def _encoded(self, values: Tensor) -> Iterator[Tensor]:
+    def _encode(self, values: Tensor) -> Iterator[Tensor]:
         """Yield the scales, places and steps of some chunks, as bytes."""
-        kept = self._kept(min(len(values), _CHUNK))
+        kept = self._num_values(min(len(values), _CHUNK))
         rows = pad(values, (0, -len(values) % _CHUNK)).view(-1, _CHUNK)
         places = rows.abs().topk(kept, sorted=False).indices
         chosen = within(rows.gather(1, places), _LARGEST).float()
@@ -79,8 +79,8 @@ class SparseBits(Codec):
         steps = (chosen / torch.where(scales > 0, scales, 1.0) + 1).mul_(levels / 2).round_()
         steps = steps.nan_to_num_(nan=0.0).clamp_(0, levels).to(torch.int64)
         yield scales.view(-1).view(torch.uint8)
-        yield _packed(places.view(-1), 12)
-        yield _packed(steps.view(-1), self.bits)
+        yield _pack_numbers(places.view(-1), 12)
+        yield _pack_numbers(steps.view(-1), self.bits)
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         into.zero_()
@@ -114,7 +114,7 @@ def _parts(numel: int) -> list[int]:
     return [part for part in (numel - rest, rest) if part]
 
 
-def _packed(numbers: Tensor, bits: int) -> Tensor:
+def _pack_numbers(numbers: Tensor, bits: int) -> Tensor:
     """Return whole numbers of so many bits as bytes, the lowest bits first."""
     each = torch.arange(bits, device=numbers.device)
     flags = (numbers[:, None] >> each) & 1
@@ -123,7 +123,7 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(code: Tensor, bits: int) -> Tensor:
-    """Return the numbers that `_packed` has packed."""
+    """Return the numbers that `_pack_numbers` has packed."""
     flags = (code.to(torch.int64)[:, None] >> torch.arange(8, device=code.device)) & 1
     weights = 1 << torch.arange(bits, device=code.device)
     return (flags.view(-1, bits) * weights).sum(1)

@@ -64,7 +64,7 @@ class Summed(Exchange):
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Return the exchange's traffic for one message."""
-        shapes = self._coded(bucket)
+        shapes = self._coded_matrices(bucket)
         others = bucket.numel - sum(map(prod, shapes))
         _, num_terms = turns_of(self.codec, shapes)
         itemsize = max(bucket.itemsize, torch.float32.itemsize)
@@ -79,7 +79,7 @@ class Summed(Exchange):
     ) -> tuple[float, float]:
         """Return the seconds to make terms with their losses, and to read sums, on every rank."""
         pace, num_values = cluster.coding(str(self.codec)), self._num_values(bucket)
-        pieces = len(self._coded(bucket))
+        pieces = len(self._coded_matrices(bucket))
         return (
             num_values * pace.terms_s + pieces * pace.terms_piece_s,
             num_values * pace.sums_s + pieces * pace.sums_piece_s,
@@ -90,9 +90,9 @@ class Summed(Exchange):
         return self._num_values(bucket) * max(bucket.itemsize, torch.float32.itemsize)
 
     def _num_values(self, bucket: Bucket) -> int:
-        return sum(map(prod, self._coded(bucket)))
+        return sum(map(prod, self._coded_matrices(bucket)))
 
-    def _coded(self, bucket: Bucket) -> list[tuple[int, int]]:
+    def _coded_matrices(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Return the matrices that have terms."""
         return [shape for shape in map(matrix_of, bucket.shapes) if is_worth(self.codec, shape)]
 

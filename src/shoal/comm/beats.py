@@ -272,6 +272,6 @@ class BeatBoard:
             self._values.mend()
             time.sleep(_PAUSE_S)
 
-    def agreed(self, verdict: Verdict) -> Verdict:
+    def agree(self, verdict: Verdict) -> Verdict:
         """Write the verdict if it is the first. Return the one that stands."""
         return self._values.agree(VERDICT, verdict)

@@ -343,7 +343,7 @@ class Heartbeat:
         assert self._case.verdict is not None
         return self._error(self._case.verdict)
 
-    def explained(self, error: ShoalError) -> ShoalError:
+    def explain(self, error: ShoalError) -> ShoalError:
         """Return the verdict on which ranks agree, if one has noticed that they differ."""
         self._case.open(error.what, None, differ=True)
         self._nudge.set()
@@ -382,10 +382,10 @@ class Heartbeat:
                     text = f"{error.what} ({error.got})" if error.got else error.what
                 who = f"rank {self._board.rank} (host {self._board.host})"
                 problem = f"{who} failed: {type(error).__name__}: {text}"
-                self._board.agreed(Verdict(problem[:_LONGEST], self._board.rank))
+                self._board.agree(Verdict(problem[:_LONGEST], self._board.rank))
             elif self._case.verdict is not None:
                 # written again, because a stranger may have overwritten it
-                self._board.agreed(self._case.verdict)
+                self._board.agree(self._case.verdict)
             self._board.write(LEFT)
             self._board.repeat(_FAREWELL_S)
             own, holder = self._board.rank, self._judge.holder
@@ -430,7 +430,7 @@ class Heartbeat:
                 if found is None and self._judge.holder_left():
                     break
             if not self._stopped.is_set():
-                found = found and self._board.agreed(found)
+                found = found and self._board.agree(found)
                 self._board.write(QUIET)
         except _GONE:
             self._store_answers = False

@@ -99,7 +99,7 @@ def meet(seat: Seat, timeout_s: float) -> Roster:
         if time.monotonic() > began_s + timeout_s + _LATE_S:
             raise _silent(seat, timeout_s)
 
-    roster = Aside().run(partial(_met, seat, timeout_s, began_s), look)
+    roster = Aside().run(partial(_meet, seat, timeout_s, began_s), look)
     if roster.rank == 0:
         if not seat.token:
             _warn_of_strangers(roster.everyone)
@@ -107,7 +107,7 @@ def meet(seat: Seat, timeout_s: float) -> Roster:
     return roster
 
 
-def _met(seat: Seat, timeout_s: float, began_s: float) -> Roster:
+def _meet(seat: Seat, timeout_s: float, began_s: float) -> Roster:
     """Meet the ranks.
 
     If the store is stopped, or a stranger is in its place, this may block for ever.

@@ -86,7 +86,7 @@ class ProcessGroupComm(Comm):
         self._membership = membership
         self.timeout_s, self._heartbeat = membership.patience.longest_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
-        self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
+        self._record = self._heartbeat.journal.note_opening(name, ranks, numbered=not idle)
         has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
         self.journal = TaggedNotes(
             self._record,
@@ -226,17 +226,17 @@ class ProcessGroupComm(Comm):
         parcel, records = packed(value, kinds)
         self.journal.begins(purpose)
         self.check("")
-        parcels = self._gathered(parcel, purpose)
+        parcels = self._gather_parcels(parcel, purpose)
         self.reached(self._heartbeat.at)
         return [self._read(rank, theirs, records) for rank, theirs in enumerate(parcels)]
 
-    def _gathered(self, parcel: Tensor, purpose: str) -> list[Tensor]:
+    def _gather_parcels(self, parcel: Tensor, purpose: str) -> list[Tensor]:
         """Gather the parcels of all ranks. If one is long, a second exchange sends all, padded."""
         size = torch.tensor([len(parcel)], device="cpu").view(torch.uint8)
         words = torch.frombuffer(bytearray(label(purpose)), dtype=torch.uint8)
         front = parcel[:_SHORT]
         head = torch.cat([size, words, front, parcel.new_zeros(_SHORT - len(front))])
-        heads = self._all_gathered(head)
+        heads = self._all_gather(head)
         begin = len(size) + len(words)
         for rank, theirs in enumerate(heads):
             if not torch.equal(theirs[len(size) : begin], words):
@@ -246,9 +246,9 @@ class ProcessGroupComm(Comm):
         if longest <= _SHORT:
             return [theirs[begin:] for theirs in heads]
         padding = parcel.new_zeros(longest - len(parcel))
-        return self._all_gathered(torch.cat([parcel, padding]))
+        return self._all_gather(torch.cat([parcel, padding]))
 
-    def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
         self._inside.run(partial(dist.all_gather, tensors, tensor, group=self._group))
         return tensors
@@ -307,14 +307,14 @@ class ProcessGroupComm(Comm):
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
         error = super().unlike(rank, theirs, own)
         if not theirs:
-            return self._heartbeat.explained(error)
+            return self._heartbeat.explain(error)
         self._record.told()
         self.journal.tag = NO_PURPOSE
         return error
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         if isinstance(error, RanksDiffer) and error.rank is None:
-            return self._heartbeat.explained(error)
+            return self._heartbeat.explain(error)
         self._heartbeat.has_told()
         own = self._record.members[self.rank]  # number among all ranks
         return error.struck(f"rank {own} at {where}") if isinstance(error, WorldError) else error

@@ -230,7 +230,7 @@ class RollCall:
         if standing is None:  # a stranger has overwritten it
             self._values.write(f"here/{self._own.rank}", self._own)
         elif standing.nonce != self._own.nonce:
-            raise self._replaced(standing)
+            raise self._replaced_error(standing)
 
     def _check_end(self) -> None:
         """Raise if the roll call is over, or the others have started without this process."""
@@ -246,7 +246,7 @@ class RollCall:
         self._check_unlike(others)
         same_rank = next((here for here in others if here.rank == self._own.rank), None)
         if same_rank is not None:
-            raise self._replaced(same_rank)
+            raise self._replaced_error(same_rank)
 
     def _others_start(self) -> tuple[Arrival, ...]:
         """Return the ranks of the newest start, unless this process is one of them."""
@@ -293,7 +293,7 @@ class RollCall:
             rank=missing[0] if missing else None,
         )
 
-    def _replaced(self, other: Arrival) -> UsageError:
+    def _replaced_error(self, other: Arrival) -> UsageError:
         return UsageError(
             f"there is a rank {self._own.rank} already",
             where=self._own.where,

@@ -212,7 +212,7 @@ class ThreadComm(Comm):
         self._seats = tuple(range(self.size) if seats is None else seats)
         self._channels = 0
         self._journal = self.hub.journals[self._seat]
-        self._record = self._journal.opened(name, self._seats, numbered=not idle)
+        self._record = self._journal.note_opening(name, self._seats, numbered=not idle)
         self.journal = ChannelNotes(self._record, self._journal)
 
     @property
@@ -302,11 +302,11 @@ class ThreadComm(Comm):
 
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
         """Return the error for a rank that reports a different purpose from this one's."""
-        error = self.explained(super().unlike(rank, theirs, own))
+        error = self.explain(super().unlike(rank, theirs, own))
         self._record.told()
         return error
 
-    def explained(self, error: ShoalError) -> ShoalError:
+    def explain(self, error: ShoalError) -> ShoalError:
         """Replace an error that knows of some ranks by one that knows the places of all."""
         found = self.hub.found()
         return error if found is None else found.error(error.where)
@@ -322,7 +322,7 @@ class ThreadComm(Comm):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         """Return the same error with the place where it occurred, unless it is this rank's own."""
         if isinstance(error, RanksDiffer):
-            return self.explained(error)
+            return self.explain(error)
         if not isinstance(error, WorldError):
             return error
         return type(error)(
@@ -354,7 +354,7 @@ class _Receive:
             expected.numel(),
             expected.dtype,
         ):
-            raise comm.explained(
+            raise comm.explain(
                 RanksDiffer(
                     f"rank {self.source} sent something else than rank {comm.rank} receives",
                     where=f"rank {comm.rank}, channel {comm.name}",

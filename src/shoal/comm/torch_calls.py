@@ -73,7 +73,7 @@ class Inside:
             call: the call.
             in_time: limit in seconds; None if the call has a limit of its own.
         """
-        return self.beside(partial(self._entered, call), in_time=in_time)
+        return self.beside(partial(self._enter, call), in_time=in_time)
 
     def beside(self, call: Callable[[], T], *, in_time: float | None = None) -> T:
         """Make a blocking call on another thread, while this thread looks at the verdict.
@@ -97,7 +97,7 @@ class Inside:
             self._heartbeat.reached(self._heartbeat.at)
         return result
 
-    def _entered(self, call: Callable[[], T]) -> T:
+    def _enter(self, call: Callable[[], T]) -> T:
         with self:
             return call()
 

@@ -116,7 +116,7 @@ class Journal:
         self._records: dict[str, ChannelRecord] = {}
         self._opened: Counter[str] = Counter()
 
-    def opened(self, name: str, members: Iterable[int], numbered: bool) -> ChannelRecord:
+    def note_opening(self, name: str, members: Iterable[int], numbered: bool) -> ChannelRecord:
         """Note a new channel. Every other rank has made as many of that name before it."""
         self._opened[name] += 1
         record = ChannelRecord(f"{name}#{self._opened[name]}", tuple(members), numbered)
@@ -317,7 +317,7 @@ def unlike(places: Mapping[int, RankPlace]) -> Apart | None:
                 at.setdefault((channel, number), {})[rank] = purpose
     for purposes in at.values():
         if len(set(purposes.values())) > 1:
-            said, rank, other = _said(purposes)
+            said, rank, other = _describe(purposes)
             return Apart(f"rank {rank} does something else than rank {other}: {said}", rank)
     return None
 
@@ -329,7 +329,7 @@ def _ring(waiting: Mapping[int, RankPlace]) -> Apart | None:
         free = [rank for rank in ring if not _is_blocked(rank, ring)]
         if not free:
             waits = {rank: place.wait for rank, place in ring.items() if place.wait}
-            said, rank, _ = _said({rank: wait.at for rank, wait in waits.items()})
+            said, rank, _ = _describe({rank: wait.at for rank, wait in waits.items()})
             what = f"ranks wait for one another at different places: {said}"
             return Apart(what, rank, tuple(waits.values()))
         for rank in free:
@@ -363,7 +363,7 @@ def missed(rank: int, places: Mapping[int, RankPlace]) -> set[str]:
     }
 
 
-def _said(purposes: Mapping[int, str]) -> tuple[str, int, int]:
+def _describe(purposes: Mapping[int, str]) -> tuple[str, int, int]:
     """Describe the places of ranks. Return also a rank of the smallest group, and another one.
 
     The smallest group comes first, because one rank that does something different is likely the

@@ -30,7 +30,7 @@ from torch import nn
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile, Topology
 from shoal.core.plan import Plan
-from shoal.core.registry import Contract, class_named, of
+from shoal.core.registry import Contract, class_by_name, of
 
 Opening = TypeVar("Opening", contravariant=True)
 Running = TypeVar("Running", contravariant=True)
@@ -194,7 +194,7 @@ def in_order(asked: Iterable[Feature[Any]]) -> Features:
 def of_plan(plan: Plan, asked: Features) -> Features:
     """Return the features of a plan: as the plan says itself, the rest as they are asked for."""
     for name in plan.features:
-        class_named(Feature, name)  # PlanError if there is none
+        class_by_name(Feature, name)  # PlanError if there is none
     said = [kind.of_plan(plan) for kind in of(Feature).values()]
     by_name = {feature.name: feature for feature in (*asked, *filter(None, said))}
     return in_order(by_name.values())

@@ -93,7 +93,7 @@ class Period:
         self._given = {p: local_gradient(p) for p in self.parameters.values()}
 
     @torch.no_grad()
-    def uncleared(self) -> list[str]:
+    def list_old_gradients(self) -> list[str]:
         """Return the parameters that still have the last period's gradient in `.grad`. Ask once,
         before the next backward.
 

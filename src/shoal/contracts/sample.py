@@ -137,19 +137,19 @@ class Sample:
         except Exception as error:
             of_batch = self.compute_loss is not None
             problem = "compute_loss fails on" if of_batch else "the model does not take"
-            raise self._refused(f"{problem} the sample", error) from error
+            raise self._refusal(f"{problem} the sample", error) from error
         if self.loss_fn is None:
             found = own_loss(output) if self.compute_loss is None else computed_loss(output)
-            return self._checked(found, output)
+            return self._check(found, output)
         try:
             loss = self.loss_fn(output, self.y)
         except ShoalError:
             raise
         except Exception as error:
-            raise self._refused(
+            raise self._refusal(
                 f"loss_fn does not take the model's output ({describe(output)})", error
             ) from error
-        return self._checked(loss, output)
+        return self._check(loss, output)
 
     @property
     def function(self) -> LossFn | ComputeLoss | None:
@@ -169,7 +169,7 @@ class Sample:
         except ShoalError:
             raise
         except Exception as error:
-            raise self._refused("backward fails on the sample", error) from error
+            raise self._refusal("backward fails on the sample", error) from error
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over every tensor of the sample."""
@@ -187,7 +187,7 @@ class Sample:
             return f"batch = {describe(self.x)}"
         return f"x = {describe(self.x)}, y = {describe(self.y)}"
 
-    def _refused(self, problem: str, error: Exception) -> ShoalError:
+    def _refusal(self, problem: str, error: Exception) -> ShoalError:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
             return WorldError(
                 "memory ran out as the sample was run",
@@ -211,7 +211,7 @@ class Sample:
             else f"try loss_fn(model(x), y) on the same batch first; or, {_BY_METHODS}",
         )
 
-    def _checked(self, loss: Any, output: Any) -> Tensor:
+    def _check(self, loss: Any, output: Any) -> Tensor:
         if self.compute_loss is not None:
             return check_computed(output)
         # compared with None, because a module may have no truth value

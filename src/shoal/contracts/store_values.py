@@ -115,13 +115,13 @@ class Values:
         """Write bytes, signed. A `lasting` value is mended as long as this process lives."""
         sealed = self._seal(key, text)
         until = math.inf if lasting else time.monotonic() + _MENDED_S
-        self._own.standing[self._named(key)] = _Standing(self, key, sealed, until)
-        self.store.set(self._named(key), sealed)
+        self._own.standing[self._key_name(key)] = _Standing(self, key, sealed, until)
+        self.store.set(self._key_name(key), sealed)
 
     def remove(self, key: str) -> bool:
         """Remove a value. Return whether there was one."""
-        self._own.standing.pop(self._named(key), None)
-        return self.store.delete_key(self._named(key))
+        self._own.standing.pop(self._key_name(key), None)
+        return self.store.delete_key(self._key_name(key))
 
     def mend(self) -> None:
         """Write again the recent values of this process and its clones that were replaced or
@@ -130,7 +130,7 @@ class Values:
         for name, standing in list(self._own.standing.items()):
             if standing.until_s < time.monotonic():
                 self._own.standing.pop(name, None)
-            elif standing.values._opened(standing.key, self._seen(name)) is None:
+            elif standing.values._open(standing.key, self._seen(name)) is None:
                 self._own.mended_s = time.monotonic()
                 self.store.set(name, standing.sealed)
 
@@ -145,17 +145,17 @@ class Values:
 
     def take(self, key: str) -> bytes | None:
         """Return the bytes that `put` wrote, or None if there are no signed bytes."""
-        return self._opened(key, self.seen(key))
+        return self._open(key, self.seen(key))
 
     def seen(self, key: str) -> bytes:
         """Return the raw bytes under a key, signed or not; empty if there are none."""
-        return self._seen(self._named(key))
+        return self._seen(self._key_name(key))
 
     def value_of(self, key: str, seen: bytes, kind: type[T]) -> T | None:
         """Return the value in bytes that `seen` returned, or None if it is not signed or of another
         type.
         """
-        text = self._opened(key, seen)
+        text = self._open(key, seen)
         if text is None:
             return None
         try:
@@ -167,7 +167,7 @@ class Values:
     def holds_other(self, key: str) -> bool:
         """Return whether the key has a value that is not signed with this token."""
         seen = self.seen(key)
-        return bool(seen) and self._opened(key, seen) is None
+        return bool(seen) and self._open(key, seen) is None
 
     def agree(self, key: str, value: T) -> T:
         """Write the value unless the key has a signed one already. Return the value that stands,
@@ -176,10 +176,10 @@ class Values:
         own: Any = self._seal(key, msgspec.json.encode(value))
         standing: Any = b""
         for _ in range(_TRIES):
-            found: bytes = self.store.compare_set(self._named(key), standing, own)
+            found: bytes = self.store.compare_set(self._key_name(key), standing, own)
             first = self.value_of(key, found, type(value))
             if first is not None:
-                self._own.standing[self._named(key)] = _Standing(self, key, found, math.inf)
+                self._own.standing[self._key_name(key)] = _Standing(self, key, found, math.inf)
                 return first
             standing = found  # it is a stranger's: overwrite it
         return value
@@ -194,7 +194,7 @@ class Values:
             # each text is unique, because a compare-and-set does not say which process wrote the
             # value
             own: Any = self._seal(key, msgspec.json.encode((total, uuid.uuid4().hex)))
-            if self.store.compare_set(self._named(key), standing, own) == own:
+            if self.store.compare_set(self._key_name(key), standing, own) == own:
                 break
         return total
 
@@ -202,17 +202,17 @@ class Values:
         found: bytes = self.store.compare_set(name, _NOTHING, _NOTHING)
         return b"" if found == _NOTHING.encode() else found
 
-    def _named(self, key: str) -> str:
+    def _key_name(self, key: str) -> str:
         return f"{self.scope}/{key}"
 
     def _seal(self, key: str, text: bytes) -> Any:
         return self._signature(key, text) + text
 
-    def _opened(self, key: str, seen: bytes) -> bytes | None:
+    def _open(self, key: str, seen: bytes) -> bytes | None:
         signature, text = seen[:_SIGNATURE_BYTES], seen[_SIGNATURE_BYTES:]
         sound = hmac.compare_digest(signature, self._signature(key, text))
         return text if sound else None
 
     def _signature(self, key: str, text: bytes) -> bytes:
-        named = DOMAIN + f"{self._named(key)}\0".encode() + text
+        named = DOMAIN + f"{self._key_name(key)}\0".encode() + text
         return hmac.digest(self._token.encode(), named, "sha256")[:_SIGNATURE_BYTES]

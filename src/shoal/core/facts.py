@@ -439,7 +439,7 @@ class ModelProfile:
         parameters = sum(len(layer.parameters) for layer in self.layers)
         return max(0.0, self.optimizer_s - self.update.of(parameters))
 
-    def placed(self, owners: Mapping[str, Owner]) -> ModelProfile:
+    def with_owners(self, owners: Mapping[str, Owner]) -> ModelProfile:
         """Return the profile with these owners of whole parameters only, by dotted name."""
         return replace(
             self,

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def give_back_freed() -> None:
+def return_free_memory() -> None:
     """Make glibc return the freed memory that it keeps to the system; on other systems do
     nothing.
     """

@@ -129,7 +129,7 @@ class Passes:
         """Note that a parallelised model is called."""
         self._trainer = threading.get_ident()
 
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         """Note a step of an optimizer. Without a backward before it, its gradients were made by
         hand.
 

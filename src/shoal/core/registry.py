@@ -59,10 +59,10 @@ def named(contract: type[T], name: str) -> T:
     Raises:
         PlanError: there is no such class. The message lists all names and the nearest one.
     """
-    return class_named(contract, name)()
+    return class_by_name(contract, name)()
 
 
-def class_named(contract: type[T], name: str) -> type[T]:
+def class_by_name(contract: type[T], name: str) -> type[T]:
     """Return the class of that name (PlanError as for `named`)."""
     classes = of(contract)
     if name not in classes:

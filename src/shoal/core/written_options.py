@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from shoal.core.errors import PlanError
-from shoal.core.registry import Contract, class_named
+from shoal.core.registry import Contract, class_by_name
 
 T = TypeVar("T", bound=Contract)
 
@@ -63,7 +63,7 @@ def parsed(text: str) -> list[NameWithOptions]:
         while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
             nodes.insert(0, tree.right)
             tree = tree.left
-        return [_named(node, text) for node in (tree, *nodes)]
+        return [_read_name(node, text) for node in (tree, *nodes)]
     # also of a NUL, and of brackets that are too deep
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if not set("(+") & set(text):  # then it is meant as a name, whatever is in it
@@ -71,7 +71,7 @@ def parsed(text: str) -> list[NameWithOptions]:
         raise PlanError(f"{text!r} is no name with options", do=_FORM) from error
 
 
-def _named(node: ast.expr, text: str) -> NameWithOptions:
+def _read_name(node: ast.expr, text: str) -> NameWithOptions:
     call = node if isinstance(node, ast.Call) else None
     name = node if call is None else call.func
     if not isinstance(name, ast.Name) or (call is not None and call.args):
@@ -90,7 +90,7 @@ def built(contract: type[T], named: NameWithOptions) -> T:
     Raises:
         PlanError: there is none of that name, it has no such option, or it is of a wrong type.
     """
-    kind: Any = class_named(contract, named.name)
+    kind: Any = class_by_name(contract, named.name)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     types = {field.name: get_type_hints(kind)[field.name] for field in fields if field.init}
     values = dict(named.options)

@@ -52,7 +52,7 @@ class NextBatchCheck:
         def answer() -> list[bool]:
             if not found:
                 finish()
-                found.extend(self._compared(comm, own, told))
+                found.extend(self._compare(comm, own, told))
                 self._asked = None
             return found
 
@@ -60,7 +60,7 @@ class NextBatchCheck:
         return answer
 
     @staticmethod
-    def _compared(comm: Comm, own: torch.Tensor, told: list[torch.Tensor]) -> list[bool]:
+    def _compare(comm: Comm, own: torch.Tensor, told: list[torch.Tensor]) -> list[bool]:
         for rank, theirs in enumerate(told):
             if not torch.equal(theirs[:2], own[:2]):
                 (epoch, step), (own_epoch, own_step) = theirs[:2].tolist(), own[:2].tolist()

@@ -48,7 +48,7 @@ def seed_worker(seed: int) -> None:
 
 
 @contextmanager
-def _kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def _keep_state(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Restore the earlier random state at the end. No other thread draws in this context."""
     with RANDOM_STATE:
         before = RandomState(generators)
@@ -79,7 +79,7 @@ class OwnRandom:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from this stream in the context."""
-        with _kept(self._generators):
+        with _keep_state(self._generators):
             if self._seed is not None:
                 seed_all(self._seed, self._seed % 2**32, self._generators)
                 self._seed = None
@@ -92,6 +92,6 @@ class OwnRandom:
 @contextmanager
 def drawing_at(seed: int) -> Iterator[None]:
     """Draw from a seed of `mix_seeds` in the context, and restore the earlier state at the end."""
-    with _kept():
+    with _keep_state():
         seed_worker(seed)
         yield

@@ -111,15 +111,15 @@ class Known(Source[T]):
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """Begin a pass over the rest of the epoch."""
         turns, is_start = self.turns(), not self.start
-        steps = self._given(fetch(), turns, self.taken, self.epoch)
+        steps = self._give_steps(fetch(), turns, self.taken, self.epoch)
         if self._ends is None:
             return steps
         return self._ends.together(steps, self.epoch, is_start=is_start)
 
-    def _given(
+    def _give_steps(
         self, batches: Iterator[Any], turns: Iterator[GlobalBatch], taken: int, epoch: int
     ) -> Iterator[LoaderStep[T]]:
-        pairs = zip(batches, _marked(turns), strict=True)
+        pairs = zip(batches, _mark_last(turns), strict=True)
         for number, (batch, (turn, is_last)) in enumerate(pairs):
             taken += turn.num
             own = self.given(batch, turn, (epoch, number))
@@ -188,7 +188,7 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
-def _marked(turns: Iterator[GlobalBatch]) -> Iterator[tuple[GlobalBatch, bool]]:
+def _mark_last(turns: Iterator[GlobalBatch]) -> Iterator[tuple[GlobalBatch, bool]]:
     """Yield each turn, and whether it is the last."""
     turn = next(turns, None)
     while turn is not None:
@@ -284,7 +284,7 @@ class Lists(Known[T]):
         is_start = not taken
         while group := list(islice(lists, num)):
             turn = self._turn(group, whole=len(group) == num and self._as_they_are(group))
-            held = self._joined(held, turn)
+            held = self._join_turns(held, turn)
             if len(held) > 1 and held[0].num >= size:
                 yield held.pop(0)
                 is_start = False
@@ -299,7 +299,7 @@ class Lists(Known[T]):
         rows = list(chain.from_iterable(group))
         return GlobalBatch(rows, len(rows), group[self.deal.rank] if whole else None)
 
-    def _joined(self, before: list[GlobalBatch], turn: GlobalBatch) -> list[GlobalBatch]:
+    def _join_turns(self, before: list[GlobalBatch], turn: GlobalBatch) -> list[GlobalBatch]:
         """Return both turns. If one has no row for some rank, it takes some of the other's rows."""
         size = self.deal.size
         if not before or (turn.num >= size and before[-1].num >= size):

@@ -248,9 +248,9 @@ class Stream(Source[T]):
     def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """Begin a pass over the rest of the stream."""
         self._dealt.tell(self.seed, self.epoch, self.start)
-        return self._given(fetch(), list(self.start), self.epoch, self.order())
+        return self._give_steps(fetch(), list(self.start), self.epoch, self.order())
 
-    def _given(
+    def _give_steps(
         self, pieces: Iterator[Any], taken: Position, epoch: int, expected: int
     ) -> Iterator[LoaderStep[T]]:
         units, deal = self._dealt.units, self.deal

@@ -115,7 +115,7 @@ class Border:
             output, lambda tensor: _cross(tensor, BorderCrossing(self, weight, outward=True)), DEPTH
         )
 
-    def outward_kept(self, weight: Weight) -> None:
+    def pass_kept_outward(self, weight: Weight) -> None:
         """Pass tensors that modules have kept in a call through the border, in place."""
         if (model := self._model()) is None:
             return

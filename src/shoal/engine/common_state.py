@@ -177,7 +177,7 @@ class NowAndThen:
         self._common, self._lane = common, lane
         self._backwards = 0
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Count a backward that has sent. Compare if it is time (a collective).
 
         Raises:

@@ -56,7 +56,7 @@ class RowCounts:
         self._calls += 1
         return self._round, self._calls - 1
 
-    def opened(self) -> None:
+    def note_opening(self) -> None:
         """Note that the backward of the round has begun."""
         self._round, self._calls = self._round + 1, 0
         if self._says_ends:
@@ -91,9 +91,9 @@ class RowCounts:
 
         number = call[0] * _MOST_CALLS + call[1] + 1
         errand = self._lane.run(work, _PURPOSE, number)
-        return lambda where: self._found(errand, found, where)
+        return lambda where: self._find(errand, found, where)
 
-    def _found(self, errand: Errand, found: list[Tensor | None], where: str) -> list[Tensor] | None:
+    def _find(self, errand: Errand, found: list[Tensor | None], where: str) -> list[Tensor] | None:
         errand.wait(where)
         if max(self._ended) >= 0:
             self.say_ends()

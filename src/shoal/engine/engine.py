@@ -151,16 +151,16 @@ class Engine(Rounds):
         """
         if self.periods:
             self._check_cleared(landed)
-        self.happened(Event.BACKWARD_ENTERED)
+        self.on_event(Event.BACKWARD_ENTERED)
         backward = self._round
         if backward.accumulating:
             backward.unsent = True
         else:
-            backward.open(self._opened, self._finish)
+            backward.open(self._note_opening, self._finish)
         return backward
 
-    def _opened(self) -> None:
-        self.happened(Event.ROUND_OPENED)
+    def _note_opening(self) -> None:
+        self.on_event(Event.ROUND_OPENED)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -170,7 +170,7 @@ class Engine(Rounds):
             self._keep(ended)
         self.routes.step += 1
         self._round = self._next_round(ended.latest)
-        self._timetable.happened(Event.BACKWARD_ENDED, ended)
+        self._timetable.on_event(Event.BACKWARD_ENDED, ended)
         self.routes.reached(f"after backward {self.routes.step - 1}")
 
     def _check_cleared(self, landed: int) -> None:
@@ -178,7 +178,7 @@ class Engine(Rounds):
 
         A gradient that has landed already may be in a `.grad` that was filled with zeros.
         """
-        names = [name for period in self.periods for name in period.uncleared()]
+        names = [name for period in self.periods for name in period.list_old_gradients()]
         if len(names) > landed:
             raise _uncleared_error(f"parameter {', '.join(names[:3])}")
 
@@ -258,9 +258,9 @@ class Engine(Rounds):
         """Whether any transfer or listener follows an optimizer's steps."""
         return self._timetable.waits_for(Event.STEP_BEGUN, Event.STEP_ENDED)
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Handle an event. Called on the main thread or in backward, alike on every rank."""
-        self._timetable.happened(event, self._round)
+        self._timetable.on_event(event, self._round)
 
     def wait(self) -> None:
         """Wait for transfers with a cadence of their own, without publishing them."""
@@ -273,7 +273,7 @@ class Engine(Rounds):
         self._timetable.settle()
 
     @contextmanager
-    def recorded(self, recorder: Recorder | None = None) -> Iterator[Recorder]:
+    def recording(self, recorder: Recorder | None = None) -> Iterator[Recorder]:
         """Record the work of the lanes and the main thread inside, by default in a new recorder."""
         recorder = Recorder() if recorder is None else recorder
         self._record(recorder)
@@ -324,7 +324,7 @@ class Engine(Rounds):
         self.routes.hear()
         self.check_sent()
         self._round.latest = None
-        self.spent.step_begun()
+        self.spent.on_step_begin()
 
     @property
     def is_accumulating(self) -> bool:

@@ -87,7 +87,7 @@ class Replicas:
         self._again: Counter[int] = Counter()  # checks in a row at which a rank has differed
         self._backwards = 0
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Count a backward that has sent. Check, if it is time.
 
         Raises:

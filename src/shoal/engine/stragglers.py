@@ -115,9 +115,9 @@ class Stragglers:
         # longest wait in a step since the last report
         self._longest: tuple[str, float] | None = None
         engine.listen(Event.FORWARD_ENTERED, self._clock.forward)
-        engine.listen(Event.BACKWARD_ENDED, self.backward_ended)
+        engine.listen(Event.BACKWARD_ENDED, self.on_backward_end)
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Measure, and report or judge if it is time."""
         if self._told is not None:
             errand, told = self._told

@@ -68,12 +68,12 @@ class Spent:
             self._entered = self._now()
 
     @eager
-    def step_begun(self) -> None:
+    def on_step_begin(self) -> None:
         """Note that an optimizer's step begins."""
         self._began = self._now()
 
     @eager
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Note that the step has ended."""
         if self._began is not None:
             (began_s, before_s), (now_s, waited_s) = self._began, self._now()

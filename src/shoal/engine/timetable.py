@@ -45,7 +45,7 @@ class Timetable:
         """Return whether there is anything to do on any of these events."""
         return any(self._listeners[event] or self._transfers[event] for event in events)
 
-    def happened(self, event: Event, backward: Round) -> None:
+    def on_event(self, event: Event, backward: Round) -> None:
         """Handle an event: tell listeners, and publish and send the transfers that are due."""
         for listener in self._listeners[event]:  # 1
             listener()

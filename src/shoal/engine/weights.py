@@ -152,7 +152,7 @@ class Weigher:
             digest = float(mark.word)
 
         def ask() -> _Asked:
-            return _compared(counts.ask(call, (count, digest, rows)), mark, lane)
+            return _compare(counts.ask(call, (count, digest, rows)), mark, lane)
 
         weight.counted(count, ask)
         if first:
@@ -165,10 +165,10 @@ class Weigher:
         """Let each count carry a mark of the common state, if no transfer does."""
         self._common = common
 
-    def opened(self) -> None:
+    def note_opening(self) -> None:
         """Note that a backward that sends has begun: later calls belong to the next one."""
         if self._counts is not None:
-            self._counts.opened()
+            self._counts.note_opening()
 
     def drain(self) -> None:
         """Wait for the counts that were asked for."""
@@ -256,10 +256,10 @@ class Weight:
         It is also None if not every rank makes the call.
         """
         if not self._is_known:
-            self._value, self._is_known = self._found(), True
+            self._value, self._is_known = self._find(), True
         return self._value
 
-    def _found(self) -> float | None:
+    def _find(self) -> float | None:
         if self._comm is None:
             return None
         if self._summed:
@@ -314,7 +314,7 @@ def _nobody() -> _Asked:
     return lambda where: []
 
 
-def _compared(asked: _Asked, mark: Mark | None, lane: Lane | None) -> _Asked:
+def _compare(asked: _Asked, mark: Mark | None, lane: Lane | None) -> _Asked:
     """Return the same function, but once all counts are there, ranks compare differing marks on a
     lane.
     """

@@ -49,7 +49,7 @@ def landing_beside(chunks: Sequence[Tensor]) -> list[Tensor]:
     return [buffers[i % AHEAD, : chunk.numel()] for i, chunk in enumerate(chunks)]
 
 
-def once_sent(chunks: Sequence[Tensor], sends: Sequence[Pending]) -> Iterator[Tensor]:
+def after_sending(chunks: Sequence[Tensor], sends: Sequence[Pending]) -> Iterator[Tensor]:
     """Each chunk as soon as it has been sent: then a total may land there.
 
     `sends` may grow, `AHEAD` before its use.

@@ -30,7 +30,7 @@ from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
 from shoal.core.pieces import chunks_of
-from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
+from shoal.exchange.arrivals import after_sending, arrivals, landing_beside
 
 _CHUNKS = 4  # at least, of a bucket that is measured in place of a large one
 
@@ -83,7 +83,9 @@ class Tree(Exchange):
                     up.append(comm.send(chunks[step], parent))
             if step == lag:
                 falling = (
-                    arrivals(comm, parent, once_sent(chunks, up)) if comm.rank > 0 else iter(chunks)
+                    arrivals(comm, parent, after_sending(chunks, up))
+                    if comm.rank > 0
+                    else iter(chunks)
                 )
             if step >= lag:  # an earlier one down
                 total = next(falling)

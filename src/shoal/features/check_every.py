@@ -88,4 +88,4 @@ class _Checks(Attachment[Running]):
         if weights or owned:
             lane = running.engine.routes.lanes[0]
             replicas = Replicas(weights, owned, self._optimizers, lane, self._every)
-            running.engine.listen(Event.BACKWARD_ENDED, replicas.backward_ended)
+            running.engine.listen(Event.BACKWARD_ENDED, replicas.on_backward_end)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from shoal.codecs.carrier_memory import Remembering, coded_carriers
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.feature import Attachment, Feature, PlanFacts
 from shoal.core.beginning import Beginning
 from shoal.core.errors import PlanError
@@ -53,7 +53,7 @@ class FirstSteps(Feature[Opening]):
 
     def __post_init__(self) -> None:
         if self._first.codec:
-            codec_named(self._first.codec)  # PlanError if there is none
+            read_codec(self._first.codec)  # PlanError if there is none
 
     @property
     def _first(self) -> Beginning:
@@ -101,7 +101,7 @@ class _FirstRounds(Attachment[Running]):
         return list(coded_carriers(self._running.engine.transfers))
 
     def _begin(self, made: int) -> None:
-        codec = codec_named(self._first.codec) if self._first.codec else None
+        codec = read_codec(self._first.codec) if self._first.codec else None
         for carrier in self._carriers():
             carrier.begin_with(self._first.steps, codec, made)
 

@@ -23,7 +23,7 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Transfer
@@ -130,7 +130,7 @@ class RoundLength:
         self._ends = NEVER if has_grown else steps + self._present * self._each
         self._set_off(self._present, self._lag if has_grown else 0, after=steps)
 
-    def stepped(self, steps: int) -> None:
+    def note_step(self, steps: int) -> None:
         """Begin the next round if its first step has been made: then the last one has ended."""
         if steps > self._ends:
             self._present = self.after(steps)
@@ -222,7 +222,7 @@ def gradients(sites: Sequence[PlacedSite], ranks: int, *, beside: bool) -> list[
     for placed in sites:
         exact = Choice("", placed.site.strategy, placed.site.exchange).without_codec().exchange
         place, label = replace(placed.place, ranks=ranks), f"gradients of {placed.label}"
-        exchange = exchange_named("direct" if beside else exact)
+        exchange = read_exchange("direct" if beside else exact)
         found += placed.strategy.apply(place, exchange, label)
     return found
 
@@ -326,7 +326,7 @@ class LocalRounds:
 
     def _note_step(self) -> None:
         self._steps += 1
-        self._rounds.stepped(self._steps)
+        self._rounds.note_step(self._steps)
         if self._left:
             self._left -= 1
             if not self._left:

@@ -21,7 +21,7 @@ from weakref import ref
 
 from torch import nn
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
@@ -159,7 +159,7 @@ class LocalSteps(Feature[Opening]):
             self._check_at_servers(plan, facts)
             return
         for choice in plan.choices:
-            exchange = choice.exchange and exchange_named(choice.exchange)
+            exchange = choice.exchange and read_exchange(choice.exchange)
             if choice.strategy == "replicate" and (
                 not exchange or isinstance(exchange, SplitExchange)
             ):

@@ -9,7 +9,7 @@ from shoal.contracts.feature import Attachment, Feature
 from shoal.core.facts import Cluster
 from shoal.engine.stragglers import Stragglers
 from shoal.planner.step import Timeline
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 
@@ -29,7 +29,7 @@ class NameStragglers(Feature[Opening]):
         profile, cluster = opening.prepared.profile, opening.prepared.cluster
         if profile is None or cluster is None or not opening.plan.in_step:
             return None
-        step = Predictor(as_planned(profile, opening.plan), cluster).as_is(opening.plan)
+        step = Predictor(with_settings_of(profile, opening.plan), cluster).as_is(opening.plan)
         return _StragglerWatch(step, cluster)
 
 

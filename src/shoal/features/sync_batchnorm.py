@@ -106,7 +106,7 @@ class SyncBatchNorm(Feature[Opening]):
         with alone(model, self.convert) as norms:
 
             def with_norms(profile: ModelProfile) -> ModelProfile:
-                return replace(profile, norms=norms.described(profile))
+                return replace(profile, norms=norms.describe(profile))
 
             yield with_norms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.codecs.coded_exchange import Coded, codec_named, exchange_named
+from shoal.codecs.coded_exchange import Coded, read_codec, read_exchange
 from shoal.codecs.summed_terms import Summed
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
@@ -34,7 +34,7 @@ def codecs_of(asked: Any) -> tuple[str, ...]:
             expected="some of " + ", ".join(of(Codec)),
             do='write codecs=["bfloat16", "int8"], or codecs="all"',
         )
-    return tuple(dict.fromkeys(str(codec_named(text)) for text in texts))
+    return tuple(dict.fromkeys(str(read_codec(text)) for text in texts))
 
 
 def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
@@ -53,14 +53,14 @@ def all_codecs(
     """Return the codecs that a plan or pins ask for, and the allowed ones."""
     codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded | Summed)]
     codecs += filter(None, (row_codec(exchange) for _, exchange in _ways(plan, pins)))
-    codecs += map(codec_named, allowed)
+    codecs += map(read_codec, allowed)
     return sorted({str(way) for codec in codecs for way in (codec, codec.there)})
 
 
 def _exchanges(plan: Plan | None, pins: Mapping[str, str] | None) -> list[Exchange]:
     asked = _ways(plan, pins)
     texts = {text for name, text in asked if text and named(Strategy, name).role.takes_exchange}
-    return [exchange_named(text) for text in texts]
+    return [read_exchange(text) for text in texts]
 
 
 def _ways(plan: Plan | None, pins: Mapping[str, str] | None) -> list[tuple[str, str]]:

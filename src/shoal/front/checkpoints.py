@@ -134,7 +134,7 @@ class Checkpoints:
         self._clock = CheckpointClock(
             every_s, _SOON_S if signals or has_agent() else max(_SOON_S, _LATE * every_s)
         )
-        self._background = Background(self._failed)
+        self._background = Background(self._note_failure)
         first = self._comm.topology.local_ranks
         self._writers = [r for r in range(self._comm.size) if not (first[r] if local else r)]
         self._channel: Comm | None = None  # channel for parts of tensors, if there are any
@@ -373,7 +373,7 @@ class Checkpoints:
             f"checkpoint {name}: taken in {taken_s:.2f} s, written in {seconds:.1f} s"
         )
 
-    def _failed(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         LOGGER.error("a checkpoint was not written, and the older ones stay: %s", error)
 
     def _settle(self) -> None:

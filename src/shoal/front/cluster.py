@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.codecs.paces import probe_codings
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
@@ -72,28 +72,28 @@ def measured_cluster(
     `asked` exchanges and `codecs` that earlier calls have not measured. The measured buckets are on
     the `device`.
     """
-    _forget_changed(session)
+    _forget_old_links(session)
     comm = session.comm
     is_kept = comm.size > 1 and not (session.other(Servers) or session.other(TailHosts))
     key = key_of_links(comm, device) if is_kept else ""
     if session.cluster is None and is_kept:
         session.cluster = known_cluster(comm, key)
-        _forget_changed(session)
+        _forget_old_links(session)
     before = session.cluster
-    cluster = _with_asked(session, asked, device, codecs)
+    cluster = _with_options(session, asked, device, codecs)
     if is_kept and cluster is not before and cluster.link.tried:  # it was measured, not given
         keep_cluster(comm, key, cluster)
     return cluster
 
 
-def _with_asked(
+def _with_options(
     session: Session, asked: Iterable[str], device: torch.device, codecs: Iterable[str]
 ) -> Cluster:
     """Return the cluster with the exchanges and codecs that are asked for."""
-    cluster = _measured(session, device)
+    cluster = _measure(session, device)
     if cluster.paces:
         session.cluster = cluster = with_codings(cluster, session.comm, codecs, device)
-    more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
+    more = {text: read_exchange(text) for text in asked if text not in cluster.paces}
     if more and cluster.paces:
         comm = session.comm
         sharing = comm.gather_objects(_machine(), "measuring the links: machines").count(_machine())
@@ -102,7 +102,7 @@ def _with_asked(
         for lane in lanes:
             lane.close()
         session.cluster = replace(cluster, paces={**cluster.paces, **paces})
-    return _measured(session, device)
+    return _measure(session, device)
 
 
 @without_autocast()
@@ -116,7 +116,7 @@ def with_codings(
     return replace(cluster, codings={**cluster.codings, **probe_codings(comm, unknown, device)})
 
 
-def _forget_changed(session: Session) -> None:
+def _forget_old_links(session: Session) -> None:
     """Forget links that carry far more or less than when they were measured.
 
     On one host there is no link, and the load of its processors decides the rate.
@@ -138,7 +138,7 @@ def _forget_changed(session: Session) -> None:
     session.cluster = None
 
 
-def _measured(session: Session, device: torch.device) -> Cluster:
+def _measure(session: Session, device: torch.device) -> Cluster:
     if session.cluster is None:
         comm = session.comm
         cores, steady, sharing = _cores(comm)

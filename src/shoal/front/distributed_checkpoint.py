@@ -81,7 +81,7 @@ class Stateful:
             return {
                 keyword: state_of(value, modules)
                 if isinstance(value, nn.Module)
-                else _packed(state_of(value, modules), class_of(value))
+                else _pack(state_of(value, modules), class_of(value))
                 for keyword, value in self._objects.items()
             }
 
@@ -117,7 +117,7 @@ class Stateful:
         return loadings(value, saved, modules, keyword)
 
 
-def _packed(state: Any, name: str) -> bytes:
+def _pack(state: Any, name: str) -> bytes:
     """Pack a state, and the name of its class, into bytes.
 
     They are safetensors. The state's JSON and the name are texts of bytes among them.

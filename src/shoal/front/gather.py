@@ -41,14 +41,14 @@ class RowsOfRanks:
 
     def gathered(self, own: Tensor) -> Tensor:
         """Return the rows of all ranks (a collective)."""
-        device, own = own.device, self._placed(own)
+        device, own = own.device, self._place(own)
         rows = own.new_empty(sum(self.counts), *own.shape[1:])
         self._exchange(rows.split(self.counts), [own] * self.comm.size, FORWARD)
         return rows.to(device)
 
     def summed(self, rows: Tensor) -> Tensor:
         """Return this rank's rows of the sum over ranks, in the order of ranks (a collective)."""
-        device, rows = rows.device, self._placed(rows)
+        device, rows = rows.device, self._place(rows)
         parts = rows.split(self.counts)
         coming = [torch.empty_like(parts[self.comm.rank]) for _ in self.counts]
         self._exchange(coming, parts, BACKWARD)
@@ -57,7 +57,7 @@ class RowsOfRanks:
             first += other
         return first.to(device)
 
-    def _placed(self, rows: Tensor) -> Tensor:
+    def _place(self, rows: Tensor) -> Tensor:
         rows = rows.detach().resolve_conj().resolve_neg().contiguous()
         return rows.cpu() if self.at_host else rows
 

@@ -138,7 +138,7 @@ class InMemory:
             raise
         self._channel = comm.channel("snapshots in memory")
         self._generations = Generations(self._channel, self._memory, self._runs[0])
-        self._background = Background(self._failed)
+        self._background = Background(self._note_failure)
         self._number: int | None = None  # the next generation's; None before any was looked for
         self._next = every
         self._since: tuple[int, float] | None = None  # the first step since the last generation
@@ -297,7 +297,7 @@ class InMemory:
             step, kept.kept_bytes, kept.sent_bytes, own_s, kept.copy_s, link_s, kept.sent_s
         )
 
-    def _failed(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         LOGGER.error("a snapshot in memory was not finished, and the one before stays: %s", error)
 
     def settle(self) -> None:

@@ -204,14 +204,14 @@ def _rank(
     try:
         end = pickle.dumps(_RankEnd(fn(*args)))
     except SystemExit as error:  # also `Served`, of a server
-        end = pickle.dumps(_RankEnd() if not error.code else _failed(error))
+        end = pickle.dumps(_RankEnd() if not error.code else _failure(error))
     except BaseException as error:
         leave(error)
-        end = pickle.dumps(_failed(error))
+        end = pickle.dumps(_failure(error))
     pipe.send_bytes(end)
 
 
-def _failed(error: BaseException) -> _RankEnd:
+def _failure(error: BaseException) -> _RankEnd:
     said = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:

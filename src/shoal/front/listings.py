@@ -41,7 +41,7 @@ class Listing:
 
 def listings(dataset: Any) -> list[Listing]:
     """Return the lists of names that a dataset has, and the lists of datasets in it."""
-    return list(_found(dataset, "dataset", _DEPTH))
+    return list(_find(dataset, "dataset", _DEPTH))
 
 
 def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
@@ -74,21 +74,21 @@ def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
             return
 
 
-def _found(dataset: Any, name: str, depth: int) -> Iterator[Listing]:
+def _find(dataset: Any, name: str, depth: int) -> Iterator[Listing]:
     if isinstance(dataset, Subset) or _is_dense(dataset):
         yield _rows(dataset, name)
     for key, value in getattr(dataset, "__dict__", {}).items():
         inner = f"{name}.{key}"
         if isinstance(value, Dataset):
             if depth:
-                yield from _found(value, inner, depth - 1)
+                yield from _find(value, inner, depth - 1)
         elif isinstance(value, np.ndarray):
             if value.ndim == 1 and value.dtype.kind in "US" and len(value) > 1:
                 yield _listing(inner, value.tolist())
         elif isinstance(value, list | tuple) and len(value) > 1:
             if isinstance(value[0], Dataset):
                 for number, each in enumerate(value[:_MOST] if depth else ()):
-                    yield from _found(each, f"{inner}[{number}]", depth - 1)
+                    yield from _find(each, f"{inner}[{number}]", depth - 1)
             elif _text(value[0]) is not None and _text(value[-1]) is not None:
                 yield _listing(inner, value)
 

@@ -65,7 +65,7 @@ def unused_micro_batches(options: Options, plan: Plan) -> str:
     )
 
 
-def untrained(session: Session, job: TrainingJob) -> str:
+def find_untrained(session: Session, job: TrainingJob) -> str:
     """Return a line about parameters that train and are in no optimizer; '' if there are none."""
     known = [*job.optimizers, *(o for held in session.optimizers.values() for o in held)]
     in_optimizers = {id(p) for o in known for group in o.param_groups for p in group["params"]}

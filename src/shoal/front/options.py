@@ -39,7 +39,7 @@ def in_a_tuple(names: Any) -> Any:
     return tuple(names) if is_many else names
 
 
-def _is_given(value: Any) -> str:
+def _describe_given(value: Any) -> str:
     return "none" if value is None else "a function"
 
 
@@ -169,7 +169,7 @@ class Options:
         ),
     )
     search_options: SearchOptions = option(DEFAULT, compared=repr)
-    count: Callable[..., float | Tensor] | None = option(None, compared=_is_given)
+    count: Callable[..., float | Tensor] | None = option(None, compared=_describe_given)
     weigh: str = option(
         WEIGH[0],
         flag=Flag(
@@ -180,7 +180,7 @@ class Options:
             choices=WEIGH,
         ),
     )
-    compute_loss: Callable[..., Any] | None = option(None, compared=_is_given)
+    compute_loss: Callable[..., Any] | None = option(None, compared=_describe_given)
     left_alone: tuple[nn.Parameter, ...] = option((), compared=None)
     buffers: Ways = option("agree", compared=in_order_of_patterns)
     features: Features = field(default=())
@@ -380,7 +380,7 @@ def _check_weigh(weigh: Any, count: Any) -> None:
         )
 
 
-def check_asked(asked: Mapping[str, Any]) -> None:
+def check_keywords(asked: Mapping[str, Any]) -> None:
     """Raise the error of an unknown keyword, or of the first feature that refuses its values."""
     _check_known(asked)
     for kind in of(Feature).values():

@@ -38,9 +38,9 @@ from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.first_batch import by_first_batch, for_sample
 from shoal.front.forward_only import for_use, mean_of_output, thaw_all
 from shoal.front.learning_loss import learning_loss, spread_loss
-from shoal.front.no_effect import effective, untrained
+from shoal.front.no_effect import effective, find_untrained
 from shoal.front.options import AUTO, Options
-from shoal.front.parallel_ranks import alone, chosen, how_profiled, job_of, profiled, spread
+from shoal.front.parallel_ranks import alone, chosen, job_of, profile_options, profiled, spread
 from shoal.front.replan import at_epoch_ends
 from shoal.front.request import (
     Request,
@@ -277,7 +277,7 @@ def by_options(
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     job = job_of(request, loss_fn, optimizers)
-    Stages(speaks=comm.rank == 0 and comm.size > 1).say(untrained(session, job))
+    Stages(speaks=comm.rank == 0 and comm.size > 1).say(find_untrained(session, job))
     if comm.size == 1 and request.is_nothing_for_one():
         return given, alone(session, job, sample), optimizer
     if sample is None and job.compute_loss is not None:
@@ -367,7 +367,7 @@ def plan_by_options(
     check_updated_everywhere(optimizers, model, request.draft)
     job = job_of(request, loss_fn, optimizers)
     has_tail = request.facts.tail_hosts > 0
-    how = how_profiled(request, request.draft.micro_batches if has_tail else None)
+    how = profile_options(request, request.draft.micro_batches if has_tail else None)
     with all_uncompiled:
         profile = profiled(job, sample, comm, request.features, replace(how, counted=True))
     wanted = all_codecs(None, options.pins, options.allowed_codecs)

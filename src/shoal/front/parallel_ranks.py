@@ -23,7 +23,7 @@ from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.freed_memory import give_back_freed
+from shoal.core.freed_memory import return_free_memory
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import named
 from shoal.core.side_threads import side_threads
@@ -45,7 +45,7 @@ from shoal.planner.dealt_plans import way_of_dealing
 from shoal.planner.plan_details import with_sharing
 from shoal.planner.search import predict_again
 from shoal.planner.search_options import Constraints
-from shoal.planner.timeline import as_planned
+from shoal.planner.timeline import with_settings_of
 from shoal.profiling.layers import ProfileOptions, profile_model
 from shoal.profiling.tails import tail_of
 from shoal.profiling.trials import warn_of_unlike
@@ -58,7 +58,7 @@ from shoal.session.additions import add
 from shoal.session.attach import attach
 from shoal.session.compiled_models import all_uncompiled
 from shoal.session.job import TrainingJob
-from shoal.session.memory import keep_freed
+from shoal.session.memory import keep_free_memory
 from shoal.session.opening import Prepared
 from shoal.session.replan_record import Again, keep
 from shoal.session.session import Session, found
@@ -132,13 +132,13 @@ def _spread(
 ) -> Any:
     comm, model, options = session.comm, job.model, request.options
     stages = Stages(speaks=comm.rank == 0)
-    keep_freed()
-    session.end_gone()  # before this model is measured: they keep parts of models
+    keep_free_memory()
+    session.end_dropped_models()  # before this model is measured: they keep parts of models
     comm.reached("parallelize: measuring the model")
-    how = how_profiled(request, _micro_batches(session, request))
+    how = profile_options(request, _micro_batches(session, request))
     if comm.size == 1 and how.row_parts is None:  # nothing is given to other ranks
         how = replace(how, row_parts=1)
-    profile = _profiled_or_known(job, sample, comm, request.features, how)
+    profile = _profile_or_recall(job, sample, comm, request.features, how)
     if terms is not None:
         profile = replace(profile, terms=replace(terms, kept=profile.terms.kept))
     alike = job.loss_fn is not None and inputs_alike(comm, *sample)
@@ -150,11 +150,11 @@ def _spread(
         device_of(model),
         all_codecs(request.given_plan, options.pins, options.allowed_codecs),
     )
-    give_back_freed()
+    return_free_memory()
     stages.done("measuring the links")
     comm.reached("parallelize: planning and rewriting")
     facts = replace(request.facts, profile=profile, cluster=cluster)
-    plan, values = _planned(session, request, facts)
+    plan, values = _make_plan(session, request, facts)
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, plan)
@@ -201,16 +201,16 @@ def follow(
     loss, attached = attach(session, job, prepared)
     torch.clear_autocast_cache()  # within autocast the cache holds casts of the old weights
     if cuts(plan):
-        give_back_freed()
+        return_free_memory()
     for optimizer in job.optimizers:
         session.notice_training(optimizer, alone=False)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
-    placed = as_planned(profile, plan)
+    placed = with_settings_of(profile, plan)
     session.attached[model] = replace(attached, profile=placed, cluster=plan.on(found.cluster))
     return loss
 
 
-def how_profiled(request: Request, micro_batches: int | None) -> ProfileOptions:
+def profile_options(request: Request, micro_batches: int | None) -> ProfileOptions:
     """Return the options for profiling a model.
 
     Args:
@@ -237,7 +237,7 @@ def _micro_batches(session: Session, request: Request) -> int | None:
     return None if tail is None or tail.calls > 1 else request.draft.micro_batches
 
 
-def _profiled_or_known(
+def _profile_or_recall(
     job: TrainingJob, sample: Any, comm: Comm, features: Features, how: ProfileOptions
 ) -> ModelProfile:
     """Profile a model, with the times of an earlier start if they are known."""
@@ -292,7 +292,7 @@ def _others_frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _planned(
+def _make_plan(
     session: Session, request: Request, facts: PlanFacts
 ) -> tuple[Plan, Mapping[str, Tensor]]:
     """Return rank 0's plan and differing values. All ranks compare values while rank 0 searches."""

@@ -62,7 +62,7 @@ def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
             return value.detach().cpu().to(_wide(value)), own_weight
         return _on_cpu(_number(value, "the value")), own_weight
 
-    told = _told(checked, "shoal.mean()")
+    told = _tell(checked, "shoal.mean()")
     _check_alike([tuple(tensor.shape) for tensor, _ in told], "shoal.mean()")
     weights = [own for _, own in told]
     if not any(weights):
@@ -111,7 +111,7 @@ def gather(tensor: Tensor) -> Tensor:
         needs = rows.requires_grad, torch.is_grad_enabled()
         return str(rows.dtype), tuple(rows.shape), rows.device.type, *needs
 
-    told = _told(checked, FORWARD)
+    told = _tell(checked, FORWARD)
     rows, comm = own[0], ranks()
     if len(told) == 1:
         return torch.cat([rows])
@@ -150,7 +150,7 @@ def _rows_of(tensor: Any) -> Tensor:
     return rows if type(rows) in (Tensor, nn.Parameter) else torch.cat([rows])
 
 
-def _told(work: Callable[[], Any], purpose: str) -> Sequence[Any]:
+def _tell(work: Callable[[], Any], purpose: str) -> Sequence[Any]:
     """Return every rank's result of that work. An error on one of them is an error on all."""
     comm = ranks()
     try:

@@ -39,7 +39,7 @@ from shoal.contracts.batch import mapped
 from shoal.contracts.sample import Objective
 from shoal.contracts.versions import install_shoal
 from shoal.core.errors import UsageError
-from shoal.front.options import check_asked
+from shoal.front.options import check_keywords
 
 CPU = torch.device("cpu")
 _BUILDERS = {
@@ -122,9 +122,9 @@ class Recipe:
         With a compute_loss the batch stays as it is.
         """
         if self.compute_loss is not None:
-            return mapped(batch, self._moved)
+            return mapped(batch, self._move)
         is_pair = isinstance(batch, list | tuple) and len(batch) == 2
-        return mapped(tuple(batch) if is_pair else (batch, None), self._moved)
+        return mapped(tuple(batch) if is_pair else (batch, None), self._move)
 
     def right(self, model: nn.Module, batch: Any) -> tuple[float, int]:
         """Return the correct answers in a batch, and all answers, if there is an accuracy."""
@@ -134,7 +134,7 @@ class Recipe:
         x, y = batch
         return self.accuracy(model(x), y)
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
     def _wrong(self, builder: str, built: Any) -> UsageError:
@@ -170,7 +170,7 @@ def load(path: str | Path) -> Recipe:
     own = [
         name for name, value in there.items() if getattr(value, "__module__", "") == module.__name__
     ]
-    given = {name: usage for name, usage in _BUILDERS.items() if not _replaced(name, there)}
+    given = {name: usage for name, usage in _BUILDERS.items() if not _replaces(name, there)}
     if "loss" in there and "compute_loss" in there:
         raise UsageError(
             "the recipe has both loss() and compute_loss(model, batch)",
@@ -194,7 +194,7 @@ def load(path: str | Path) -> Recipe:
     if hasattr(module, "SYNC_BATCHNORM"):
         asked = {"sync_batchnorm": module.SYNC_BATCHNORM, **asked}
     try:
-        check_asked(asked)
+        check_keywords(asked)
     except UsageError as error:
         raise error.struck(str(path)) from error
     return Recipe(
@@ -208,7 +208,7 @@ def load(path: str | Path) -> Recipe:
     )
 
 
-def _replaced(builder: str, there: Container[str]) -> bool:
+def _replaces(builder: str, there: Container[str]) -> bool:
     """Return whether a recipe replaces a builder."""
     return builder == "loss" and "compute_loss" in there
 
@@ -231,7 +231,7 @@ def _require_recipe(path: Path) -> None:
     }
     own = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
     for name, usage in _BUILDERS.items():
-        if name not in bound and not _replaced(name, bound) and "import *" not in source:
+        if name not in bound and not _replaces(name, bound) and "import *" not in source:
             raise _missing(path, own, name, usage)
 
 

@@ -60,7 +60,7 @@ def unparallelize(model: nn.Module) -> None:
     session, model = current(), without_compilation(model)
     session.comm.reached("unparallelize: comparing what the ranks were given")
     running = agreed(
-        session.comm, lambda: _checked(session, model), "unparallelize: checking the model"
+        session.comm, lambda: _running_model(session, model), "unparallelize: checking the model"
     )
     require_same_model(session, running, "unparallelize", "release")
     if running is not None:
@@ -86,7 +86,7 @@ def unparallelize(model: nn.Module) -> None:
         unparallelize(loss)
 
 
-def _checked(session: Session, model: nn.Module) -> Running | None:
+def _running_model(session: Session, model: nn.Module) -> Running | None:
     """Return the running model; None if this process is alone."""
     if model not in session.optimizers:
         raise UsageError(

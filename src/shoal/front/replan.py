@@ -80,13 +80,13 @@ def replan(model: nn.Module) -> bool:
     """
     session, model = current(), without_compilation(model)
     session.comm.reached("replan: comparing what the ranks were given")
-    again = agreed(session.comm, lambda: _checked(session, model), "replan: checking the model")
+    again = agreed(session.comm, lambda: _record_of(session, model), "replan: checking the model")
     if again is None:
         return False
     attached = session.attached[model]
     require_same_model(session, attached.running, _CALL, _CALL)  # 1
     stages = Stages(speaks=session.comm.rank == 0)
-    outcome = _measured(session, model, attached, stages)  # 2
+    outcome = _measure(session, model, attached, stages)  # 2
     if outcome is None:
         return False
     profile, cluster = correct_facts(attached.profile, attached.cluster, outcome)
@@ -102,7 +102,7 @@ def replan(model: nn.Module) -> bool:
     return True
 
 
-def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
+def _record_of(session: Session, model: nn.Module) -> Again[Request] | None:
     """Return the record that the model keeps for `replan`; None if this process is alone."""
     if attached_of(model) is None and model not in session.released:
         return None
@@ -116,7 +116,7 @@ def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
     return again
 
 
-def _measured(
+def _measure(
     session: Session, model: nn.Module, attached: Attached, stages: Stages
 ) -> Outcome | None:
     """Return the measured step, the same on every rank; None if a rank must keep its plan."""

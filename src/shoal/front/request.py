@@ -349,7 +349,7 @@ def require_same(
     comm: Comm, request: Request, model: nn.Module, optimizers: list[Optimizer]
 ) -> None:
     """Raise RanksDiffer if ranks ask for different things. Models are compared later."""
-    own = _compared(request, model, optimizers)
+    own = _parts_to_compare(request, model, optimizers)
     first, *other_ranks = comm.gather_objects(own, "parallelize: comparing what was given")
     for rank, theirs in enumerate(other_ranks, start=1):
         for key in [*first, *(name for name in theirs if name not in first)]:
@@ -366,7 +366,9 @@ def require_same(
                 )
 
 
-def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+def _parts_to_compare(
+    request: Request, model: nn.Module, optimizers: list[Optimizer]
+) -> dict[str, Any]:
     """Return the parts of a request that ranks compare, by their names in messages."""
     plan, given = request.draft, request.given_plan is not None
     of_plan: dict[str, Any] = {"plan": "a plan of its own" if given else "auto"}

@@ -160,7 +160,7 @@ def taken(
     forms = {}
     for keyword, value in objects.items():  # save 3
         optimizer = isinstance(value, Optimizer)
-        forms[keyword] = snapshot.encoded(
+        forms[keyword] = snapshot.encode(
             keyword, state_of(value, modules, keeping=keeping), strip="state/" if optimizer else ""
         )
     # no warnings for generations in memory, which would repeat them
@@ -174,9 +174,9 @@ def taken(
     software = versions()
     return State(
         objects=forms,
-        random=snapshot.encoded(RANDOM, states),
+        random=snapshot.encode(RANDOM, states),
         models=_describe_models(objects),
-        features=snapshot.encoded(FEATURES, features) if features else None,
+        features=snapshot.encode(FEATURES, features) if features else None,
         step=step,
         classes={path: name for path, value in members(objects) if (name := class_of(value))},
         written_by={"shoal": software.shoal, "torch": software.torch},
@@ -288,7 +288,7 @@ def writing(where: str) -> Iterator[None]:
 def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, Any]:
     """Put saved values into objects, and return the plain data (a collective)."""
 
-    read = agreed(comm, lambda: _checked(saved, objects, comm), _READING)
+    read = agreed(comm, lambda: _read_parts(saved, objects, comm), _READING)
     for _, attached in _attached_models(objects):
         attached.engine.settle()
     load_all(comm, read.loadings)
@@ -325,7 +325,7 @@ class _ReadParts:
     features: Mapping[str, Mapping[str, Any]]
 
 
-def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts:
+def _read_parts(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts:
     """Read all that objects ask for, and check that it fits. Nothing changes yet."""
     unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
     if unknown:
@@ -347,15 +347,15 @@ def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts
     ]
     random = None
     if any(isinstance(member, Optimizer) for _, member in found_members):
-        random = saved.decoded(RANDOM, saved.state.random)
+        random = saved.decode(RANDOM, saved.state.random)
         if problem := randomness.problem(random):
-            raise saved.corrupted(f"random: {problem}")
+            raise saved.corrupted_error(f"random: {problem}")
     features = _features(saved)
     for path, attached in _attached_models(objects):
         for name, attachment in attached.running.attachments.items():
             state = features.get(name, {}).get(path)
             if state is not None and (problem := attachment.problem(state)):
-                raise saved.corrupted(f"the state of {name}, {path}: {problem}")
+                raise saved.corrupted_error(f"the state of {name}, {path}: {problem}")
     plain = {keyword: value for keyword, value in read.items() if keyword not in have_state}
     return _ReadParts(wanted, plain, random, features)
 
@@ -363,17 +363,17 @@ def _checked(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> _ReadParts
 def _features(saved: Saved) -> dict[str, dict[str, Any]]:
     """Return the saved states of features, by their names, then by the way to a model."""
     if saved.state.features is not None:
-        kept: dict[str, dict[str, Any]] = saved.decoded(FEATURES, saved.state.features)
+        kept: dict[str, dict[str, Any]] = saved.decode(FEATURES, saved.state.features)
         if not isinstance(kept, dict) or not all(isinstance(of, dict) for of in kept.values()):
-            raise saved.corrupted("features: no states by the way to a model")
+            raise saved.corrupted_error("features: no states by the way to a model")
         return kept
     # version 1: earlier releases wrote states in another form
-    owed = saved.decoded(_RESIDUALS, saved.state.residuals)
-    outer = saved.decoded(_OUTER, saved.state.outer)
+    owed = saved.decode(_RESIDUALS, saved.state.residuals)
+    outer = saved.decode(_OUTER, saved.state.outer)
     for name, by_path in ((_RESIDUALS, owed), (_OUTER, outer)):
         unlike = [unlike_tensors(states) for states in by_path.values()]
         if problem := next(filter(None, unlike), ""):
-            raise saved.corrupted(f"{name}: {problem}")
+            raise saved.corrupted_error(f"{name}: {problem}")
     return before_features(saved.state.models, owed, outer)
 
 

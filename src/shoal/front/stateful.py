@@ -82,7 +82,7 @@ def state_of(value: Any, modules: Modules, *, keeping: Keeping | None = None) ->
         return _of_module(without_compilation(value), spread=keeping is not None)  # save 4
     if isinstance(value, Optimizer):
         state = value.state_dict() if keeping is None else kept_state_dict(value, keeping)  # save 5
-        return _named(value, state, modules)
+        return _with_names(value, state, modules)
     if isinstance(value, Positioned):
         return _of_loader(value)
     if has_state(value):
@@ -264,7 +264,7 @@ class _Named:
         return cls(parameters, own, any(p in names for p in parameters))
 
 
-def _named(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> dict[str, Any]:
+def _with_names(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> dict[str, Any]:
     """Return an optimizer's state with names in place of numbers."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, _Named.of(optimizer, modules).names, strict=True))  # save 6
@@ -279,7 +279,7 @@ def _named(optimizer: Optimizer, state: Mapping[str, Any], modules: Modules) -> 
 def _number(
     optimizer: Optimizer, saved: Mapping[str, Any], modules: Modules, path: str
 ) -> dict[str, Any]:
-    """Return a state of `_named` with the numbers that parameters have in this optimizer."""
+    """Return a state of `_with_names` with the numbers that parameters have in this optimizer."""
     own = _Named.of(optimizer, modules)
     saved_names: list[str] = [name for group in saved["param_groups"] for name in group["params"]]
     known = own.known and not all(name.startswith("parameter ") for name in saved_names)
@@ -314,14 +314,14 @@ def _number(
 def _lay_out(state: Any, parameter: Tensor) -> Any:
     """Copy a parameter's state so that its tensors have the parameter's memory layout."""
 
-    def laid(value: Any) -> Any:
+    def lay(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
         if value.stride() == parameter.stride():
             return value
         return torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
 
-    return {key: laid(value) for key, value in state.items()} if isinstance(state, dict) else state
+    return {key: lay(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 def _has_own_state(module: nn.Module) -> bool:
@@ -357,7 +357,7 @@ def check_module(module: nn.Module, saved: Any, path: str) -> None:
     if narrowed:
         raise UsageError(
             f"the checkpoint is of another model than {path}: types of numbers differ",
-            got=_listed(narrowed),
+            got=_list_names(narrowed),
             do="load it into a model that is made with the same types",
         )
 
@@ -371,13 +371,13 @@ def _other_names(what: str, own: Sequence[str], saved: Sequence[str]) -> UsageEr
     near = difflib.get_close_matches(missing[0], more, n=1) if missing else []
     return UsageError(
         f"the checkpoint is of another model than that of {what}: names differ",
-        got=f"not saved: {_listed(missing)}; not in {what}: {_listed(more)}",
+        got=f"not saved: {_list_names(missing)}; not in {what}: {_list_names(more)}",
         expected="the same names",
         do="load it into a model that is made as it was"
         + (f"; {near[0]} may be {missing[0]} today" if near else ""),
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN]) or "none"
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

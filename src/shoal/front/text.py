@@ -245,7 +245,7 @@ def _step(explanation: Explanation) -> Text:
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)
-        + _placed(explanation.placement)
+        + _placement(explanation.placement)
         + _idle(explanation.idle)
     )
 
@@ -297,7 +297,7 @@ def norms_in_step(norms: Sequence[SyncNorm]) -> str:
     return f"batch norm over all ranks: {layers} ({nbytes:,} bytes to every other rank a step)"
 
 
-def _placed(placement: Placement) -> str:
+def _placement(placement: Placement) -> str:
     if placement == BALANCED:
         return ""
     if isinstance(placement, str):

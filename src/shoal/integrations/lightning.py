@@ -168,7 +168,7 @@ class ShoalStrategy(_Parallel):
         if not self.lightning_module.automatic_optimization:
             if self._manual.records(closure_loss):
                 return closure_loss.detach()
-            closure_loss = self._manual.weighed(closure_loss)
+            closure_loss = self._manual.weigh(closure_loss)
         loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
 
@@ -313,7 +313,7 @@ class _ManualLoss:
             def compute_loss(_: nn.Module, batch: Any) -> Tensor:
                 if self._loss is not None:
                     return self._loss
-                return self._measured(batch, *rest, **kwargs)
+                return self._measure(batch, *rest, **kwargs)
 
             strategy._loss = strategy._parallelize(compute_loss, sample=self._batch)
         try:
@@ -321,7 +321,7 @@ class _ManualLoss:
         finally:
             self._batch = None
 
-    def weighed(self, loss: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor) -> Tensor:
         """Return the same loss, weighed by the rows of the batch."""
         strategy = self._strategy
         if strategy._loss is None or self._batch is None:
@@ -333,7 +333,7 @@ class _ManualLoss:
             self._loss = None
         return weighed
 
-    def _measured(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _measure(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum of the losses of a step that leaves no trace."""
         strategy = self._strategy
         module, self._losses = strategy.lightning_module, []

@@ -82,10 +82,10 @@ def epoch_loader(loader: Any, batch: Any, size: int) -> EpochLoader:
         )
     if isinstance(loader, ShardedLoader | ShardedBatches):
         return EpochLoader(loader)
-    return EpochLoader(_dealt(loader, batch), _rows_of(loader, batch, size))
+    return EpochLoader(_deal(loader, batch), _rows_of(loader, batch, size))
 
 
-def _dealt(loader: Any, batch: Any) -> Any:
+def _deal(loader: Any, batch: Any) -> Any:
     """Deal a loader. That of `predict` notes which rows each rank has taken."""
     wrapper = getattr(loader, "batch_sampler", None)
     if not isinstance(wrapper, distributed._IndexBatchSamplerWrapper):

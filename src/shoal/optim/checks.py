@@ -51,7 +51,7 @@ def check_optimizer(optimizer: Any) -> None:
     )
 
 
-def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
+def check_parameters(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
     """Refuse steps of parameters outside these sets, which belong to parallelised models."""
     known = list(known)
     for number, group in enumerate(optimizer.param_groups):

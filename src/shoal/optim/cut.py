@@ -84,7 +84,7 @@ class CutPart(Part):
                 state[parameter] = self._states.pop(parameter)
         self._opened.callback(self._put_away, parameters)
         for parameter in parameters:
-            gradient, part = cut_of(parameter).settled(parameter), part_of(parameter)
+            gradient, part = cut_of(parameter).settle(parameter), part_of(parameter)
             if gradient is None or gradient.layout is not torch.strided:
                 continue
             if gradient.stride() != part.stride():
@@ -126,7 +126,7 @@ class CutPart(Part):
 
     def _settle(self) -> None:
         for parameter in self.parameters():
-            cut_of(parameter).settled(parameter)
+            cut_of(parameter).settle(parameter)
 
     def scale(self, factor: Tensor) -> None:
         self._settle()

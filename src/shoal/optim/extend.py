@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.engine.engine import Engine
-from shoal.optim.checks import Arguments, SeenScaler, check_known, checked_step
+from shoal.optim.checks import Arguments, SeenScaler, check_parameters, checked_step
 from shoal.optim.closure_loss import LossOfRanks
 from shoal.optim.methods import Methods
 from shoal.optim.part import Keeping, Part, put, shown
@@ -198,12 +198,12 @@ class _Extension:
         loss = self.trained[-1].loss
         changed = checked_step(self._declared, args, kwargs, self._check_sent, loss)
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]
-        check_known(optimizer, known)
+        check_parameters(optimizer, known)
         return changed
 
     def _note_step(self, *_: object) -> None:
         for trained in self.trained:
-            trained.engine.spent.step_ended()
+            trained.engine.spent.on_step_end()
 
     def _check_sent(self) -> None:
         for trained in self.trained:
@@ -244,7 +244,7 @@ class _Extension:
 
     def _tell(self, event: Event) -> None:
         for trained in self.trained:
-            trained.engine.happened(event)
+            trained.engine.on_event(event)
 
     def _close(self) -> None:
         # step 9: the first part sees the groups in their first state

@@ -42,7 +42,7 @@ class TablePart(Part):
         self.absorb(held)
         attributes_now = attributes(self.optimizer)
         for group in self.optimizer.param_groups:
-            for _, table in self._found(group["params"]):
+            for _, table in self._tables_among(group["params"]):
                 table.step(self._number, settings(group), attributes_now)
         self.mark(held)
         self._hidden.enter_context(hidden(held))  # step 7
@@ -51,24 +51,26 @@ class TablePart(Part):
         self._hidden.close()
 
     def norms(self, order: float) -> list[Tensor]:
-        tables = self._found(self.parameters())
+        tables = self._tables_among(self.parameters())
         return [norm for _, table in tables for norm in table.norms(order)]
 
     def scale(self, factor: Tensor) -> None:
-        for _, table in self._found(self.parameters()):
+        for _, table in self._tables_among(self.parameters()):
             table.scale(factor)
 
     def whole_state(self) -> States:
-        tables = self._found(self.parameters())
+        tables = self._tables_among(self.parameters())
         return {parameter: table.state(self._number) for parameter, table in tables}
 
     def take_state(self) -> None:
-        tables = self._found(self.parameters())
+        tables = self._tables_among(self.parameters())
         for parameter, table in tables:
             table.take_state(self._number, self.optimizer.state.pop(parameter, {}))
         self.mark(parameter for parameter, _ in tables)
 
-    def _found(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, FarTable]]:
+    def _tables_among(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> list[tuple[nn.Parameter, FarTable]]:
         """Return this model's tables among some parameters, each with its table."""
         cuts = [(parameter, cut_of(parameter)) for parameter in parameters if self.has(parameter)]
         return [(parameter, cut) for parameter, cut in cuts if isinstance(cut, FarTable)]

@@ -114,10 +114,10 @@ class LocalResults:
         if number in expression.told:
             return expression.told[number]
         if expression not in self._known:
-            self._known[expression] = self._computed(expression)
+            self._known[expression] = self._compute(expression)
         return self._known[expression][number]
 
-    def _computed(self, expression: Expression) -> Mapping[int, Tensor]:
+    def _compute(self, expression: Expression) -> Mapping[int, Tensor]:
         if expression.function is None:
             return self._read(expression.forwards[0])
         args, kwargs = with_slices(

@@ -271,7 +271,7 @@ class EndedForward:
             return reading.told
         if reading.values is not None:
             raise ReadsHere(self._part.named(reading.values, purpose * trains), is_alone=True)
-        self._part.gathered = self._gathered(self._part)
+        self._part.gathered = self._gather(self._part)
         raise ReadsHere(self._part.gathered, is_alone=False)
 
     def _share(self, ended: Expression, takes_grad: Sequence[bool]) -> None:
@@ -284,7 +284,7 @@ class EndedForward:
             comm.attendance.share(self._part)
             comm.attendance.hold(self._part)
 
-    def _gathered(self, part: EndPart) -> Mapping[int, Tensor]:
+    def _gather(self, part: EndPart) -> Mapping[int, Tensor]:
         """Bring each rank the values of its own rows, with their gradients (a collective)."""
         self.run.comm.journal.begins(GATHERING)
         gathered, ended = {}, self._ended()

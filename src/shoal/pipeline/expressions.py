@@ -47,7 +47,7 @@ class Expression:
         forms: Sequence[Tensor] = (),
     ) -> None:
         self.forwards, self.function, self.forms = forwards, function, forms
-        self.arguments: Any = pytree.tree_map(_kept, arguments)
+        self.arguments: Any = pytree.tree_map(_keep, arguments)
         self.is_loss = False  # whether the function is the loss that parallelize was given
         self.modes = ThreadModes.now()
         self.number: int | None = None  # number of the computed expression
@@ -114,7 +114,7 @@ def _is_ours(leaf: Any) -> bool:
     return isinstance(leaf, SliceBounds)
 
 
-def _kept(leaf: Any) -> Any:
+def _keep(leaf: Any) -> Any:
     """Return a tensor as it is now: the script may change it before it is used."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import nn
 
-from shoal.core.freed_memory import give_back_freed
+from shoal.core.freed_memory import return_free_memory
 from shoal.pipeline.moving_buffers import MovingBuffer
 from shoal.pipeline.stations import Stations
 from shoal.pipeline.walk import Position
@@ -94,7 +94,7 @@ class Homes:
                 else:
                     self.hold(name, self.frozen.pop(name), rank)
         if homes.keys() - self.moving.keys():
-            give_back_freed()
+            return_free_memory()
 
 
 def homes_of(

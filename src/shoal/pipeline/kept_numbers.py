@@ -52,7 +52,7 @@ class KeptNumbers:
             output = forward(*args, **kwargs)
             if isinstance(running_walk(), Recording):
                 check_objects((args, kwargs))  # it may have filled a cache
-                found = self._found()
+                found = self._find_absent()
                 self._written |= found
                 return WithKept(output, {p: v for p, v in found.items() if _are_numbers(v)})
             places = [place for place, value in self._written.items() if _are_numbers(value)]
@@ -70,7 +70,7 @@ class KeptNumbers:
         for place, value in self._written.items():
             self._put(place, kept.get(place, value))
 
-    def _found(self) -> dict[Place, Any]:
+    def _find_absent(self) -> dict[Place, Any]:
         """Return the attributes that hold values of this walk, all of which are absent."""
         return {
             (name, attribute): _copy_values(value)

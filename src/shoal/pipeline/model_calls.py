@@ -38,7 +38,7 @@ class PipelineCalls:
             return forward(*args, **kwargs)
         # an output of before, which this rank looks at
         args, kwargs = mapped(
-            lambda leaf: leaf.looked() if isinstance(leaf, EndOutput) else leaf, (args, kwargs)
+            lambda leaf: leaf.look() if isinstance(leaf, EndOutput) else leaf, (args, kwargs)
         )
         check_objects((args, kwargs))
         self.pipeline.comm.reached("a call of the model, which is in a pipeline")

@@ -126,7 +126,7 @@ class EndOutput(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(first._form, *args[1:], **kwargs)
             if is_change(func):
-                return _changed(func, first, args, kwargs)
+                return _change(func, first, args, kwargs)
         if any(
             isinstance(leaf, EndOutput) and leaf.bound() is not None
             for leaf in tensors_in((args, kwargs))
@@ -140,12 +140,12 @@ class EndOutput(Tensor):
             except Unclear:
                 pass
             except Changing:
-                return _changed(func, first, args, kwargs)
+                return _change(func, first, args, kwargs)
         look = _seen if name in _SEES else looked
         args, kwargs = mapped(look, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
-    def looked(self) -> Tensor:
+    def look(self) -> Tensor:
         """Return the values (a collective); their gradient goes back to the end."""
         if (bound := self.bound()) is not None:
             return bound
@@ -168,7 +168,7 @@ class EndOutput(Tensor):
         base = self
         while base._viewed_from is not None:
             base, _ = base._viewed_from
-        values = base.looked()
+        values = base.look()
         if base.forward.is_alone:
             raise UsageError(
                 "one rank alone changes the output of a pipeline in place, or hooks into it",
@@ -219,7 +219,7 @@ class EndOutput(Tensor):
 
 def looked(leaf: Any) -> Any:
     """Return a value, of an output, its values for this rank."""
-    return leaf.looked() if isinstance(leaf, EndOutput) else leaf
+    return leaf.look() if isinstance(leaf, EndOutput) else leaf
 
 
 def _seen(leaf: Any) -> Any:
@@ -232,7 +232,7 @@ def as_bound(leaf: Any) -> Any:
     return leaf if bound is None else bound
 
 
-def _changed(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
+def _change(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
     """Change an output in place, or hook into it."""
     if not isinstance(first, EndOutput):
         args, kwargs = mapped(_bound_now, (tuple(args), kwargs))

@@ -282,10 +282,10 @@ class _Passage:
                 running[rank] -= done
                 if running[rank] <= _ROUNDING:
                     del running[rank]
-                    self._sent(rank, *self._left[rank].pop(), now)
+                    self._send_results(rank, *self._left[rank].pop(), now)
         return now
 
-    def _sent(self, rank: int, number: int, micro: int, now: float) -> None:
+    def _send_results(self, rank: int, number: int, micro: int, now: float) -> None:
         """Let the results of a task go to the next station."""
         if number + 1 == len(self._stations):
             return

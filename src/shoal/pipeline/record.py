@@ -269,7 +269,7 @@ class Recording(Walk):
         made = tensors_in(output)
         if not made:
             for tensor in used:
-                self._used(tensor, self.here)
+                self._note_use(tensor, self.here)
             if given and self._forms.needs_values(function, args, kwargs):
                 self._look(used)
             return output
@@ -278,7 +278,7 @@ class Recording(Walk):
         self.record.functions[position] = getattr(function, "__name__", "")
         if parameters:
             self.record.parameters[position] = parameters
-        self._noted(position, position, used, made, given=given)
+        self._note(position, position, used, made, given=given)
         return output
 
     def _writes(self, written: Sequence[Tensor], *, given: bool) -> None:
@@ -350,36 +350,36 @@ class Recording(Walk):
             used = tensors_in((args, kwargs))
             known = signature(args, kwargs, module)
             for tensor in used:
-                self._used(tensor, position)
+                self._note_use(tensor, position)
         with without_hooks(module), without_backward_hooks(module):
             output = self.walk_into(position, module, args, kwargs)
         look_into_dataclasses(output)
         with self.aside():
             made = tensors_in(output)
             for tensor in made:
-                self._used(tensor, (*position, END))
+                self._note_use(tensor, (*position, END))
             given = not any(True for _ in module.parameters()) and not any(
                 map(is_empty, [*used, *made])
             )
             self.record.returned[position, known] = returned(args, kwargs, output)
-            self._noted(position, (*position, END), used, made, given=given)
+            self._note(position, (*position, END), used, made, given=given)
         return output
 
-    def checkpoint_ended(self, begin: Position) -> None:
+    def on_checkpoint_end(self, begin: Position) -> None:
         events = [*self.record.calls, *self.record.functions]
         first = min((event for event in events if event >= begin), default=begin)
         self.record.checkpoints[begin] = first, self.here
 
-    def finished(self, output: Any) -> None:
+    def finish(self, output: Any) -> None:
         """Note the output of the forward."""
         look_into_dataclasses(output)
         for tensor in tensors_in(output):
-            self._used(tensor, (END,))
+            self._note_use(tensor, (END,))
         self.record.countings = [
             each for each in self.record.countings if id(each.buffer) not in self._moved
         ]
 
-    def _noted(
+    def _note(
         self,
         position: Position,
         made_at: Position,
@@ -402,7 +402,7 @@ class Recording(Walk):
         )
         self.record.inputs[position] = from_given
         for tensor in used:
-            self._used(tensor, position)
+            self._note_use(tensor, position)
         for number, tensor in enumerate(made):
             self._made(tensor, (position, number), made_at, given=given, inputs=inputs)
 
@@ -418,7 +418,7 @@ class Recording(Walk):
         self.record.values[name] = Value(made, given, nbytes, tensor.requires_grad, inputs)
         self._names[tensor] = name
 
-    def _used(self, tensor: Tensor, position: Position) -> None:
+    def _note_use(self, tensor: Tensor, position: Position) -> None:
         if (name := self._names.get(tensor)) is not None:
             self.record.uses.setdefault(name, []).append(position)
 
@@ -462,7 +462,7 @@ def recorded(
                 ) from None
             filled.add(found.position)
             continue
-        recording.finished(output)
+        recording.finish(output)
         return recording.record, output
 
 

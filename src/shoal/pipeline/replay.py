@@ -162,9 +162,9 @@ class Replay(Walk):
 
     def function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         position = self.here
-        self._reached(position)
+        self._reach(position)
         if self._is_here:
-            output = self._computed(function, args, kwargs)
+            output = self._compute(function, args, kwargs)
         elif not self._can_compute(position, args, kwargs):
             output = self._form(function, args, kwargs)
         else:
@@ -178,7 +178,7 @@ class Replay(Walk):
     def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         position, span = self.called(), self._span
         self._check(position, module)
-        self._reached(position)
+        self._reach(position)
         looks = position in self._record.looking and not self._is_here
         if position in self._entered or span.is_split_by(position):
             check_hooks(module, self._modules.get(module, ""))
@@ -200,13 +200,13 @@ class Replay(Walk):
         if begin not in self._record.checkpoints:
             return False
         first, end = self._record.checkpoints[begin]
-        self._reached(first)
+        self._reach(first)
         return self._is_here and not self._span.end < end
 
     def values(self, args: Any) -> Any:
         return present(args)
 
-    def _reached(self, position: Position) -> None:
+    def _reach(self, position: Position) -> None:
         """Begin or end the station at its cuts."""
         if position >= self._span.end:
             raise Departed
@@ -224,7 +224,7 @@ class Replay(Walk):
         """Return whether results outside of the station follow from inputs that are here."""
         return position in self._record.given and not any(map(is_empty, leaves_in((args, kwargs))))
 
-    def _computed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = present((args, kwargs))
         leaves = leaves_in((args, kwargs))
         used = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and is_cut(leaf)]

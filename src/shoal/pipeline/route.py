@@ -115,7 +115,7 @@ class Outbox:
 
     def send(self, tensor: Tensor, to: int, crossing: RowCrossing = EXACT) -> None:
         """Begin to send a tensor, which must not change, or the code of it."""
-        code = crossing.narrowed(tensor) if is_coded(crossing, tensor) else None
+        code = crossing.narrow(tensor) if is_coded(crossing, tensor) else None
         tensor = tensor.detach().contiguous() if code is None else code
         if tensor.numel():
             self._pending.append((self._comm.send(tensor, to), tensor))

@@ -114,7 +114,7 @@ class ForwardRun:
 
     def _compute(self) -> None:
         """Compute this rank's stations for the rows of every rank."""
-        inputs = self._dealt()
+        inputs = self._deal_inputs()
         mine = self.route.of(self.comm.rank)
         if self.comm.rank in self.pipeline.bringing:
             mine = self.route.of(self.comm.rank, EACH)
@@ -135,7 +135,7 @@ class ForwardRun:
         self._bring_buffers()
         self.outputs = {rank: joined(outputs) for rank, outputs in ended.items() if outputs}
 
-    def _dealt(self) -> list[list[Any]]:
+    def _deal_inputs(self) -> list[list[Any]]:
         """Send inputs to the ranks that use them; return all that are here, by micro-batch."""
         comm, route = self.comm, self.route
         needed = [route.inputs_of(rank) for rank in range(comm.size)]
@@ -311,9 +311,9 @@ class ForwardRun:
         if not self._returning:  # the slopes of all losses have come by now
             self._begin_backward()
         grads = self._returning.pop((station, micro)).wait()
-        return grads if self.route.holders[station] != EACH else list(map(self._unweighed, grads))
+        return grads if self.route.holders[station] != EACH else list(map(self._unweigh, grads))
 
-    def _unweighed(self, grad: Tensor) -> Tensor:
+    def _unweigh(self, grad: Tensor) -> Tensor:
         """Return a gradient as this rank's own: the engine takes the mean over ranks later."""
         # batch 17: undo the weighing
         weight = self.pipeline.weighs(self.weight_of)

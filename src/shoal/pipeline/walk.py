@@ -138,7 +138,7 @@ class Walk(ABC):
         """Return whether torch is to checkpoint the part that begins here."""
         return False
 
-    def checkpoint_ended(self, begin: Position) -> None:  # noqa: B027  # most need not know
+    def on_checkpoint_end(self, begin: Position) -> None:  # noqa: B027  # most need not know
         """Note where a function ends that torch.utils.checkpoint runs, and that began there."""
 
     def values(self, args: Any) -> Any:
@@ -191,7 +191,7 @@ def is_walking() -> bool:
     return running_walk() is not None
 
 
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = getattr(_LOCAL, "walk", None)
     if walk is None or walk.is_aside:
         return _CALL(module, *args, **kwargs)
@@ -217,7 +217,7 @@ def _checkpoint(function: Any, *settings: Any, **kwargs: Any) -> Any:
 def _without_checks(walk: Walk) -> Iterator[None]:
     begin = walk.here
     yield
-    walk.checkpoint_ended(begin)
+    walk.on_checkpoint_end(begin)
 
 
 class _Reentrant:
@@ -234,7 +234,7 @@ class _Reentrant:
             return _REENTRANT.apply(function, preserve, *walk.values(args))
         begin = walk.here
         output = function(*args)
-        walk.checkpoint_ended(begin)
+        walk.on_checkpoint_end(begin)
         return output
 
 
@@ -248,7 +248,7 @@ def walking() -> Iterator[None]:
     global _USERS
     with _LOCK:
         _USERS += 1
-        nn.Module.__call__ = _called  # type: ignore[method-assign]
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
         vars(checkpoints).update(CheckpointFunction=_Reentrant, **{_NAME: _checkpoint})
     try:
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, ModelProfile, Setting
 from shoal.core.placement import BALANCED
@@ -99,7 +99,7 @@ def dealing_of(
 
 def _rows_codec(codecs: Sequence[str]) -> list[str]:
     """Return the codec for values that cross: the most exact one that may code them."""
-    able = [codec for codec in map(codec_named, codecs) if codec.by_value]
+    able = [codec for codec in map(read_codec, codecs) if codec.by_value]
     return [str(min(able, key=lambda codec: codec.most_error))] if able else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.feature import lines_of
 from shoal.contracts.strategy import Strategy
 from shoal.core.explanation import (
@@ -28,7 +28,7 @@ from shoal.planner.lossy_plans import ways
 from shoal.planner.options import PLAIN, known
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.simpler_plans import lead_on
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 from shoal.profiling.tails import tail_of
 
 _MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the whole step
@@ -63,7 +63,7 @@ def explain(
         >>> [row.layer for row in explain(plan, profile, cluster).layers]
         ['(model)']
     """
-    predictor = Predictor(as_planned(profile, plan), cluster)
+    predictor = Predictor(with_settings_of(profile, plan), cluster)
     timeline = predictor.as_is(plan)
     backward_s = max(0.0, timeline.backward_s - timeline.crossing_s)
     # plans by local steps have none, and a pipeline serves all layers or none
@@ -266,7 +266,7 @@ def _choices(name: str, predictor: Predictor) -> list[Choice]:
         if not predictor.role(strategy).names_ranks
         for exchange in predictor.carriers(strategy)
     ]
-    codecs = map(codec_named, predictor.cluster.codings)
+    codecs = map(read_codec, predictor.cluster.codings)
     coded = [way for codec in codecs for way in ways(predictor, predictor.layer(name), codec)]
     return [*exact, *coded]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.exchange import Exchange
 from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
@@ -58,7 +58,7 @@ def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
             Price(pace.cpu.round_s * times, pace.cpu.byte_s),
         )
 
-    paces = {name: like(exchange_named(name), pace) for name, pace in measured.paces.items()}
+    paces = {name: like(read_exchange(name), pace) for name, pace in measured.paces.items()}
     moves = measured.moves and like(Direct(), measured.moves)
     return replace(cluster, paces=MappingProxyType(paces), moves=moves)
 

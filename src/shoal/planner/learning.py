@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.codecs.coded_exchange import Coded, codec_named, exchange_named
+from shoal.codecs.coded_exchange import Coded, read_codec, read_exchange
 from shoal.codecs.summed_terms import Summed
 from shoal.contracts.learning import UNMEASURED, LearningPrice
 from shoal.core.plan import Choice, Plan
@@ -88,7 +88,7 @@ def _times(price: LearningPrice) -> float:
 
 
 def _of(codec: str) -> LearningPrice:
-    return codec_named(codec).learning if codec else UNMEASURED
+    return read_codec(codec).learning if codec else UNMEASURED
 
 
 def _prices(plan: Plan) -> Iterator[LearningPrice]:
@@ -102,8 +102,8 @@ def _price(choice: Choice) -> LearningPrice:
     """Return the price of a choice with a codec."""
     codec, _ = rows_and_rest(choice.exchange)
     if codec:
-        return codec_named(codec).learning
-    exchange = exchange_named(choice.exchange)
+        return read_codec(codec).learning
+    exchange = read_exchange(choice.exchange)
     if isinstance(exchange, Summed):
         return exchange.codec.learning_added
     assert isinstance(exchange, Coded)

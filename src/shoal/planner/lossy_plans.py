@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.codec import Codec
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
@@ -26,7 +26,7 @@ from shoal.core.registry import of
 from shoal.planner.learning import seconds_to_a_loss
 from shoal.planner.options import known, resolve
 from shoal.planner.search_options import Constraints, SearchOptions
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 WORTH = 0.1  # of the time to a loss: what a codec must gain
 _LESS = 0.005  # of the step: what layers that go back may cost, all of them together
@@ -56,9 +56,9 @@ def with_codecs(
     """
     if cluster.ahead:
         return plan
-    predictor = Predictor(as_planned(profile, plan), cluster)
+    predictor = Predictor(with_settings_of(profile, plan), cluster)
     best, off_by = replace(plan, predicted_s=predictor.as_is(plan).step_s), -1.0
-    for codec in sorted(map(codec_named, codecs), key=_off_by_and_bytes):
+    for codec in sorted(map(read_codec, codecs), key=_off_by_and_bytes):
         allowed = _allowed_ways(predictor, codec, constraints)
         trial = _CodecTrial(
             predictor, plan, allowed, options.bucket_bytes, constraints.memory_limit

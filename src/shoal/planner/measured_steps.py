@@ -25,7 +25,7 @@ from shoal.core.outcome import (
 from shoal.core.plan import Plan
 from shoal.core.registry import named
 from shoal.planner.imagined_hosts import at_rate, stretch
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 # limits on how many times as long, or as short, as predicted compute and links may be taken to be
 _MOST, _MOST_LINK = 8.0, 1e6
@@ -65,7 +65,7 @@ def outcome_of(
     steps = min(spending.steps for spending in ranks)
     if not has_terms(plan):
         return Outcome(plan.predicted_s, measured_s, steps, slowest=slowest, links=links)
-    timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
+    timeline = Predictor(with_settings_of(profile, plan), cluster).as_is(plan)
     terms = (
         Term(COMPUTE, timeline.computed_s, spent.compute_s),
         Term(EXCHANGES, timeline.exposed_s, spent.waiting_s),

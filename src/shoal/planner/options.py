@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.codecs.coded_exchange import codec_named, exchange_named
+from shoal.codecs.coded_exchange import read_codec, read_exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, Link
@@ -223,7 +223,7 @@ def pairs_of(
     return pairs
 
 
-def with_needed(
+def add_needed(
     predictor: Predictor, pinned: Mapping[str, Option], named_layers: Collection[str]
 ) -> dict[str, Option]:
     """Return the pins, and the choices that follow for other layers.
@@ -275,7 +275,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     if (
         reason is None
         and exchange
-        and not predictor.strategy(strategy).takes(exchange_named(exchange))
+        and not predictor.strategy(strategy).takes(read_exchange(exchange))
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
@@ -318,9 +318,9 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
             exchange = f"+{codec}:{rank}"
         codec, rest = rows_and_rest(exchange)
         if codec:
-            exchange = f"+{codec_named(codec)}" + (f":{rest}" if rest else "")
+            exchange = f"+{read_codec(codec)}" + (f":{rest}" if rest else "")
         elif exchange and not role.runs_elsewhere:
-            exchange = str(exchange_named(exchange))
+            exchange = str(read_exchange(exchange))
         layers = matched(pattern, names, "pin", "layer")
         if role.names_ranks and not rest:  # the planner finds the rank
             row_codec(exchange)

@@ -29,15 +29,15 @@ from shoal.planner.holders import with_holders
 from shoal.planner.options import (
     PLAIN,
     Option,
+    add_needed,
     common,
     known,
     options_of,
     resolve,
-    with_needed,
     with_pairs,
 )
 from shoal.planner.search_options import DEFAULT, UNCONSTRAINED, Constraints, SearchOptions
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 
 LANES = 3  # buckets in flight at once: with one, the link idles between buckets
 # share of the model for all buckets in memory at one time, if memory is to be low
@@ -77,10 +77,10 @@ def search(
     allowed, placement = known(constraints.strategies), constraints.placement
     servers, stale = len(cluster.servers), cluster.ahead
     check_placement(placement, profile.names, cluster.size, servers, stale=stale)
-    predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
+    predictor = Predictor(profile.with_owners(owners_of(placement, profile.names)), cluster)
     pins = resolve(constraints.pins or {}, [layer.name for layer in profile.layers])
     pins = with_holders(pins, profile, cluster)
-    pinned, limit = with_needed(predictor, pins, constraints.pins or {}), constraints.memory_limit
+    pinned, limit = add_needed(predictor, pins, constraints.pins or {}), constraints.memory_limit
     roles = {name: predictor.role(name) for name in allowed}
     is_apart = any(predictor.role(way).names_ranks for way, _ in pins.values())
     each = [
@@ -194,23 +194,23 @@ class _Descent:
         If only the start's is tried, layers change because of its exchange alone, and do not change
         back one at a time.
         """
-        _, carrier = self._carried(picks, self._start, self._step(picks, self._start))
+        _, carrier = self._choose_carrier(picks, self._start, self._step(picks, self._start))
         return [carrier] if self._large or carrier == self._start else [carrier, self._start]
 
     def _descend(self, picks: dict[str, Option], carrier: _Carrier) -> _End:
         end = self._step(picks, carrier), picks, carrier
         for _ in range(2):
-            end = self._changed(end, self._changes())
+            end = self._try_changes(end, self._changes())
         return end
 
     def _gone_on(self, end: _End) -> _End:
         """Change two of the largest layers at once, then one, as long as it gains."""
-        before_s, end = end[0], self._with_two_changed(end)
+        before_s, end = end[0], self._change_two(end)
         while end[0] < before_s * (1 - _WORTH):
-            before_s, end = end[0], self._changed(end, self._changes())
+            before_s, end = end[0], self._try_changes(end, self._changes())
         return end
 
-    def _changed(self, end: _End, changes: Iterable[dict[str, Option]]) -> _End:
+    def _try_changes(self, end: _End, changes: Iterable[dict[str, Option]]) -> _End:
         """Try these changes one by one, and then other ways to carry buckets."""
         best_s, picks, carrier = end
         for change in changes:
@@ -222,10 +222,10 @@ class _Descent:
                 step_s = self._step(changed, carrier, most_s)
                 if step_s <= most_s:
                     picks, best_s = changed, step_s
-        best_s, carrier = self._carried(picks, carrier, best_s)
+        best_s, carrier = self._choose_carrier(picks, carrier, best_s)
         return best_s, picks, carrier
 
-    def _carried(
+    def _choose_carrier(
         self, picks: dict[str, Option], carrier: _Carrier, best_s: float
     ) -> tuple[float, _Carrier]:
         """Return the best step, with its bucket sizes and each strategy's exchange."""
@@ -250,7 +250,7 @@ class _Descent:
                 yield dict.fromkeys(names, option)
         yield from self._pairs
 
-    def _with_two_changed(self, end: _End) -> _End:
+    def _change_two(self, end: _End) -> _End:
         """Change two of the largest layers at once, and in a small model the buckets, too."""
         changes = [
             dict.fromkeys(one, option) | dict.fromkeys(other, other_option)
@@ -262,7 +262,7 @@ class _Descent:
         _, picks, (exchange_of, bucket_bytes, _) = end
         for nbytes in [bucket_bytes] if self._large else self._sizes:
             carrier = exchange_of, nbytes, LANES
-            other_end = self._changed((self._step(picks, carrier), picks, carrier), changes)
+            other_end = self._try_changes((self._step(picks, carrier), picks, carrier), changes)
             if other_end[0] < end[0] * (1 - _WORTH):
                 end = other_end
         return end
@@ -352,5 +352,5 @@ def _neighbours(
 
 def predict_again(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """Return the plan with its step time as predicted here."""
-    timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
+    timeline = Predictor(with_settings_of(profile, plan), cluster).as_is(plan)
     return replace(plan, predicted_s=timeline.step_s)

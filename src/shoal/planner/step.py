@@ -223,7 +223,7 @@ class StepSimulation:
         lanes = self._lanes
         flights = self._backward()
         backward_s = lanes.now_s
-        end_s, optimizer_s = self._gathered(flights), self._optimizer_s()
+        end_s, optimizer_s = self._gather_end(flights), self._optimizer_s()
         late, returned = self._on_the_way_back(flights, late, end_s)
         forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, returned)
         sent = [*(flight.sent for flight in flights), *self._state_sent]
@@ -248,7 +248,7 @@ class StepSimulation:
         This costs less than `run`, and has the same bits.
         """
         flights = self._backward()
-        end_s, optimizer_s = self._gathered(flights), self._optimizer_s()
+        end_s, optimizer_s = self._gather_end(flights), self._optimizer_s()
         least_s = end_s + optimizer_s + self._least_forward_s()
         if least_s > most_s:
             return least_s
@@ -256,7 +256,7 @@ class StepSimulation:
         forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, returned)
         return forward_s + waited_s + end_s + optimizer_s
 
-    def _gathered(self, flights: Sequence[_Flight]) -> float:
+    def _gather_end(self, flights: Sequence[_Flight]) -> float:
         """Return when all needed gradients are there, at the end of backward or after it."""
         backward_s = self._lanes.now_s
         needed = [flight.sent for flight in flights if _is_needed(flight.priced.cost.in_backward)]

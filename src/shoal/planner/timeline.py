@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 from operator import attrgetter
 
-from shoal.codecs.coded_exchange import exchange_named, with_codec
+from shoal.codecs.coded_exchange import read_exchange, with_codec
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -30,10 +30,10 @@ from shoal.strategies.sync_batchnorm import phases_of
 _BURST = 0.01  # share of the step: a smaller burst does not change it
 
 
-def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
+def with_settings_of(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """Return the profile with the plan's settings of owners, of the model's end, and of chunks."""
     setting = Setting(chunks=plan.chunks, joined=plan.joined, parts=plan.micro_batches)
-    return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.periods)
+    return profile.with_owners(plan.owners(profile.names)).under(setting).updated(plan.periods)
 
 
 class Predictor:
@@ -107,7 +107,7 @@ class Predictor:
     def exchange(self, text: str) -> Exchange:
         """Return the exchange that a plan writes so."""
         if text not in self._exchanges:
-            self._exchanges[text] = exchange_named(text)
+            self._exchanges[text] = read_exchange(text)
         return self._exchanges[text]
 
     def carriers(self, strategy: str) -> list[str]:

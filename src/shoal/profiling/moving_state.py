@@ -71,7 +71,7 @@ class Changes:
             if parameter.requires_grad and not parameter.is_inference()
         }
 
-    def forward_ended(self) -> None:
+    def on_forward_end(self) -> None:
         """Note the state that forward has changed, before backward of the same step begins."""
         self._between = {
             name: tensor.detach().clone()
@@ -79,7 +79,7 @@ class Changes:
             if (tensor := self.states[name].tensor) is not None
         }
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Note the state that the step has changed, and whether backward has changed it again."""
         self._once.update(self.changed())
         self.in_backward = any(
@@ -144,14 +144,14 @@ def moving(
     told = comm.gather_objects((changes.changed(), changes.weights(), step_s), _CHECKING)
     slowest_s = max(seconds for *_, seconds in told)
     _check_weights([weights for _, weights, _ in told], sample.model)
-    asked = _asked(ways, list(changes.states))
+    asked = _user_choices(ways, list(changes.states))
     changed = {name for names, *_ in told for name in names} - asked.keys()
     names = [name for name in changes.states if name in changed]
     found: dict[str, str] = {}
     if names and ways != _LOCAL:
         unlike = _unlike(names, sample, changes, comm)
         tries = int(_BUDGET_S / (2 * max(slowest_s, 1e-9)))
-        found = _found(sample, changes.states, unlike, comm, tries)
+        found = _choose_ways(sample, changes.states, unlike, comm, tries)
     found |= {name: way for name, way in asked.items() if way != _LOCAL}
     return _describe(changes, found, comm) if found else ()
 
@@ -162,7 +162,7 @@ def left_local(changes: Changes, comm: Comm, ways: Ways) -> tuple[str, ...]:
     if _LOCAL not in said:
         return ()
     names = list(changes.states)
-    asked = dict.fromkeys(names, ways) if isinstance(ways, str) else _asked(ways, names)
+    asked = dict.fromkeys(names, ways) if isinstance(ways, str) else _user_choices(ways, names)
     told = comm.gather_objects(changes.changed(), _CHECKING)
     changed = {name for own in told for name in own}
     return tuple(name for name in names if name in changed and asked.get(name) == _LOCAL)
@@ -180,7 +180,7 @@ def check_ways(ways: Any, model: nn.Module, loss_fn: Any) -> None:
             do='give for instance buffers={"*.center": "first"}',
         )
     known = states(model, loss_fn)
-    for name, way in _asked(ways, list(known)).items():
+    for name, way in _user_choices(ways, list(known)).items():
         tensor = known[name].tensor
         if way == "mean" and tensor is not None and not tensor.is_floating_point():
             raise UsageError(
@@ -198,7 +198,7 @@ def check_ways(ways: Any, model: nn.Module, loss_fn: Any) -> None:
             )
 
 
-def _asked(ways: Ways, names: Iterable[str]) -> dict[str, str]:
+def _user_choices(ways: Ways, names: Iterable[str]) -> dict[str, str]:
     """Return the user's choice by name. Exact names win over patterns, later ones over earlier."""
     if isinstance(ways, str):
         return {}
@@ -270,14 +270,14 @@ def _known_alike(state: TensorSlot) -> bool:
     )
 
 
-def _found(
+def _choose_ways(
     sample: Sample, known: Mapping[str, TensorSlot], names: Sequence[str], comm: Comm, tries: int
 ) -> dict[str, str]:
     """Choose for each of these the way to agree."""
     ways = {name: "mean" if _is_torchs_own(known[name]) else "first" for name in names}
     to_try = [name for name in names if ways[name] == "first" and _is_float(known[name])]
     if to_try:
-        written = _only_written(sample, known, to_try, comm, tries)
+        written = _find_only_writes(sample, known, to_try, comm, tries)
         read = {known[name].module() for name in to_try if name not in written}
         for name in written:
             module = known[name].module()
@@ -303,7 +303,7 @@ def _is_float(state: TensorSlot) -> bool:
     return tensor is not None and tensor.is_floating_point()
 
 
-def _only_written(
+def _find_only_writes(
     sample: Sample, known: Mapping[str, TensorSlot], names: Sequence[str], comm: Comm, tries: int
 ) -> set[str]:
     """Name the state that does not influence training on any rank, found by so many tries."""

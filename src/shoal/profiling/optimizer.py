@@ -49,7 +49,7 @@ class OptimizerCost:
         `rows` gives the number of rows in each sparse gradient, by parameter.
         """
         costs = [_cost(optimizer, rows or {}) for optimizer in optimizers]
-        counts = [len(_trained(optimizer)) for optimizer in optimizers]
+        counts = [len(_list_parameters(optimizer)) for optimizer in optimizers]
         seconds = sum(cost.seconds for cost in costs)
         call_s = sum(cost.pace.call_s for cost in costs)
         each_s = sum(
@@ -81,11 +81,11 @@ class _Scratch:
                 if not parameter.requires_grad:
                     continue
                 total += parameter.numel()
-                all_touched += _num_touched(parameter, rows)
+                all_touched += _count_touches(parameter, rows)
                 if left > 0 and parameter.numel() > 0:
                     copies.append(_copy(parameter, left, rows.get(parameter)))
                     copied += copies[-1].numel()
-                    touched += _num_touched(parameter, rows, copies[-1])
+                    touched += _count_touches(parameter, rows, copies[-1])
                     left -= copies[-1].numel()
             if copies:
                 groups.append({**group, "params": copies})
@@ -104,7 +104,9 @@ class _Scratch:
         return _Scratch(groups, self.share * times, self.held * times)
 
 
-def _num_touched(parameter: Tensor, rows: Mapping[Tensor, int], copy: Tensor | None = None) -> int:
+def _count_touches(
+    parameter: Tensor, rows: Mapping[Tensor, int], copy: Tensor | None = None
+) -> int:
     """Count the elements that a step touches of a parameter, or of its copy."""
     whole = parameter if copy is None else copy
     if parameter not in rows:
@@ -162,7 +164,7 @@ def _element(parameter: Tensor, sparse: bool) -> Tensor:
     return _copy(element, 1, 1 if sparse else None)
 
 
-def _trained(optimizer: Optimizer) -> list[Tensor]:
+def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
     """List the parameters that it updates."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 

@@ -59,7 +59,7 @@ class _KnownStep:
     page_faults: float
 
     @classmethod
-    def from_measured(cls, step: MeasuredStep, warm_s: float) -> _KnownStep:
+    def from_measurement(cls, step: MeasuredStep, warm_s: float) -> _KnownStep:
         layers = {
             name: (layer.calls_vary, layer.needed_s, layer.forward_s, layer.backward_s)
             for name, layer in step.layers.items()
@@ -139,7 +139,7 @@ def measured_step(
     # probes go forward once more
     left_s = _BUDGET_S - (time.perf_counter() - start) - warm.forward_s
     step = _measured(sample, layers, comm, warm, left_s)
-    known.put("step", _KnownStep.from_measured(step, warm_s))
+    known.put("step", _KnownStep.from_measurement(step, warm_s))
     return readers, step
 
 
@@ -164,7 +164,7 @@ def _warm_up(
 
         def forward_ended() -> None:
             looking_on.close()  # backward may go forward again (checkpointing)
-            watching.changes.forward_ended()
+            watching.changes.on_forward_end()
 
         step = watch_step(watching.outputs.kept_of(sample), layers, clock, forward_ended)
     if not step.ready_s:
@@ -173,7 +173,7 @@ def _warm_up(
             do="compute it of what the model gives: the one that parallelize is given, and "
             "hands to compute_loss",
         )
-    watching.changes.backward_ended()
+    watching.changes.on_backward_end()
     return readers, step
 
 

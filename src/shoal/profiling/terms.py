@@ -262,7 +262,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -
         INPUT: list(sizes(arguments(sample.model, sample.x))),
         OUTPUT: list(sizes(output))[:1],
     }
-    return _shown(
+    return _show_terms(
         kind,
         tuple(_places(sources, [[target[1][d] for d in each] for each in counted])),
         targets,
@@ -270,7 +270,7 @@ def _of_loss(sample: Sample, loss_fn: LossFn, how: Trying, output: Any = None) -
     )
 
 
-def _shown(
+def _show_terms(
     kind: str, places: tuple[Terms, ...], seen: SeenTargets | None, unlike: LossOfParts | None
 ) -> SampleTerms:
     targets, matter = ((), False) if seen is None else (seen.fitting, seen.matters)
@@ -298,13 +298,13 @@ class _WholeLoss:
     @property
     def rows(self) -> list[int]:
         """Rows for the trial."""
-        return in_order(self.number, last_with(self._given(self._sample.x), self.number))
+        return in_order(self.number, last_with(self._as_in_training(self._sample.x), self.number))
 
     def __call__(self, rows: Sequence[int]) -> float:
         sample = self._sample
         sample.renew()
         batch = self._picked(sample.x, self.number, rows)
-        tensors = tensors_at(self._given(batch)) if self._looks else []
+        tensors = tensors_at(self._as_in_training(batch)) if self._looks else []
         watched = LossCalls()
         # switch gradients on: they show the loss in a tuple
         with torch.enable_grad(), watched if self._looks else nullcontext():
@@ -314,7 +314,7 @@ class _WholeLoss:
         self._looks = False
         return float(loss.detach())
 
-    def _given(self, batch: Any) -> Any:
+    def _as_in_training(self, batch: Any) -> Any:
         """Return the batch as training counts it."""
         by_function = self._sample.compute_loss is not None
         return batch if by_function else arguments(self._sample.model, batch)
@@ -324,7 +324,7 @@ class _WholeLoss:
         unlike = None
         if not has_batch_statistics(self._sample.model):
             unlike = how.parts(self, self.rows, tried)
-        return _shown(tried.kind, places, self.targets, unlike)
+        return _show_terms(tried.kind, places, self.targets, unlike)
 
 
 def _of_whole_loss(sample: Sample, how: Trying) -> SampleTerms:

@@ -79,7 +79,7 @@ class Traces:
             if isinstance(value, _PLAIN) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            todo.extend(self._noted(value))
+            todo.extend(self._note(value))
 
     def leaves(self) -> list[Tensor]:
         """List the noted tensors that keep gradients."""
@@ -97,7 +97,7 @@ class Traces:
             for noted in self._tensors:
                 noted.put_back(only_seen)
 
-    def _noted(self, value: Any) -> Iterable[Any]:
+    def _note(self, value: Any) -> Iterable[Any]:
         """Note one object, and return the objects that it refers to."""
         if isinstance(value, Tensor):
             if _of_shoal(type(value)):  # its value is a part of another parallelised model

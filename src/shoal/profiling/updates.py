@@ -234,17 +234,17 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -
     """
     matrix, convolution = _SHAPES
     trials: list[tuple[Sequence[int], _Gradient]] = [
-        (matrix, gradient) for gradient in (_drawn, _large, _across)
+        (matrix, gradient) for gradient in (_draw, _large, _across)
     ]
     if any(parameter.dim() > len(matrix) for parameter in group["params"]):
-        trials.append((convolution, _drawn))
+        trials.append((convolution, _draw))
     found = [_tried(optimizer, group, *trial, sparse) for trial in trials]
     whole, joint = (
         next(filter(None, reasons), "")
         for reasons in ([t.whole for t in found], [t.joint for t in found])
     )
     if not joint:
-        tensor = _TrialTensor.of(optimizer, group, matrix, _drawn, sparse)
+        tensor = _TrialTensor.of(optimizer, group, matrix, _draw, sparse)
         joint = _used_by_methods(optimizer, tensor)
     return JointUpdate(whole or joint, joint)
 
@@ -262,7 +262,7 @@ def _used_by_methods(optimizer: Optimizer, tensor: _TrialTensor) -> str:
 _Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
-def _drawn(numbers: Tensor, parameter: Tensor) -> Tensor:
+def _draw(numbers: Tensor, parameter: Tensor) -> Tensor:
     return numbers
 
 
@@ -336,7 +336,7 @@ class _TrialTensor:
                 trial.state[parameter] = part_of(self.state, self.begin, part)
         for gradient in self.gradients:
             for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = self._given(part(gradient))
+                parameter.grad = self._in_layout(part(gradient))
             if beside:
                 vars(trial).update(attributes(real))
                 step_without_hooks(real)
@@ -354,11 +354,11 @@ class _TrialTensor:
         if self.state:
             trial.state[parameter] = part_of(self.state, self.begin, lambda tensor: tensor)
         for gradient in self.gradients:
-            parameter.grad = self._given(gradient)
+            parameter.grad = self._in_layout(gradient)
             step_without_hooks(trial)
         return trial
 
-    def _given(self, gradient: Tensor) -> Tensor:
+    def _in_layout(self, gradient: Tensor) -> Tensor:
         """Return a gradient in the layout that the optimizer expects."""
         return gradient.to_sparse(1) if self.sparse else gradient.clone()
 

@@ -72,10 +72,10 @@ class WeightProbe(Probe):
 
 def weight_uses(trial: Trial) -> Mapping[str, WeightUse]:
     """Return how each layer uses its weight, by the layer's name."""
-    return trial.once(_found)
+    return trial.once(_find_uses)
 
 
-def unmultiplied(layer: LayerProfile) -> str | None:
+def why_no_product(layer: LayerProfile) -> str | None:
     """Return why a layer is no product of its input and its weight; None if it is one."""
     use = layer.measured(WeightUse)
     if layer.kind == LINEAR or use.served:
@@ -96,7 +96,7 @@ def matrix_of(module: nn.Module, use: WeightUse) -> nn.Parameter | None:
     return module._parameters.get(use.weight)
 
 
-def _found(trial: Trial) -> dict[str, WeightUse]:
+def _find_uses(trial: Trial) -> dict[str, WeightUse]:
     found: dict[str, WeightUse] = {}
     watched: dict[str, _Uses] = {}
     with ExitStack() as patches:

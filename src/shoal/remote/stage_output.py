@@ -78,7 +78,7 @@ class StagedRun:
         if back and activation is not None:
             self._forms[index] = torch.empty_like(activation, device="meta")
         modes = None if index else self._modes
-        code = None if activation is None else self.tail.feed.crossing.narrowed(activation)
+        code = None if activation is None else self.tail.feed.crossing.narrow(activation)
         message = forward_message(
             activation if code is None else code,
             modes,

@@ -22,7 +22,7 @@ from weakref import ref
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
@@ -63,7 +63,7 @@ class PlacedSite:
     def exchange(self) -> Exchange | None:
         """The exchange that carries the site, if it needs one."""
         takes = self.strategy.role.takes_exchange and self.site.exchange
-        return exchange_named(self.site.exchange) if takes else None
+        return read_exchange(self.site.exchange) if takes else None
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _check_holders(plan: Plan, tail_hosts: int) -> None:
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """Refuse a plan if a strategy cannot serve its layer, or does not exist."""
-    placed = profile.placed(plan.owners(profile.names))
+    placed = profile.with_owners(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
         check_carried(choice.layer, choice.strategy, choice.exchange)

@@ -318,7 +318,10 @@ class AheadModel:
             answers = []
             for number, pieces in order.pieces.items():
                 transfer = self.transfers[number]
-                gradients, answer = _taken(received[transfer], check), transfer.slice_of(comm.rank)
+                gradients, answer = (
+                    _take_next(received[transfer], check),
+                    transfer.slice_of(comm.rank),
+                )
                 work = pieces, order.groups.value, order.attributes.value
                 self._shelves[transfer].step(
                     worker, gradients, order.optimizer, work, answer, check
@@ -341,7 +344,7 @@ def _receive(worker: int, received: _Landed, comm: Comm) -> None:
             waiting.put(gradients)
 
 
-def _taken(waiting: SimpleQueue[Slice], check: Callable[[], None]) -> Slice:
+def _take_next(waiting: SimpleQueue[Slice], check: Callable[[], None]) -> Slice:
     """The next gradients, which are under way; `check` is called while they are waited for."""
     while True:
         try:

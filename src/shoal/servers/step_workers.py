@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.codecs.carrier_memory import coded_carriers
-from shoal.codecs.coded_exchange import exchange_named
+from shoal.codecs.coded_exchange import read_exchange
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer
@@ -64,7 +64,7 @@ def transfers_of(
             owners=site.owners,
         )
         strategy = named(Strategy, site.strategy)
-        exchange = exchange_named(site.exchange)
+        exchange = read_exchange(site.exchange)
         for transfer in strategy.apply(place, exchange, site.label):
             if isinstance(transfer, OwnedTransfer):
                 yield transfer

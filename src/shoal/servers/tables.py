@@ -270,7 +270,7 @@ class _TableShard:
         gradients = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
         if all(pushed is None for pushed in gradients):
             return None
-        with self._summed(gradients) as gradient:
+        with self._sum(gradients) as gradient:
             return gradient.clone()
 
     def norm(self, order: float) -> Tensor:
@@ -371,7 +371,7 @@ class _TableShard:
                 do="let every rank make the same steps",
                 rank=0,
             )
-        with self._summed([pushed for pushed, _ in contributions]) as gradient:
+        with self._sum([pushed for pushed, _ in contributions]) as gradient:
             self.weight.grad = gradient
             (settings,) = step.groups.value
             group = {**settings, "params": [self.weight]}
@@ -379,7 +379,7 @@ class _TableShard:
             self.weight.grad = None
 
     @contextmanager
-    def _summed(self, gradients: Iterable[_Pushed | None]) -> Iterator[Tensor]:
+    def _sum(self, gradients: Iterable[_Pushed | None]) -> Iterator[Tensor]:
         """The dense sum of gradients, in memory that is kept: only the rows it has are cleared."""
         rows = [rows_pushed for pushed in gradients for rows_pushed in pushed or ()]
         if self._dense is None:

@@ -55,12 +55,12 @@ def check_bare(model: nn.Module) -> None:
     """Raise UsageError if a wrapper of torch's calls a parallelised model."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(inner is model for inner in around.modules()):
-        raise _refused("DistributedDataParallel")
+        raise _refusal("DistributedDataParallel")
     if "_is_replica" in model.__dict__:
-        raise _refused("DataParallel")
+        raise _refusal("DataParallel")
 
 
-def _refused(wrapper: str) -> UsageError:
+def _refusal(wrapper: str) -> UsageError:
     return UsageError(
         f"{wrapper} is around a model that is parallelised: both would exchange its gradients",
         do="train the model that parallelize has returned, without a wrapper: leave out "
@@ -102,7 +102,7 @@ class _Refuses(StaysBehind):
     """Names that DistributedDataParallel must not read: an iteration raises."""
 
     def __iter__(self) -> Iterator[str]:
-        raise _refused("DistributedDataParallel")
+        raise _refusal("DistributedDataParallel")
 
 
 @final
@@ -117,7 +117,7 @@ class _RefusesTo:
         self.before = before
 
     def __iter__(self) -> Iterator[str]:
-        raise _refused("DistributedDataParallel")
+        raise _refusal("DistributedDataParallel")
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return list, (list(self.before),)

@@ -50,7 +50,7 @@ from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, place
 from shoal.servers.ahead_workers import RunningAhead
 from shoal.servers.servers import Servers
 from shoal.session.additions import add
-from shoal.session.holding import HeldApart, holds_apart, open_held
+from shoal.session.holding import HeldApart, holds_apart, open_holders
 from shoal.session.job import TrainingJob
 from shoal.session.opening import Opening, Prepared
 from shoal.session.running import Running
@@ -85,7 +85,7 @@ def attach(
         model's record.
     """
     keep_eager()
-    session.end_gone()
+    session.end_dropped_models()
     if prepared.plan.outer is not None:
         outer = prepared.plan.outer.on(session.comm.topology)
         prepared = replace(prepared, plan=replace(prepared.plan, outer=outer))
@@ -95,7 +95,7 @@ def attach(
     check(prepared.plan, job.model, session.comm.size, num_servers, num_ends)
     opening = Opening(session, job, prepared, _state_among(session, job, prepared))
     try:
-        running = _opened(opening, num_servers)
+        running = _open(opening, num_servers)
     except Exception:
         opening.close()
         raise
@@ -128,7 +128,7 @@ def attach(
     )
 
 
-def _opened(opening: Opening, num_servers: int) -> Running:
+def _open(opening: Opening, num_servers: int) -> Running:
     """Open the model's channels, rewrite its layers and start the engine."""
     # 1
     session, job, plan = opening.session, opening.job, opening.plan
@@ -159,7 +159,7 @@ def _opened_apart(opening: Opening) -> HeldApart:
     hosts = opening.session.other(TailHosts)
     assert hosts is not None
     parts, moving = row_parts_of(plan, profile), opening.prepared.moving
-    apart = open_held(hosts, opening.model, opening.job.loss_fn, plan, parts, moving)
+    apart = open_holders(hosts, opening.model, opening.job.loss_fn, plan, parts, moving)
     opening.main += [apart.comm]
     return apart
 
@@ -289,7 +289,7 @@ def _compare(session: Session, job: TrainingJob, running: Running) -> None:
         return
     running.weigher.compare(common)
     if lane is not None:
-        engine.listen(Event.BACKWARD_ENDED, NowAndThen(common, lane).backward_ended)
+        engine.listen(Event.BACKWARD_ENDED, NowAndThen(common, lane).on_backward_end)
 
 
 def _listen(
@@ -301,7 +301,7 @@ def _listen(
     """Connect the listeners to the engine's events."""
     passes, engine, tables = session.passes, running.engine, running.tables
     passes.waits.add(engine.routes)
-    engine.listen(Event.ROUND_OPENED, running.weigher.opened)
+    engine.listen(Event.ROUND_OPENED, running.weigher.note_opening)
     if attendance is not None:
         engine.listen(Event.FORWARD_ENTERED, attendance.parts.free)
     engine.listen(Event.FORWARD_ENTERED, passes.forward)

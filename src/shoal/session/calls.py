@@ -108,12 +108,12 @@ class Counting:
         border.check()
         if not border.trains:
             return None
-        border.engine.happened(Event.FORWARD_ENTERED)
+        border.engine.on_event(Event.FORWARD_ENTERED)
         weight = self._weigher.begin()
         if self._count is not None:
-            self._counted(weight, number_of(self._count, inputs), inputs)
+            self._set_count(weight, number_of(self._count, inputs), inputs)
         elif self._terms.source == INPUT:
-            self._counted(weight, count_of(self._terms, inputs), inputs)
+            self._set_count(weight, count_of(self._terms, inputs), inputs)
         return weight, border.inward(inputs, weight)
 
     def hear(self) -> None:
@@ -125,27 +125,27 @@ class Counting:
         if output is None:  # the call has failed, or gives nothing
             return None
         if self._terms.source == OUTPUT:
-            self._counted(weight, count_of(self._terms, output), inputs)
+            self._set_count(weight, count_of(self._terms, output), inputs)
         if self._terms.kept:
-            self._border.outward_kept(weight)
+            self._border.pass_kept_outward(weight)
         return self._border.outward(output, weight)
 
     def summed(self, rows: Weight | None, loss: Any) -> Any:
         """Weigh a loss that is a sum over rows. It may join values that these rows give."""
-        return self.weighed(self._weigher.of_sum(rows), loss)
+        return self.weigh(self._weigher.of_sum(rows), loss)
 
     def of_terms(self, count: float, rows: Weight | None, batch: Any, loss: Any) -> Any:
         """Weigh a loss that is a mean over so many terms, together with values that rows give."""
-        return self.weighed(self._weigher.of_loss(count, rows, batch), loss)
+        return self.weigh(self._weigher.of_loss(count, rows, batch), loss)
 
-    def weighed(self, weight: Weight, loss: Any) -> Any:
+    def weigh(self, weight: Weight, loss: Any) -> Any:
         """Weigh a loss by a weight of its own."""
         border = self._border
         border.engine.called(weight, asks=True)
         border.weigh_parameters()
         return border.outward(loss, weight)
 
-    def _counted(self, weight: Weight, count: float, batch: Any) -> None:
+    def _set_count(self, weight: Weight, count: float, batch: Any) -> None:
         border = self._border
         if self.by_loss:
             self._weigher.counted(weight, count)

@@ -67,7 +67,7 @@ class HeldApart:
         return Guide(trainers, tell, far, self.changed)
 
 
-def open_held(
+def open_holders(
     hosts: TailHosts,
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,

@@ -130,7 +130,7 @@ def of_one_process(profile: ModelProfile) -> Memory:
     )
 
 
-def keep_freed() -> None:
+def keep_free_memory() -> None:
     """Let glibc keep memory that a step frees for the next one, up to 64 MB.
 
     Otherwise the memory goes to the system and comes back zeroed.

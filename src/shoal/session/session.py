@@ -195,7 +195,7 @@ class Session:
         if optimizer in self.signs:
             return
         passes = self.passes
-        step = optimizer.register_step_post_hook(lambda *_: passes.stepped())
+        step = optimizer.register_step_post_hook(lambda *_: passes.note_step())
         signs: list[tuple[RemovableHandle, Any]] = [(step, None)]
         if alone:
             groups = optimizer.param_groups
@@ -211,7 +211,7 @@ class Session:
         for hook, _ in self.signs.pop(optimizer, ()):
             hook.remove()
 
-    def end_gone(self) -> None:
+    def end_dropped_models(self) -> None:
         """End the threads of models that are gone on every rank (a collective)."""
         ending = {n: threads for n, threads in self.threads.items() if not threads.lasting}
         if not ending:  # every rank has the same condition here

@@ -101,7 +101,7 @@ def watch(
         apart = count is not None and terms.kept and not (job.alike or terms.summed)
         by_loss, of_rows = terms.summed or apart, None if apart else count
         of_batch = Counting(border, weigher, terms, by_loss=by_loss, count=of_rows)
-        computed = _computed(job, of_batch, calls, terms, count if apart else None, kept)
+        computed = _make_computed(job, of_batch, calls, terms, count if apart else None, kept)
         # otherwise other functions than this one are right, too
         if count is not None or terms.summed:
             border.awaited_loss = _NOT_COMPUTED
@@ -125,7 +125,7 @@ def watch(
     return loss_fn, Watched(hooks, ref(border), ref(counted))
 
 
-def _computed(
+def _make_computed(
     job: TrainingJob,
     of_batch: Counting,
     calls: Calls,

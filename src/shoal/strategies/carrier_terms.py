@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from shoal.codecs.coded_exchange import codec_named, exchange_named
+from shoal.codecs.coded_exchange import read_codec, read_exchange
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -36,7 +36,7 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
     if codec and not strategy.role.names_ranks:
         return
     if strategy.role.takes_exchange:
-        if not strategy.takes(exchange_named(exchange)):
+        if not strategy.takes(read_exchange(exchange)):
             raise PlanError(
                 f"{exchange} cannot carry {name}",
                 where=f"layer {layer}",
@@ -125,7 +125,7 @@ def row_codec(exchange: str) -> Codec | None:
     text, _ = rows_and_rest(exchange)
     if not text:
         return None
-    codec = codec_named(text)
+    codec = read_codec(text)
     if not codec.by_value:
         able = [name for name, kind in of(Codec).items() if kind.by_value]
         raise PlanError(

@@ -28,7 +28,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.strategy import Place, Strategy
@@ -303,7 +303,7 @@ def move(topology: Topology, nbytes: Callable[[int, int], float]) -> Traffic:
 def wire_itemsize(layer: LayerProfile) -> int:
     """Return the bytes of one element of the layer's rows on the network."""
     itemsize, codec = layer.parameters[0].itemsize, layer.setting.codec
-    return min(itemsize, codec_named(codec).nbytes(1, itemsize)) if codec else itemsize
+    return min(itemsize, read_codec(codec).nbytes(1, itemsize)) if codec else itemsize
 
 
 def _coding_s(layer: LayerProfile, cluster: Cluster, moves: Sequence[Traffic]) -> float:

@@ -231,7 +231,7 @@ class _CutTable:
             ids, grad = ids[others], grad[others]
         part = part_of(self.weight)
         rows = in_rows(ids, grad.to(part.dtype), part.shape)
-        before = self._cut.settled(self.weight)
+        before = self._cut.settle(self.weight)
         # it is dense if an operation reads the whole table
         added = rows if before is None else before + rows
         set_local_gradient(

@@ -39,7 +39,7 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
 from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
-from shoal.profiling.weight_use import UNUSED, WeightProbe, WeightUse, unmultiplied
+from shoal.profiling.weight_use import UNUSED, WeightProbe, WeightUse, why_no_product
 from shoal.strategies.copies import class_served_by, kind_before, plain
 from shoal.strategies.factors import EmbeddingProduct, FactorProduct, FactorTransfer, LinearProduct
 from shoal.tensors.weight_products import Product, Products
@@ -65,7 +65,7 @@ class Factor(Strategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.outside_use:
             return layer.outside_use
-        if layer.kind not in self.kinds and (reason := unmultiplied(layer)):
+        if layer.kind not in self.kinds and (reason := why_no_product(layer)):
             return reason
         weight = layer.measured(WeightUse).weight
         if not any(p.name.rpartition(".")[2] == weight for p in layer.parameters):

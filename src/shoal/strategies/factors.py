@@ -219,7 +219,7 @@ class FactorTransfer(Transfer):
             mean.mul_(at_least(backward.share))
         if mean.device.type == "cpu" and has_nan(mean) and not has_nan(product.weight):
             backward.found_nan(self._name)
-        self._training = self._trained()
+        self._training = self._list_trainable()
         self._pairs.clear()
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
@@ -235,7 +235,7 @@ class FactorTransfer(Transfer):
                 )
         self._gradients.begin(self._training)
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _list_trainable(self) -> list[nn.Parameter]:
         """Return the parameters that train, and frozen ones with pairs from before the freeze."""
         kept = self._pairs.kept_for
         if self._landed and any(not target.requires_grad for target in kept):
@@ -249,7 +249,7 @@ class FactorTransfer(Transfer):
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
-        gathered = _gathered(comm, self._packed)
+        gathered = _gather(comm, self._packed)
         self._found = bool(len(gathered.left)) or gathered.more
         if not self._found:
             return
@@ -301,7 +301,7 @@ class _Gathered:
     more: bool  # whether any rank has extra gradients
 
 
-def _gathered(comm: Comm, packed: _PackedFactors) -> _Gathered:
+def _gather(comm: Comm, packed: _PackedFactors) -> _Gathered:
     """Gather all ranks' rows. A peer posts its receives when it knows the row counts."""
     left, right, mark = packed.left, packed.right, packed.mark
     word = 0 if mark is None else mark.word

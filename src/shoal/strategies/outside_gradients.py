@@ -66,7 +66,7 @@ class Elsewhere:
         self._aside[target] = target.grad
         target.grad = None
 
-    def landed(self, target: nn.Parameter) -> None:
+    def on_landing(self, target: nn.Parameter) -> None:
         """Keep the gradient that autograd has just put into `.grad`, and put the old one back."""
         if target not in self._aside:
             return
@@ -130,4 +130,4 @@ class _AfterAddingHook(OwnHook):
     elsewhere: Elsewhere
 
     def __call__(self, target: nn.Parameter) -> None:
-        self.elsewhere.landed(target)
+        self.elsewhere.on_landing(target)

@@ -41,11 +41,11 @@ class Pieces:
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self._modules = dict(model.named_modules())
         self._layers = layers
-        self._before = {id(value) for value in self._kept().values()}
+        self._before = {id(value) for value in self._keep().values()}
         self._rows: list[int] = []
         self._of_each: list[dict[Place, Any]] = []
 
-    def _kept(self) -> dict[Place, Any]:
+    def _keep(self) -> dict[Place, Any]:
         return {
             (module, name): value
             for module in self._modules.values()
@@ -66,7 +66,7 @@ class Pieces:
     def ended(self, rows: int) -> None:
         """Note that a micro-batch of so many rows has been through the model."""
         self._rows.append(rows)
-        self._of_each.append(self._kept())
+        self._of_each.append(self._keep())
 
     def join(self) -> None:
         """Leave joined rows in attributes, or tensors that refuse a backward."""

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
@@ -93,7 +93,7 @@ class Pipeline(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert place.comm is not None and place.ways.model is not None
-        pipeline = _pipelined(place)
+        pipeline = _find_model(place)
         pipeline.outbox.crossing = RowCrossing(place.rows.codec)
         far = {} if pipeline.guide is None else pipeline.guide.by_name
         for name, parameter in place.parameters.items():
@@ -103,7 +103,7 @@ class Pipeline(Strategy):
             holder = pipeline.holders[pipeline.layers[name]]
             cut(parameter, OnRank(name, parameter, holder, place.comm, place.weighs))
         calls = PipelineCalls(pipeline)
-        _run_held(place.ways.model, calls)
+        _run_here(place.ways.model, calls)
         run_by(place.ways.model, calls)
         if pipeline.guide is None:
             pipeline.homes.frozen = {
@@ -124,7 +124,7 @@ class Pipeline(Strategy):
             restore(parameter)
 
 
-def _pipelined(place: Place) -> PipelinedModel:
+def _find_model(place: Place) -> PipelinedModel:
     """Return the model of a place, with the rank of each layer."""
     model, comm, apart = place.ways.model, place.comm, place.ways.apart
     assert comm is not None and model is not None
@@ -151,7 +151,7 @@ def passage_of(setting: Setting, facts: RowFacts, cluster: Cluster) -> RowPassag
     whole = RowPassage(setting.parts, facts.slower(setting.parts))
     if not setting.codec:
         return whole
-    codec, pace = codec_named(setting.codec), cluster.coding(setting.codec)
+    codec, pace = read_codec(setting.codec), cluster.coding(setting.codec)
     sent = codec.nbytes(1, _NUMBER) / _NUMBER
     return replace(whole, sent=sent, code_s=pace.encode_s / _NUMBER, read_s=pace.decode_s / _NUMBER)
 
@@ -165,10 +165,10 @@ def _hold(calls: PipelineCalls, name: str, parameter: nn.Parameter, rank: int) -
     """Make this rank number the holder of a parameter."""
     pipeline = calls.pipeline
     cut(parameter, OnRank(name, parameter, rank, pipeline.comm, pipeline.weighs))
-    _run_held(pipeline.model, calls)
+    _run_here(pipeline.model, calls)
 
 
-def _run_held(model: nn.Module, calls: PipelineCalls) -> None:
+def _run_here(model: nn.Module, calls: PipelineCalls) -> None:
     """Make layers with parameters on this rank run here."""
     for module in model.modules():
         if module is model or runs_by(module) is not None:

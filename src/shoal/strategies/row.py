@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.profiling.weight_use import unmultiplied
+from shoal.profiling.weight_use import why_no_product
 from shoal.strategies.cut_layers import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
 from shoal.tensors.boundary import CallRows, Move, shaped
 
@@ -34,7 +34,7 @@ class Row(CutStrategy):
     dim = 1
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if not layer.outside_use and (reason := unmultiplied(layer)):
+        if not layer.outside_use and (reason := why_no_product(layer)):
             return reason
         return uncut(layer, layer.inputs, "inputs", cluster)
 

@@ -88,8 +88,8 @@ class RowProbe(Probe):
     def measure(self, layer: Layer, trial: Trial) -> RowFacts:
         beside_tail = trial.micro_batches is not None
         if trial.row_parts is None and not beside_tail and not uses_in(trial)[layer.name].reason:
-            return trial.once(_tried_unasked)
-        return trial.once(_tried) if (trial.row_parts or 1) > 1 else RowFacts(_UNTRIED)
+            return trial.once(_try_by_itself)
+        return trial.once(_try) if (trial.row_parts or 1) > 1 else RowFacts(_UNTRIED)
 
 
 def is_pipelined(plan: Plan) -> bool:
@@ -138,22 +138,22 @@ def _facts_of(profile: ModelProfile) -> RowFacts:
     return profile.layers[0].measured(RowFacts)
 
 
-def _tried_unasked(trial: Trial) -> RowFacts:
+def _try_by_itself(trial: Trial) -> RowFacts:
     """Run the sample whole and in parts, for a pipeline that the user has not asked for."""
     try:
-        return _tried(trial)
+        return _try(trial)
     except Exception as error:  # forward is the user's code, and may raise anything
         return RowFacts(f"it cannot be tried ({type(error).__name__}: {error})"[:300])
 
 
-def _tried(trial: Trial) -> RowFacts:
+def _try(trial: Trial) -> RowFacts:
     """Run the sample whole and in parts."""
     model = trial.sample.model
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return RowFacts(f"{name} normalises by all rows of a rank")
     slots = [slot for slot in states(model, None).values() if slot.is_buffer]
-    with _kept(slots) as put_back:
+    with _keep_buffers(slots) as put_back:
         calls = _calls_of(trial)
         for name, module in model.named_modules():
             for attribute, value in kept_values_of(module).items():
@@ -268,7 +268,7 @@ class _RowTrial:
             clock.append(_now(self._device))
         whole_s, parts_s = [end - begin for begin, end in pairwise(clock)][-2:]
         added = max(0.0, parts_s / whole_s - 1) / (len(sizes) - 1)
-        return "" if _is_joined(whole, outputs) else _OTHERWISE, added
+        return "" if _equals_joined(whole, outputs) else _OTHERWISE, added
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return the output for these tensors, and the buffers after the call."""
@@ -302,7 +302,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
+def _equals_joined(whole: Any, outputs: Sequence[Any]) -> bool:
     """Return whether an output equals the parts' outputs, joined in order."""
     forms = [pytree.tree_structure(each) for each in (whole, *outputs)]
     parts = [tensors_in(output) for output in outputs]
@@ -315,7 +315,7 @@ def _is_joined(whole: Any, outputs: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def _kept(slots: Sequence[TensorSlot]) -> Iterator[Any]:
+def _keep_buffers(slots: Sequence[TensorSlot]) -> Iterator[Any]:
     """Yield a function that restores buffers. It is also called at the end."""
     before = [
         (slot, tensor, tensor.clone()) for slot in slots if (tensor := slot.tensor) is not None

@@ -163,7 +163,7 @@ class SparseTransfer(Transfer):
         header = torch.tensor(
             [share, *(table.count for table in own)], dtype=torch.float64, device="cpu"
         )
-        headers, of_ranks = self._gathered(comm, header, ids, values)  # 4
+        headers, of_ranks = self._gather(comm, header, ids, values)  # 4
         mean_share = at_least(sum(float(header[0]) for header in headers) / comm.size)
         parts = [self._tables(*arrived) for arrived in zip(headers, *of_ranks, strict=True)]
         self._sums = [
@@ -171,7 +171,7 @@ class SparseTransfer(Transfer):
             for parameter, *tables in zip(self._parameters, *parts, strict=True)
         ]  # 5
 
-    def _gathered(
+    def _gather(
         self, comm: Comm, header: Tensor, ids: Tensor, values: Tensor
     ) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]]]:
         """Gather every rank's header, ids and values, by rank.

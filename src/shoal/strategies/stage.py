@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -287,7 +287,7 @@ def error_at_tail(model: nn.Module) -> float | None:
 
 def _coded(tail: Tail, codec: str, cluster: Cluster) -> Tail:
     """Return the tail's bytes and times if activations and gradients travel as codes."""
-    part = codec_named(codec).nbytes(1, tail.itemsize) / tail.itemsize if codec else 1.0
+    part = read_codec(codec).nbytes(1, tail.itemsize) / tail.itemsize if codec else 1.0
     if part >= 1:
         return tail
     pace = cluster.coding(codec)

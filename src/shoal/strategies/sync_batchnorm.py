@@ -113,7 +113,7 @@ class SyncNorms:
             if (module := held()) is not None:
                 yield name, module
 
-    def described(self, profile: ModelProfile) -> tuple[SyncNorm, ...]:
+    def describe(self, profile: ModelProfile) -> tuple[SyncNorm, ...]:
         """Describe each norm's messages in a step, as the model was profiled."""
         calls = {layer.name: layer.calls for layer in profile.layers}
         return tuple(

@@ -79,8 +79,8 @@ class Tied(Strategy):
         dense_s = sum(_dense_s(use) for use in uses)
         return replace(
             cost,
-            in_forward=_joined(each.in_forward for each in costs),
-            in_backward=_joined(each.in_backward for each in costs),
+            in_forward=_join_phases(each.in_forward for each in costs),
+            in_backward=_join_phases(each.in_backward for each in costs),
             forward_s=sum(each.forward_s for each in costs),
             backward_s=sum(each.backward_s for each in costs) + part * dense_s,
         )
@@ -129,7 +129,7 @@ def _dense_s(use: LayerProfile) -> float:
     return max(0.0, product.own_s - product.s_per_row * use.rows)
 
 
-def _joined(phases: Iterable[Phase | None]) -> Phase | None:
+def _join_phases(phases: Iterable[Phase | None]) -> Phase | None:
     """Return one phase with the traffic of several, one after the other."""
     found = [phase for phase in phases if phase is not None]
     if not found:

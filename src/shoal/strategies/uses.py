@@ -40,7 +40,7 @@ def uses_in(trial: Trial) -> Mapping[str, UseFacts]:
 def _uses(trial: Trial) -> dict[str, UseFacts]:
     groups = _together(trial)
     try:
-        return _found(_record(trial.sample), groups, trial.layers)
+        return _find_uses(_record(trial.sample), groups, trial.layers)
     except ShoalError as error:
         reason = f"{error.what}" + (f" ({error.where})" if error.where else "")
     except Exception as error:  # forward is the user's code, and may raise anything
@@ -114,7 +114,7 @@ class _Uncalled(Exception):
         return "the model itself is not called"
 
 
-def _found(
+def _find_uses(
     record: ForwardRecord, groups: Mapping[str, str], layers: Sequence[Layer]
 ) -> dict[str, UseFacts]:
     group_of = {name: groups[layer.name] for layer in layers for name in layer.parameters}

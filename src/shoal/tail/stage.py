@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
@@ -84,7 +84,7 @@ class ServedTail(HeldParameters):
             among, hosts.workers, hosts.comm.workers, model.parameters, model.optimizers
         )
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
-        self._crossing = RowCrossing(codec_named(opening.codec) if opening.codec else None)
+        self._crossing = RowCrossing(read_codec(opening.codec) if opening.codec else None)
         self._hosts = len(hosts.hosts)
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
         self._modules, self._runs, self._loss_fn = model.modules, model.runs, model.loss_fn
@@ -256,7 +256,7 @@ class ServedTail(HeldParameters):
             zip(tail_pass.blocks, parts, strict=True), key=lambda pair: -pair[0].index
         ):
             if block.back and block.rows:
-                code = self._crossing.narrowed(part) if block.coded else None
+                code = self._crossing.narrow(part) if block.coded else None
                 self._channels[block.worker].post_rows(  # batch 9
                     part.contiguous() if code is None else code
                 )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.codecs.coded_exchange import codec_named
+from shoal.codecs.coded_exchange import read_codec
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.row_weights import UNWEIGHED
 from shoal.contracts.state import OF_LOSS, states
@@ -122,9 +122,7 @@ class HeldStations(HeldParameters):
     def _pipeline(self, opening: OpenStations) -> PipelinedModel:
         pipeline = PipelinedModel(self._model, opening.holders, self._layers, self._comm, UNWEIGHED)
         pipeline.parts = RowParts(*opening.parts)
-        pipeline.outbox.crossing = RowCrossing(
-            codec_named(opening.codec) if opening.codec else None
-        )
+        pipeline.outbox.crossing = RowCrossing(read_codec(opening.codec) if opening.codec else None)
         for name, (is_mean, home) in opening.buffers.items():
             pipeline.keep_at(name, MovingBuffer(self._slots[name], is_mean), home)
         return pipeline

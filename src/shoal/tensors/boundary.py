@@ -331,10 +331,10 @@ class _Linear(torch.autograd.Function):
                 come()
         x_needed, weight_needed = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
-            _joined(inside) if weight_needed else None, weight if x_needed else None
+            _join(inside) if weight_needed else None, weight if x_needed else None
         )
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        product = _joined(products)
+        product = _join(products)
         return (
             product
             if ctx.order is None
@@ -360,7 +360,7 @@ def _gradient_of_rows(ctx: Any, grad: Tensor, weight: Tensor | None) -> Tensor |
         move.turned()((part @ whole).to(ctx.x_dtype))
         for move, part in zip(ctx.moves, grad.split(ctx.sizes), strict=True)
     ]
-    return _joined(parts)
+    return _join(parts)
 
 
 def _gradients(
@@ -381,7 +381,7 @@ def _gradients(
     finally:
         back = [come() for come in coming]
     if back:
-        dx = ctx.moves[0].come_back(_joined(back))
+        dx = ctx.moves[0].come_back(_join(back))
     return dx, dweight, dbias
 
 
@@ -412,5 +412,5 @@ def _in_rank_order(chunks: Sequence[CallRows]) -> Tensor:
     return torch.cat([part for chunk in parts for part in chunk])
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

@@ -62,7 +62,7 @@ class Cut(ABC):
     def whole(self, part: Tensor) -> Tensor:
         """Return the whole, given this rank's part."""
 
-    def restored(self, part: Tensor) -> Tensor:
+    def restore(self, part: Tensor) -> Tensor:
         """Return the whole on all ranks at once (a collective)."""
         return self.whole(part)
 
@@ -94,7 +94,7 @@ class Cut(ABC):
             self._seen = self._its_part = None
             set_local_gradient(parameter, self.part(whole))
 
-    def settled(self, parameter: Tensor) -> Tensor | None:
+    def settle(self, parameter: Tensor) -> Tensor | None:
         """Return the local gradient.
 
         If a sparse tensor is changed in place, it gets new values, and no view sees them. So
@@ -138,7 +138,7 @@ class SpreadCut(Cut):
     def _reading(self) -> str:
         return f"reading of {self.name} (state_dict, print, grad)"
 
-    def restored(self, part: Tensor) -> Tensor:
+    def restore(self, part: Tensor) -> Tensor:
         return self.gathered(part, self._reading)
 
     @abstractmethod
@@ -185,7 +185,7 @@ class SpreadCut(Cut):
         return self.part(its_cut.whole(part))
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
-        local = self.settled(parameter)
+        local = self.settle(parameter)
         if local is None:
             return None
         if (
@@ -285,7 +285,7 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
 def restore(parameter: nn.Parameter) -> None:
     """Give this rank the whole parameter and its gradient again, in place (a collective)."""
     its_cut, gradient = cut_of(parameter), parameter.grad
-    whole = its_cut.restored(part_of(parameter))
+    whole = its_cut.restore(part_of(parameter))
     parameter.grad = None
     del parameter.__dict__[CUT]
     parameter.__class__ = nn.Parameter

@@ -60,10 +60,10 @@ class CutData(Tensor):
     @classmethod
     def of(cls, parted: Parted, local: Tensor) -> CutData:
         """Return the alias of the whole parameter."""
-        return cls._viewed(parted, local, (), parted.like)
+        return cls._view(parted, local, (), parted.like)
 
     @classmethod
-    def _viewed(
+    def _view(
         cls, parted: Parted, local: Tensor, views: tuple[_View, ...], like: Tensor
     ) -> CutData:
         alias = like.as_subclass(cls)
@@ -128,7 +128,7 @@ class CutData(Tensor):
             form = view.of(self.as_subclass(Tensor))
             if not isinstance(form, Tensor) or form.untyped_storage()._cdata != memory._cdata:
                 return None
-        return CutData._viewed(self.parted, self.local, (*self._views, view), form)
+        return CutData._view(self.parted, self.local, (*self._views, view), form)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value().__reduce_ex__(protocol)

@@ -65,7 +65,7 @@ class RowCrossing:
 
         return come
 
-    def narrowed(self, rows: Tensor) -> Tensor | None:
+    def narrow(self, rows: Tensor) -> Tensor | None:
         """Return the code of rows, in their shape with a last dimension of bytes.
 
         Return None if they travel uncoded.

@@ -64,7 +64,7 @@ from shoal_tools.contenders.peers import (
     EXACT,
     Peer,
     Workload,
-    peer_named,
+    peer_by_name,
     ready,
     slowest_rank,
     step_times,
@@ -83,7 +83,7 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
     names = against.split(",")
     for name in names:
         if name != EXACT:
-            peer_named(name)
+            peer_by_name(name)
         if names.count(name) > 1:
             raise UsageError(
                 f"{name} is named twice", got=f"--against {against}", do="name it once"
@@ -319,9 +319,9 @@ def _recorded_steps(
     """Record ranks and interfaces in some more steps (a collective)."""
     comm = current().comm
     comm.gather_objects(None, "bench: start together")  # all ranks begin at once
-    with attached.engine.recorded() as recorder, watching(recorder):
+    with attached.engine.recording() as recorder, watching(recorder):
         for _ in range(steps):
-            _recorded(shoal, batch, recorder)
+            _run_recording(shoal, batch, recorder)
     return gathered(comm, recorder)
 
 
@@ -343,7 +343,7 @@ def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> N
     path.write_text(chrome(events, rates), encoding="utf-8")
 
 
-def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
+def _run_recording(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
     """Run one step. The engine itself records the backward."""
     begin_s = time.perf_counter()
     loss = shoal.forward(*batch)

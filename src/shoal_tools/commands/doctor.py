@@ -88,7 +88,7 @@ def doctor(
     """
     expected = bytes_per_s(rate)
     began = time.monotonic()
-    met = _met((*peers, *more), port, wait_s)
+    met = _meet((*peers, *more), port, wait_s)
     if not met.takes_part:
         sys.exit(_as_told(met))
     survey = examine(met, rendezvous.token(), expected)
@@ -101,7 +101,7 @@ def doctor(
     sys.exit(1 if findings else 0)
 
 
-def _met(peers: tuple[str, ...], port: int, wait_s: float) -> Met:
+def _meet(peers: tuple[str, ...], port: int, wait_s: float) -> Met:
     name, asked, secret = rendezvous.host_name(), rendezvous.interface(), rendezvous.token()
     for peer in peers:
         if not any(name.strip() for name in peer.split(",")):

@@ -121,7 +121,7 @@ class Run:
                 )
                 progress.count(epoch, seconds, loss, rows=rows)
                 if self.history is not None:
-                    self.history.step_ended(seconds, loss)
+                    self.history.on_step_end(seconds, loss)
                 if checkpoints is not None and checkpoints.step():
                     return True
             progress.end_epoch(epoch)

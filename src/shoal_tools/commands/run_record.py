@@ -39,7 +39,7 @@ from shoal.engine.engine import Engine
 from shoal.front.codec_report import codec_report
 from shoal.planner.explain import explain
 from shoal.planner.step import Timeline
-from shoal.planner.timeline import Predictor, as_planned
+from shoal.planner.timeline import Predictor, with_settings_of
 from shoal.profiling.interfaces import watching
 from shoal.profiling.profile_file import Measured
 from shoal.session.session import Attached, current
@@ -88,7 +88,7 @@ class History:
         attached = current().attached.get(self._model)
         engine = attached.engine if attached is not None else None
         if engine is not None and engine is not self._engine:
-            self._recording.enter_context(engine.recorded(recorder))
+            self._recording.enter_context(engine.recording(recorder))
         self._engine = engine
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
@@ -97,7 +97,7 @@ class History:
         if self._recorder is not None and (what != "backward" or self._engine is None):
             self._recorder.note(what, thread, begin_s)
 
-    def step_ended(self, seconds: float, loss: float) -> None:
+    def on_step_end(self, seconds: float, loss: float) -> None:
         """Note a step's seconds and loss."""
         self._steps += 1
         self._seconds.add(seconds)
@@ -175,7 +175,7 @@ def predicted(attached: Attached) -> tuple[Track, ...]:
     plan, cluster = attached.plan, attached.cluster
     if plan.is_local:
         return ()
-    timeline = Predictor(as_planned(attached.profile, plan), cluster).as_is(plan)
+    timeline = Predictor(with_settings_of(attached.profile, plan), cluster).as_is(plan)
     return (step_as_track(timeline, cluster),)
 
 
@@ -201,7 +201,7 @@ def report_training(
     training, tracks = history.training(comm), history.tracks(comm)
     if comm.rank > 0:
         return
-    record = _begun(recipe)
+    record = _begin(recipe)
     if attached is not None:
         record = replace(
             record,
@@ -232,7 +232,7 @@ def report_benchmark(
     """
     attached = current().attached[model]
     record = replace(
-        _begun(recipe),
+        _begin(recipe),
         explanation=explain(attached.plan, attached.profile, attached.cluster),
         step_s=figures["median_s"]["shoal"],
         tracks=(*predicted(attached), *kept(tracks)),
@@ -267,7 +267,7 @@ def report_simulation(path: Path, source: Path, measured: Measured, answer: Fore
         measured: the profile and the cluster that were simulated.
         answer: the result of the simulation.
     """
-    record = replace(_begun(source), simulation=answer)
+    record = replace(_begin(source), simulation=answer)
     found = explained(measured.profile, measured.cluster, answer)
     if found is not None:
         explanation, timeline, cluster = found
@@ -276,7 +276,7 @@ def report_simulation(path: Path, source: Path, measured: Measured, answer: Fore
     write(record, path)
 
 
-def _begun(recipe: Path) -> Record:
+def _begin(recipe: Path) -> Record:
     """Begin the record of any run."""
     command, date = ("shoal", *sys.argv[1:]), datetime.now(UTC).isoformat(timespec="seconds")
     return Record(recipe.stem, command, date, machine())

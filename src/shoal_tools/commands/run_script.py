@@ -85,7 +85,7 @@ def run(script: tuple[str, ...], hosts: str, hosts_file: Path | None, **wanted: 
 
     For instance: shoal run --hosts a,b train.py --epochs 3
     """
-    sys.exit(launch_script(script, _named(hosts, hosts_file), **wanted))
+    sys.exit(launch_script(script, _read_hosts(hosts, hosts_file), **wanted))
 
 
 def launch_script(
@@ -130,7 +130,7 @@ def launch_script(
     job = Job(
         command,
         ranks,
-        _sent(env),
+        _list_variables(env),
         grace_s=options["grace_s"],
         master=",".join(host.word for host in hosts),
         files=tuple(map(Path, needed)) if send else (),
@@ -141,7 +141,7 @@ def launch_script(
     return launcher.launch(job).exit_code
 
 
-def _named(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
+def _read_hosts(hosts: str, file: Path | None) -> tuple[SshHost, ...]:
     if bool(hosts) == (file is not None):
         raise UsageError(
             "say which hosts, in one way",
@@ -168,7 +168,7 @@ def _words(text: str) -> tuple[str, ...]:
         ) from None
 
 
-def _sent(names: Iterable[str]) -> dict[str, str]:
+def _list_variables(names: Iterable[str]) -> dict[str, str]:
     """Return the variables that `--env` names."""
     found = {}
     for word in names:

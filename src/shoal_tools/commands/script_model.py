@@ -190,7 +190,7 @@ class ModelSource:
             compares: whether several copies of it are made and compared.
         """
         init()
-        call = self._made() if self.function else self._run()
+        call = self._call_function() if self.function else self._run()
         options = for_sample(call.options, call.sample)
         compute_loss, count = options.compute_loss, options.count
         if isinstance(compute_loss, BatchLoss) and not compute_loss.packed:
@@ -237,7 +237,7 @@ class ModelSource:
                 else f"define {self.function}(), which returns {_ARGUMENTS}",
             )
 
-    def _made(self) -> ParallelizeCall:
+    def _call_function(self) -> ParallelizeCall:
         """Call the function for the arguments."""
         if self.words:
             raise UsageError(
@@ -292,9 +292,9 @@ class ModelSource:
         except ShoalError:
             raise
         except SystemExit as error:
-            raise self._ended(taker, f"sys.exit({error.code!r})", error) from error
+            raise self._ended_error(taker, f"sys.exit({error.code!r})", error) from error
         except Exception as error:
-            raise self._ended(taker, f"{type(error).__name__}: {error}", error) from error
+            raise self._ended_error(taker, f"{type(error).__name__}: {error}", error) from error
         raise UsageError(
             f"the script calls parallelize {_times(taker.calls)}",
             where=str(self.path),
@@ -304,7 +304,7 @@ class ModelSource:
             f"{self.path}:make",
         )
 
-    def _ended(self, taker: _Taker, got: str, error: BaseException) -> UsageError:
+    def _ended_error(self, taker: _Taker, got: str, error: BaseException) -> UsageError:
         behind = f"shoal … {self.path} -- ARGUMENTS"
         return UsageError(
             f"the script ends before the call of parallelize that is to be taken; it made "

@@ -93,7 +93,7 @@ class SimulatedHosts:
         return Question(network, self.straggler, self.strong, tuple(codecs))
 
 
-def as_asked(question: Question, options: Options) -> Question:
+def limit_to_options(question: Question, options: Options) -> Question:
     """Return the question, limited to plans that keep to the options of a recipe or script."""
     how: dict[str, Any] = {
         "pins": options.pins,
@@ -192,7 +192,7 @@ def simulate(
         if loaded is None:
             loaded = script = model.taken()
             options = script.given.options
-        question = as_asked(question, options)
+        question = limit_to_options(question, options)
         # a given plan fits one number of ranks, and these are many numbers
         *_, measured = worker.measured(loaded, replace(options, plan=AUTO))
         if not worker.is_first():

@@ -46,11 +46,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not any(comm.gather_objects(is_file, _PURPOSE)):
         load(path, model=model)
         return
-    saved = agreed(comm, lambda: _checked(model, path), _PURPOSE)
+    saved = agreed(comm, lambda: _check(model, path), _PURPOSE)
     model.load_state_dict(saved)
 
 
-def _checked(model: nn.Module, path: Path) -> Mapping[str, Any]:
+def _check(model: nn.Module, path: Path) -> Mapping[str, Any]:
     saved = _read(path)
     within = (saved[name] for name in _WITHIN if isinstance(saved, Mapping) and name in saved)
     saved = next((found for found in within if isinstance(found, Mapping)), saved)

@@ -33,7 +33,7 @@ from shoal.front.codec_report import codec_report
 from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import by_options
-from shoal.front.parallel_ranks import chosen, how_profiled, job_of, profiled
+from shoal.front.parallel_ranks import chosen, job_of, profile_options, profiled
 from shoal.front.recipe import Recipe
 from shoal.front.request import Request, facts_for, listed, request_of
 from shoal.front.session_start import init, is_tail_host, serve_and_end
@@ -354,7 +354,7 @@ def _differences(
     optimizer = recipe.optimizer(single.parameters())
     before = [parameter.detach().clone() for parameter in single.parameters()]
     for parts in zip(*everyone, strict=True):
-        time_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
+        time_step(single, recipe.objective(), optimizer, recipe.batch(_join(parts)))
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
 
     def relative(a: Tensor, b: Tensor) -> float:
@@ -432,7 +432,7 @@ def measured(
     request = request_of(asked, model, facts_for(asked, model, cluster))
     job = job_of(request, objective.loss_fn, listed(optimizer))
     at_tail = request.draft.micro_batches if session.other(TailHosts) else None
-    how = how_profiled(request, at_tail)
+    how = profile_options(request, at_tail)
     profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
     wanted = all_codecs(None, options.pins, options.allowed_codecs)
@@ -480,7 +480,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
+def _join(parts: tuple[Any, ...]) -> Any:
     """Join the ranks' batches."""
     return pytree.tree_map(
         lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts

@@ -48,7 +48,7 @@ _LEAST_RATIO = 2  # torch's min_compression_rate: a smaller ratio is not worth a
 _POWER_SGD = re.compile(r"powersgd([1-9]\d{0,3})", re.ASCII)
 
 
-def hook_named(name: str) -> Hook:
+def hook_by_name(name: str) -> Hook:
     """Return a hook by its name, such as "fp16" or "powersgd4".
 
     Raises:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from shoal.contracts.sample import ComputeLoss, called, own_loss
 from shoal.core.errors import ShoalError, UsageError
 from shoal.session.session import current
-from shoal_tools.contenders.ddp_hooks import HOOKS, Hook, hook_named
+from shoal_tools.contenders.ddp_hooks import HOOKS, Hook, hook_by_name
 
 DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
@@ -147,7 +147,7 @@ PEERS: dict[str, Callable[[Workload], Peer]] = {"plain": plain, "ddp": tuned_ddp
 EXACT = "exact"  # Shoal itself, without codecs
 
 
-def peer_named(name: str) -> Callable[[Workload], Peer]:
+def peer_by_name(name: str) -> Callable[[Workload], Peer]:
     """Return the function that makes a peer, such as "plain" or "ddp:fp16".
 
     Raises:
@@ -155,7 +155,7 @@ def peer_named(name: str) -> Callable[[Workload], Peer]:
     """
     ddp_name, colon, hook = name.partition(":")
     if colon and ddp_name == "ddp":
-        return partial(tuned_ddp, hook=hook_named(hook))
+        return partial(tuned_ddp, hook=hook_by_name(hook))
     if name in PEERS:
         return PEERS[name]
     names = [*PEERS, EXACT, *(f"ddp:{hook}" for hook in HOOKS)]
@@ -174,7 +174,7 @@ def ready(name: str, work: Workload) -> Peer:
         UsageError: the peer cannot train this.
     """
     try:
-        peer = peer_named(name)(work)
+        peer = peer_by_name(name)(work)
         try:
             peer.step(*work.batch)
         # DTensor has no rule for some fused updates (SGD's in torch 2.13)

@@ -81,8 +81,8 @@ def mtu(survey: Survey) -> Iterator[Finding]:
                 f"{_arrow(survey, way)}: {passes[way] or 'less than 576'} bytes pass"
                 for way in ways
             )
-            + f"; {host.name} sends up to {host.interfaces.mtus.get(_used(survey, host), 0)}",
-            mend=f"ip link set dev {forms.interface(_used(survey, host))} mtu {size}",
+            + f"; {host.name} sends up to {host.interfaces.mtus.get(_way_of(survey, host), 0)}",
+            mend=f"ip link set dev {forms.interface(_way_of(survey, host))} mtu {size}",
             on=host.name,
         )
 
@@ -92,7 +92,7 @@ def rate(survey: Survey) -> Iterator[Finding]:
     slow = {way: survey.rates[way] for way in slow_pairs(survey)}
     fastest = max(survey.rates.values(), default=0.0)
     for host, ways in _by_host(survey, slow):
-        device = _used(survey, host)
+        device = _way_of(survey, host)
         sends = any(sender == host.id for sender, _ in ways)
         expected = f"{mbits(survey.expected_bytes_per_s)} expected"
         yield Finding(
@@ -291,7 +291,7 @@ def _by_host(survey: Survey, ways: Mapping[Way, float]) -> Iterator[tuple[Host, 
         left = [way for way in left if worst not in way]
 
 
-def _used(survey: Survey, host: Host) -> str:
+def _way_of(survey: Survey, host: Host) -> str:
     """Return the interface by which a host talks to the others."""
     return host.interface_of(host.announced) or _reached_at(survey, host)
 

@@ -62,7 +62,7 @@ class Examination:
     def survey(self) -> Survey:
         """Run all parts."""
         # 1  reach
-        reached = self.circle.gather("reached", self._reached(), TIMEOUT_S + _SLACK_S)
+        reached = self.circle.gather("reached", self._reach_others(), TIMEOUT_S + _SLACK_S)
         found = Survey(
             self.me.id,
             self.met.hosts,
@@ -84,7 +84,7 @@ class Examination:
             self._measure(found, list(filter(None, again)), seconds, f"again{number}")
         return found
 
-    def _reached(self) -> Reached:
+    def _reach_others(self) -> Reached:
         """Connect to every other host, and note the hosts that knock."""
         self.met.responder.knock(
             [Door(a.text, other.port) for other in self.others for a in other.addresses]

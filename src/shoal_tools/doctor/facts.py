@@ -201,7 +201,7 @@ def _firewall() -> Firewall:
 def _chains() -> Iterator[Chain]:
     """Yield nftables' chains, which only root may read."""
     try:
-        listed = json.loads(_said("nft", "--json", "list", "chains") or "{}")
+        listed = json.loads(_output_of("nft", "--json", "list", "chains") or "{}")
     except ValueError:
         return
     for entry in listed.get("nftables", ()):
@@ -211,13 +211,13 @@ def _chains() -> Iterator[Chain]:
 
 
 def _shape(interfaces: Iterable[str]) -> Iterator[str]:
-    for line in _said("tc", "qdisc", "show").splitlines():
+    for line in _output_of("tc", "qdisc", "show").splitlines():
         words = line.split()  # qdisc KIND HANDLE dev INTERFACE …
         if len(words) > 4 and words[1] in _SHAPERS and words[4] in interfaces:
             yield words[4]
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """Return a program's output, or "" if it does not exist, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return ""

@@ -125,7 +125,7 @@ def among_ranks(seat: Seat, secret: str, wait_s: float, attempt: str = "0") -> M
         return Met(me, (me,), responder, meeting.size, findings=(store,))
     values = Values(store, secret, f"{SCOPE}/{seat.job}/{attempt}")
     try:
-        return _called(me, meeting, values, responder, wait_s)
+        return _call_others(me, meeting, values, responder, wait_s)
     except (OSError, RuntimeError) as error:  # the store does not answer, or has gone
         found = _no_store(me, meeting, str(error).splitlines()[0])
         return Met(me, (me,), responder, meeting.size, findings=(found,))
@@ -269,7 +269,9 @@ class _Search:
         return None
 
 
-def _called(me: Host, meeting: Meeting, values: Values, responder: Responder, wait_s: float) -> Met:
+def _call_others(
+    me: Host, meeting: Meeting, values: Values, responder: Responder, wait_s: float
+) -> Met:
     """Wait for the other ranks, and agree with them on the ranks that came."""
     board = StoreBoard(values, str(meeting.rank))
     board.post(_HOST, me)

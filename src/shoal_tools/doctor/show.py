@@ -46,7 +46,7 @@ def show(
         _show_finding(console, finding)
     if verbose:
         for check, outcome in outcomes(findings, ignored).items():
-            console.print(_shown(f"{check}: {CHECKS[check]}? {outcome}"))
+            console.print(_show(f"{check}: {CHECKS[check]}? {outcome}"))
     found = how_many(len(findings), "finding") if findings else "sound"
     checks = how_many(len(CHECKS.keys() - set(ignored)), "check")
     hosts = how_many(len(survey.hosts), "host")
@@ -110,14 +110,14 @@ def _way(survey: Survey, sender: Host, receiver: Host) -> tuple[str, str, str, s
 
 
 def _show_finding(console: Console, finding: Finding) -> None:
-    console.print(_shown(f"{finding.check}: {finding.what}", style="bold"))
+    console.print(_show(f"{finding.check}: {finding.what}", style="bold"))
     # text to copy is not wrapped, because a line break would break a command
     for key, value in {
         "where": finding.where,
         "got": finding.got,
         f"mend it{f', on {finding.on}' if finding.on else ''}": finding.mend,
     }.items():
-        console.print(_shown(f"  {key}: {value}"), soft_wrap=True)
+        console.print(_show(f"  {key}: {value}"), soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:
@@ -128,9 +128,9 @@ def _table(*columns: str) -> Table:
 
 
 def _add(table: Table, *texts: str) -> None:
-    table.add_row(*map(_shown, texts))
+    table.add_row(*map(_show, texts))
 
 
-def _shown(text: str, style: str = "") -> Text:
+def _show(text: str, style: str = "") -> Text:
     """Return a text from another host, without markup and characters that a terminal obeys."""
     return Text(printable(text), style=style)

@@ -228,7 +228,7 @@ def reach(
         with connection:
             source = plain(connection.getsockname()[0])
             try:
-                _, id = _opened(connection, _PeerRequest("reach"), secret, timeout_s)
+                _, id = _open(connection, _PeerRequest("reach"), secret, timeout_s)
                 return ("" if wanted in ("", id) else ANOTHER), source
             except UnprovedError:
                 return UNPROVED, source
@@ -356,7 +356,7 @@ class _Call:
         for left in reversed(range(_TRIES)):
             connection = _connect(door, TIMEOUT_S, segment)
             try:
-                self.line, _ = _opened(connection, request, secret, TIMEOUT_S)
+                self.line, _ = _open(connection, request, secret, TIMEOUT_S)
                 return
             except OSError as error:
                 connection.close()
@@ -370,7 +370,7 @@ class _Call:
         self.line.connection.close()
 
 
-def _opened(
+def _open(
     connection: socket.socket, request: _PeerRequest, secret: str | None, timeout_s: float
 ) -> tuple[Line, str]:
     """Receive a responder's id. With a secret, also make a request that both sides prove.

@@ -136,7 +136,7 @@ class Agent:
             self._ranks.ask_to_commit()
         elif isinstance(message, Halt) and crew is not None and crew.number == message.number:
             self._say(f"halts: {message.why}")
-            self._ended("halted")
+            self._end_crew("halted")
 
     def _train(self, message: Train) -> None:
         crew = message.crew
@@ -158,11 +158,11 @@ class Agent:
             outcome, said, code = ended
             if said:
                 self._say(f"a rank of this host {said}")
-            self._ended(outcome, said, code)
+            self._end_crew(outcome, said, code)
         elif now_s > self._kill_s:
-            self._ended("failed", f"did not commit in {self._options.grace_s:g} s, as it leaves")
+            self._end_crew("failed", f"did not commit in {self._options.grace_s:g} s, as it leaves")
 
-    def _ended(self, outcome: Outcome, said: str = "", code: int = 0) -> None:
+    def _end_crew(self, outcome: Outcome, said: str = "", code: int = 0) -> None:
         """End all that is left of the crew here, and tell the meeting place."""
         crew = self._ranks.crew
         assert crew is not None

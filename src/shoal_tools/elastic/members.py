@@ -212,7 +212,9 @@ class Members:
         """Look at the crew that trains."""
         failed = [(a, end) for a, end in watch.ends.items() if end.outcome == "failed"]
         if (watch.lost or failed) and not watch.halts:
-            watch.halts = next(iter(watch.lost.values()), "") or self._said(watch, *failed[0])
+            watch.halts = next(iter(watch.lost.values()), "") or self._describe_end(
+                watch, *failed[0]
+            )
             self._tell_running(watch, Halt(watch.crew.number, watch.halts))
         trains = not (watch.halts or watch.commits or watch.ends)
         if trains and (why := self._change(watch, now_s)):
@@ -222,7 +224,7 @@ class Members:
         if not watch.running:
             self._conclude(watch, failed, now_s)
 
-    def _said(self, watch: CrewWatch, agent: str, end: CrewEnded) -> str:
+    def _describe_end(self, watch: CrewWatch, agent: str, end: CrewEnded) -> str:
         host = next(m.host for m in watch.crew.members if m.agent == agent)
         return f"a rank of host {host} {end.said or 'failed'}"
 

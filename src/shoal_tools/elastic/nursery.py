@@ -110,7 +110,7 @@ def _serve(agent: socket.socket) -> None:
     _warm_up()
     while True:
         if not select.select([agent], [], [], _LOOK_S)[0]:
-            _tell_ended(agent)
+            _tell_end(agent)
             continue
         try:
             order, numbers, _, _ = socket.recv_fds(agent, _MOST_BYTES, 1)
@@ -135,7 +135,7 @@ def _warm_up() -> None:
         of(contract)
 
 
-def _tell_ended(agent: socket.socket) -> None:
+def _tell_end(agent: socket.socket) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             code = os.waitstatus_to_exitcode(ended[1])

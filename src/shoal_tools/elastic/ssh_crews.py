@@ -213,16 +213,16 @@ class _CrewRun:
             return
         for kind, data in connection.take_lines():
             called.streams[kind].feed(data)
-        for text in connection.take_said():
+        for text in connection.take_messages():
             self._hear(called, connection, text)
         message = connection.taken("ended")
         if message is not None:
             for line in message["lines"].splitlines():
                 called.streams[b"e"].feed(line.encode() + b"\n")
-            self._ended(called, connection, message["ended"])
+            self._note_end(called, connection, message["ended"])
         elif not connection.is_open:
             say(f"{called.label}: {connection.complaint() or 'the connection has ended'}")
-            self._ended(called, connection, None)
+            self._note_end(called, connection, None)
 
     def _hear(self, called: _CalledHost, connection: Connection, text: bytes) -> None:
         now_s, message = time.monotonic(), from_agent(text)
@@ -235,7 +235,7 @@ class _CrewRun:
             return
         self._members.hear(called.agent, message, now_s)
 
-    def _ended(self, called: _CalledHost, connection: Connection, code: int | None) -> None:
+    def _note_end(self, called: _CalledHost, connection: Connection, code: int | None) -> None:
         """Note the end of a host's agent, with its exit code; None where the host is lost."""
         called.connection = None
         connection.close_input()

@@ -72,14 +72,14 @@ class Uplink:
             while True:
                 item = self._read.get_nowait()
                 if isinstance(item, tuple):
-                    self._answered(*item)
+                    self._answer(*item)
                 elif isinstance(item, str):
                     self._broke(item)
                 elif not isinstance(item, Sign):
                     found.append(item)
         return found
 
-    def _answered(self, wire: AgentLine, own: str, other: str) -> None:
+    def _answer(self, wire: AgentLine, own: str, other: str) -> None:
         wire.send(self._hello(own, other))
         self._wire, self.away_s = wire, None
         if self._is_told:

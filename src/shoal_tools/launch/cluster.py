@@ -196,7 +196,7 @@ class BarrierStage:
             module = type(error).__module__
             if "pyspark" not in module and "py4j" not in module:
                 raise
-            raise self._told(error) from error
+            raise self._tell_error(error) from error
         finally:
             self._ended.set()
             watching.join()
@@ -225,7 +225,7 @@ class BarrierStage:
                 self.cancel()
                 return
 
-    def _told(self, error: Exception) -> WorldError:
+    def _tell_error(self, error: Exception) -> WorldError:
         if self._is_given_up:
             return WorldError(
                 "an executor has left, and none has come in its place",

@@ -103,7 +103,7 @@ class Connection:
         lines, self._lines = self._lines, []
         return lines
 
-    def take_said(self) -> list[bytes]:
+    def take_messages(self) -> list[bytes]:
         """Return the messages of the host's agent since the last call."""
         *said, self._said = self._said.split(b"\n")
         return said

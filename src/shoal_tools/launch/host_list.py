@@ -68,7 +68,7 @@ def hosts_in(text: str) -> tuple[SshHost, ...]:
         [('a', 1), ('me@b', 2)]
     """
     words = [word.strip() for word in text.split(",")]
-    return _summed((_host(word, f"the list {text!r}") for word in words if word), text)
+    return _join_repeated((_host(word, f"the list {text!r}") for word in words if word), text)
 
 
 def hosts_in_file(path: Path) -> tuple[SshHost, ...]:
@@ -83,7 +83,7 @@ def hosts_in_file(path: Path) -> tuple[SshHost, ...]:
         raise UsageError(
             "the file of hosts cannot be read", got=f"{path}: {error}", do="check the path"
         ) from None
-    return _summed(_of_lines(lines, path), str(path))
+    return _join_repeated(_of_lines(lines, path), str(path))
 
 
 def _of_lines(lines: Iterable[str], path: Path) -> Iterator[SshHost]:
@@ -131,7 +131,7 @@ def _slots(text: str, where: str) -> int:
     return number
 
 
-def _summed(hosts: Iterable[SshHost], where: str) -> tuple[SshHost, ...]:
+def _join_repeated(hosts: Iterable[SshHost], where: str) -> tuple[SshHost, ...]:
     """Join hosts that stand there twice, in the order of their first place."""
     found: dict[str, SshHost] = {}
     for host in hosts:

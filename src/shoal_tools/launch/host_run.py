@@ -113,22 +113,22 @@ class HostRun:
         while connection.messages:
             message = connection.messages.pop(0)
             if "rank" in message:
-                self._rank_ended(state, message)
+                self._note_rank_end(state, message)
             elif "ended" in message:
-                self._host_ended(connection, message["ended"], message["lines"])
+                self._note_host_end(connection, message["ended"], message["lines"])
         if not connection.is_open and state.ended is None:
             said = connection.complaint() or f"exit code {connection.code}"
             say(f"{state.label} is lost: {said}")
             state.is_lost = True
-            self._host_ended(connection, _LOST, "")
+            self._note_host_end(connection, _LOST, "")
 
-    def _rank_ended(self, state: _HostState, message: Mapping[str, Any]) -> None:
+    def _note_rank_end(self, state: _HostState, message: Mapping[str, Any]) -> None:
         state.exits.append(_Exit(time.monotonic(), **message))
         rank, code = message["rank"], message["code"]
         if code:
             say(f"rank {rank} on {state.label} has ended with exit code {code}")
 
-    def _host_ended(self, connection: Connection, code: int, lines: str) -> None:
+    def _note_host_end(self, connection: Connection, code: int, lines: str) -> None:
         state = self._states[connection]
         state.ended = code
         if code == 0:

@@ -95,7 +95,7 @@ def take_down(namespaces: Sequence[str]) -> None:
     for name in present:
         kill_all(partial(_processes, name))
     for name in present:
-        _run_shielded("ip", "netns", "delete", name)
+        _run_in_own_session("ip", "netns", "delete", name)
     for name in namespaces:
         shutil.rmtree(SETTINGS / name, ignore_errors=True)
 
@@ -145,11 +145,11 @@ def execute(*command: str) -> None:
 
 def attempt(*command: str) -> str:
     """Run a command, and return its complaint if it failed, or ''."""
-    done = _run_shielded(*command)
+    done = _run_in_own_session(*command)
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
 
-def _run_shielded(*command: str) -> subprocess.CompletedProcess[str]:
+def _run_in_own_session(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in its own session: Ctrl-C must not stop a lab half built or half gone."""
     return subprocess.run(
         command, capture_output=True, text=True, start_new_session=True, check=False
@@ -157,7 +157,9 @@ def _run_shielded(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _processes(namespace: str) -> list[int]:
-    return [int(pid) for pid in _run_shielded("ip", "netns", "pids", namespace).stdout.split()]
+    return [
+        int(pid) for pid in _run_in_own_session("ip", "netns", "pids", namespace).stdout.split()
+    ]
 
 
 def _succeed(status: int) -> None:

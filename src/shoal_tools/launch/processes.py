@@ -188,7 +188,7 @@ def run(
         ranks.start()
         while ranks.alive:
             ranks.turn()
-            ranks.hurry_stopped()
+            ranks.hurry_end()
             if ranks.first_failure is not None:
                 # keep the first answer, because a stranger may overwrite it at the end
                 found = found or agreed(mark)
@@ -240,7 +240,7 @@ class _RankProcesses:
             self.alive[rank] = process
             descriptor = os.pidfd_open(process.pid)
             self._selector.register(
-                descriptor, selectors.EVENT_READ, (self._ended, rank, descriptor)
+                descriptor, selectors.EVENT_READ, (self._note_end, rank, descriptor)
             )
             for pipe, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 if pipe is not None:
@@ -282,7 +282,7 @@ class _RankProcesses:
         self._send(number)
         self._ending = [(time.monotonic() + self._grace_s, signal.SIGKILL)]
 
-    def hurry_stopped(self) -> None:
+    def hurry_end(self) -> None:
         """End a process that is stopped, once it alone is left: it does not end by itself."""
         if not self._hurried and len(self.alive) == 1 and self.first_failure is not None:
             (process,) = self.alive.values()
@@ -317,7 +317,7 @@ class _RankProcesses:
         else:
             self._selector.unregister(pipe)
 
-    def _ended(self, rank: int, descriptor: int) -> None:
+    def _note_end(self, rank: int, descriptor: int) -> None:
         self._selector.unregister(descriptor)
         os.close(descriptor)
         code = self.alive.pop(rank).wait()

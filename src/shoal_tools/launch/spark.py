@@ -141,7 +141,7 @@ class _RankTasks:
         """Wait for a message, and act on it. Return whether a rank has sent one."""
         said = self._desk.next(within_s)
         if said is not None:
-            self._heard(said.rank, said.kind, said.data)
+            self._hear(said.rank, said.kind, said.data)
         if len(self._interrupts.received) > self._obeyed:
             self._pass_on(self._interrupts.received[-1], again=self._obeyed > 0)
             self._obeyed = len(self._interrupts.received)
@@ -151,7 +151,7 @@ class _RankTasks:
                 self._stage.cancel()
         return said is not None
 
-    def _heard(self, rank: int, kind: bytes, data: bytes) -> None:
+    def _hear(self, rank: int, kind: bytes, data: bytes) -> None:
         if kind in (OUT, ERR):
             self._lines[rank, kind].feed(data)
         elif kind == HELLO:
@@ -159,9 +159,9 @@ class _RankTasks:
         elif kind == EXIT:
             code = int(data)
             how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            self._ended(rank, code if code >= 0 else 128 - code, how)
+            self._note_end(rank, code if code >= 0 else 128 - code, how)
         elif kind == LOST and rank not in self._codes:
-            self._ended(rank, _KILLED, "nothing more is heard of its executor")
+            self._note_end(rank, _KILLED, "nothing more is heard of its executor")
 
     def _wait_for_flight(self, rank: int, host: str, executor: str) -> None:
         self._executors[rank] = executor
@@ -189,7 +189,7 @@ class _RankTasks:
                 "spark.task.cpus for what one rank takes",
             )
 
-    def _ended(self, rank: int, code: int, how: str) -> None:
+    def _note_end(self, rank: int, code: int, how: str) -> None:
         self._codes[rank] = code
         if code == 0 or self._first is not None:
             return

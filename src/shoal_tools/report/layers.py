@@ -221,7 +221,7 @@ def draw_stations(stations: Sequence[StationExplanation]) -> Markup:
             parts.append(f'<polyline class="axis" fill="none" points="{_way(before, (x, y))}"/>')
         parts.append(
             f'<rect class="c0" x="{x:.1f}" y="{y}" width="{max(own_s * scale, 1.0):.1f}" '
-            f'height="{_BOX}"><title>{escape(_told(station))}</title></rect>'
+            f'height="{_BOX}"><title>{escape(_describe(station))}</title></rect>'
         )
         before = x + own_s * scale, y + _BOX / 2
     for rank, row in ranks.items():
@@ -237,7 +237,7 @@ def _way(begin: tuple[float, float], end: tuple[float, float]) -> str:
     return f"{x:.1f},{y:.1f} {to_x:.1f},{to_y + _BOX / 2:.1f}"
 
 
-def _told(station: StationExplanation) -> str:
+def _describe(station: StationExplanation) -> str:
     first, *_, last = station.layers * 2
     layers = first if len(station.layers) == 1 else f"{first} … {last}"
     return (

@@ -100,10 +100,10 @@ class FitFunction:
 
 def _start() -> dict[str, Any]:
     """Return a checkpoint's further values, as they are before the first step."""
-    return {"epoch": 0, "step": 0, "losses": [], "validations": [], "begun": _nothing_begun()}
+    return {"epoch": 0, "step": 0, "losses": [], "validations": [], "begun": _no_sums()}
 
 
-def _nothing_begun() -> dict[str, Any]:
+def _no_sums() -> dict[str, Any]:
     """Return the sums of an epoch over all ranks, before its first step."""
     return {"loss": 0.0, "weight": 0.0, "ranks": 0}
 
@@ -128,12 +128,12 @@ class _Learning:
         """Go on from the values of a checkpoint, and save to these checkpoints."""
         self.at, self._checkpoints = dict(at), checkpoints
         if at["begun"]["ranks"] != world().size:  # other ranks: the loader restarts the epoch
-            self.at["begun"] = _nothing_begun()
+            self.at["begun"] = _no_sums()
 
     def learn(self, loader: Any) -> None:
         """Train to the end of the epoch, and note the mean loss over the rows of all ranks."""
         at, training = self.at, self._training
-        begun = at["begun"] if world().rank == 0 else _nothing_begun()
+        begun = at["begun"] if world().rank == 0 else _no_sums()
         total = torch.tensor(begun["loss"], dtype=torch.float64, device="cpu")
         weights = begun["weight"]
         self._model.train()
@@ -143,12 +143,12 @@ class _Learning:
             if training.interval and at["step"] % training.interval == 0:
                 self._validate()
             if training.save_every and at["step"] % training.save_every == 0:
-                sums = {"loss": _summed(float(total)), "weight": _summed(weights)}
+                sums = {"loss": _sum(float(total)), "weight": _sum(weights)}
                 at["begun"] = {**sums, "ranks": world().size}
                 self._save(wait=False)
         self._validate()
         at["losses"] = [*at["losses"], mean(float(total) / (weights or 1.0), weight=weights)]
-        at |= {"epoch": at["epoch"] + 1, "begun": _nothing_begun()}
+        at |= {"epoch": at["epoch"] + 1, "begun": _no_sums()}
         self._save(wait=True)
 
     def _save(self, *, wait: bool) -> None:
@@ -194,6 +194,6 @@ class _Learning:
         return found | {"right": right if parts.metric else None}
 
 
-def _summed(value: float) -> float:
+def _sum(value: float) -> float:
     """Sum a number over all ranks (a collective)."""
     return mean(value) * world().size

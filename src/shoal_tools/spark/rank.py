@@ -39,12 +39,12 @@ def main(folder: Path) -> None:
         result = dumps(done(work, folder), "what the function returned")
         outcome = TaskOutcome(rank, executor, result=result)
     except BaseException as error:
-        _leave(folder, _failed(rank, executor, error))
+        _leave(folder, _failure(rank, executor, error))
         raise
     _leave(folder, outcome)
 
 
-def _failed(rank: int, executor: str, error: BaseException) -> TaskOutcome:
+def _failure(rank: int, executor: str, error: BaseException) -> TaskOutcome:
     kind, trace = type(error).__name__, traceback.format_exc()
     if not isinstance(error, ShoalError):
         return TaskOutcome(rank, executor, kind, repr(error), trace=trace)

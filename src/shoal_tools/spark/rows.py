@@ -142,10 +142,10 @@ def _later(batches: list[Any], epoch: int, seed: list[int] | None) -> Iterator[A
     starts = numpy.cumsum([0, *(batch.num_rows for batch in batches)])
     order = numpy.random.default_rng([*seed, epoch]).permutation(int(starts[-1]))
     for begin in range(0, len(order), _ROWS_AT_ONCE):
-        yield _taken(batches, starts, order[begin : begin + _ROWS_AT_ONCE])
+        yield _take(batches, starts, order[begin : begin + _ROWS_AT_ONCE])
 
 
-def _taken(batches: list[Any], starts: Any, rows: Any) -> Any:
+def _take(batches: list[Any], starts: Any, rows: Any) -> Any:
     """Return these rows in this order: take them batch by batch, then sort them back."""
     which = numpy.searchsorted(starts, rows, side="right") - 1
     parts, places = [], []

@@ -83,7 +83,7 @@ def run(
         fn, batch_size, epochs, to_batch, shuffle, seed, start_timeout_s, validation=validation
     )
     _check(work, num_ranks, num_servers, num_tail)
-    frame, spark = arrays(_marked(df, columns, validation)), df.sparkSession
+    frame, spark = arrays(_mark(df, columns, validation)), df.sparkSession
     pickled = dumps(work, "fn")
     num_others = num_servers + num_tail
     num_tasks = num_ranks + num_others
@@ -163,7 +163,7 @@ def select_columns(df: Any, columns: Sequence[str] | None) -> Any:
     return df if columns is None else df.select(*columns)
 
 
-def _marked(df: Any, columns: Sequence[str] | None, validation: str) -> Any:
+def _mark(df: Any, columns: Sequence[str] | None, validation: str) -> Any:
     """Select these columns, and the one that marks rows, in which a null counts as false."""
     if not validation:
         return select_columns(df, columns)

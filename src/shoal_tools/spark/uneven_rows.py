@@ -141,9 +141,9 @@ class JointBatches:
         gives = given(have, num)
         own = ahead.take(gives[comm.rank])
         moved = moves(gives, cut_sizes(num, comm.size))
-        return own, self._exchanged(own, moved) if moved else own
+        return own, self._exchange(own, moved) if moved else own
 
-    def _exchanged(self, own: Any, moved: Sequence[tuple[int, int, int]]) -> Any:
+    def _exchange(self, own: Any, moved: Sequence[tuple[int, int, int]]) -> Any:
         """Send rows to other ranks; return the own rows that stay, then the rows that arrive."""
         comm = self._comm
         out = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(comm.size)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal_tools.contenders.ddp_hooks import HOOKS, PowerSGD, hook_named
+from shoal_tools.contenders.ddp_hooks import HOOKS, PowerSGD, hook_by_name
 
 RANKS = 3
 
@@ -86,7 +86,7 @@ def test_it_sends_factors_and_what_is_small_in_two_messages() -> None:
 
 @pytest.mark.parametrize("name", [*HOOKS, "powersgd1", "powersgd32"])
 def test_hooks_have_names(name: str) -> None:
-    assert callable(hook_named(name))
+    assert callable(hook_by_name(name))
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_hooks_have_names(name: str) -> None:
 )
 def test_an_unknown_hook_is_refused(name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        hook_named(name)
+        hook_by_name(name)

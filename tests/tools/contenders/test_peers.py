@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 
 from shoal.core.errors import UsageError
-from shoal_tools.contenders.ddp_hooks import hook_named
+from shoal_tools.contenders.ddp_hooks import hook_by_name
 from shoal_tools.contenders.peers import (
     Peer,
     Workload,
@@ -61,7 +61,7 @@ def low_rank_is_trained(rank: int, rows: slice) -> None:
         return torch.optim.SGD(parameters, lr=0.5)
 
     work = Workload(wide, nn.MSELoss(), gradient_descent, (x[rows], y[rows]))
-    coded = ddp(work, bucket_cap_mb=0.1, hook=hook_named("powersgd1"))
+    coded = ddp(work, bucket_cap_mb=0.1, hook=hook_by_name("powersgd1"))
     assert coded.name == "ddp:powersgd1 (own), 0.1 MB buckets"
     exact = ddp(work)
     losses = []
@@ -95,7 +95,7 @@ def one_of_two(rank: int, folder: str) -> None:
         )
         peer.close()
     for name, error in (("fp16", 1e-3), ("bf16", 1e-2), ("powersgd4", 1e-10)):  # too small for it
-        peer = ddp(workload(mine), hook=hook_named(name))
+        peer = ddp(workload(mine), hook=hook_by_name(name))
         torch.testing.assert_close(
             trained(peer, mine), expected, rtol=error, atol=error, msg=peer.name
         )

@@ -47,7 +47,7 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
                 pins=pins,
             )
             attached = session.attached[mine]
-            with attached.engine.recorded() as recorder:
+            with attached.engine.recording() as recorder:
                 loss_fn(mine(x[comm.rank]), None).backward()
                 optimizer.step()
                 mine.state_dict()
@@ -81,7 +81,7 @@ def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() ->
             _, loss_fn, _ = shoal.parallelize(
                 mine, lambda out, _: out.sum(), optimizer, sample=sample, pins={"2": "column"}
             )
-            with session.attached[mine].engine.recorded() as recorder:
+            with session.attached[mine].engine.recording() as recorder:
                 loss_fn(mine(x[comm.rank]), None).backward()
             loss_fn(mine(x[comm.rank]), None).backward()  # not recorded
             return recorder.events
