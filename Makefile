@@ -28,7 +28,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # What failed beside others runs once more, alone: a deadline may have passed while they had the
 # cores. What fails again fails the target.
-ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 20
+AGAIN := --last-failed --last-failed-no-failures none --maxfail 20
+ALONE := $(BIN)/python -m pytest $(AGAIN)
+AT_TRAINERS := HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers tests/checkpoint/test_s3.py
 
 # Tests start a hundred programs: each compiles the library anew where none may keep it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -55,7 +57,7 @@ test-spark: java .venv/ready
 	$(BIN)/python -m pytest -m spark tests/tools/spark || $(ALONE)
 
 test-trainers: build/trainers/ready
-	HF_HUB_OFFLINE=1 build/trainers/bin/python -m pytest tests/trainers tests/checkpoint/test_s3.py $(TRAINERS)
+	$(AT_TRAINERS) $(TRAINERS) || $(AT_TRAINERS) $(AGAIN)
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'

@@ -132,13 +132,13 @@ def test_a_host_that_has_a_part_does_not_receive_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[tuple[int, int]] = []
-    really = recovery_module._received
+    really = recovery_module._receive
 
     def counted(comm: ThreadComm, size: int, source: int) -> bytes:
         received.append((comm.rank, source))
         return really(comm, size, source)
 
-    monkeypatch.setattr(recovery_module, "_received", counted)
+    monkeypatch.setattr(recovery_module, "_receive", counted)
     on_ranks(tmp_path, lambda rank: rank.take(3, 1))
     on_ranks(tmp_path, lambda rank: rank.check(3))
     # "a" lacks the pieces of rank 2, "b" those of rank 3, and "c" those of ranks 0 and 1: two files
@@ -219,7 +219,7 @@ def test_no_room_on_one_rank_is_said_on_all(place: str, tmp_path: Path) -> None:
 def test_a_copy_that_came_otherwise_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_is_as_marked", lambda copy, mark: mark.rank != 2)
+    monkeypatch.setattr(module, "_equals_mark", lambda copy, mark: mark.rank != 2)
     problems = {kept.problem for kept in on_ranks(tmp_path, lambda rank: rank.take(3, 1))}
     assert len(problems) == 1 and "the copy of rank 2's pieces" in problems.pop()
 

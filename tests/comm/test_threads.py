@@ -83,6 +83,24 @@ def test_ranks_have_contexts_of_their_own() -> None:
         SESSION.reset(token)
 
 
+def test_the_cause_is_raised_even_if_an_error_that_names_it_comes_first() -> None:
+    named = threading.Event()
+
+    def work(comm: Comm) -> None:
+        if comm.rank == 1:
+            try:
+                raise RanksDiffer("rank 0 cannot go on: of its own", rank=0)
+            finally:
+                named.set()
+        named.wait(10)
+        time.sleep(0.05)  # until the error of rank 1 has come
+        raise ZeroDivisionError("of its own")
+
+    with pytest.raises(ZeroDivisionError, match="of its own") as raised:
+        run(2, work)
+    assert raised.value.__notes__ == ["on rank 0 of 2"]
+
+
 def test_the_first_failure_is_raised_and_the_others_hear_at_once() -> None:
     heard: dict[int, PeerLost] = {}
 

@@ -12,9 +12,9 @@ import pytest
 STEPS = """
 import torch
 from shoal.profiling.processor import page_faults
-from shoal.session.memory import keep_freed
+from shoal.session.memory import keep_free_memory
 
-keep_freed()
+keep_free_memory()
 step = lambda: [torch.ones(1 << 18) for _ in range(20)]  # 20 MB, all freed
 step()
 before = page_faults()

@@ -130,10 +130,12 @@ class Hub:
     def abort(self, rank: int, failure: BaseException) -> None:
         """Tell all ranks that wait or come later that `rank` has failed.
 
-        The first failure stands.
+        The first failure stands. But a RanksDiffer on another rank, which names `rank` as the
+        reason, may come before its cause; then the cause stands.
         """
         with self._lock:
-            if self.lost is None:
+            named = isinstance(self.failure, RanksDiffer) and self.failure.rank == rank
+            if self.lost is None or (named and not isinstance(failure, RanksDiffer | PeerLost)):
                 self.failure, self.lost = failure, rank
             for box in self._boxes.values():
                 box.arrived.notify_all()
