@@ -41,6 +41,15 @@ class Codes:
         return sent
 
 
+def ends_of_rounds(outer: shoal.Outer) -> list[int]:
+    """The steps that end a round; in growing ones after 1, 2 and so on up to ROUND steps."""
+    ends, length = [outer.warmup_steps], 1 if outer.grows else ROUND
+    while ends[-1] + length <= STEPS:
+        ends.append(ends[-1] + length)
+        length = min(2 * length, ROUND)
+    return ends[1:]
+
+
 def plain(codec: str, outer: shoal.Outer, ranks: int) -> Tensor:
     """The weights that all have in common after STEPS steps."""
     models = [net() for _ in range(ranks)]
@@ -49,14 +58,16 @@ def plain(codec: str, outer: shoal.Outer, ranks: int) -> Tensor:
     slices = [len(part) for part in cut(old, ranks)]
     there = [[Codes(codec, numel) for numel in slices] for _ in range(ranks)]
     back = [Codes(codec, numel) for numel in slices]
-    momentum = torch.zeros_like(old)
+    momentum, ends = torch.zeros_like(old), ends_of_rounds(outer)
     for number, batch in enumerate(features(6, 40, steps=STEPS), 1):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            x, y = rows_of(batch, rank, ranks)
+            x, y = batch if number <= outer.warmup_steps else rows_of(batch, rank, ranks)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        if number % ROUND:
+        if number == outer.warmup_steps:
+            old = next(models[0].parameters()).detach().flatten().clone()
+        if number not in ends:
             continue
         own = [next(m.parameters()).detach().flatten() for m in models]
         apart = [((old - weights) / ranks).split(slices) for weights in own]
@@ -74,6 +85,18 @@ def plain(codec: str, outer: shoal.Outer, ranks: int) -> Tensor:
         for model in models:
             next(model.parameters()).data.copy_(old.view(40, 6))
     return old
+
+
+@pytest.mark.parametrize(("first", "grows"), [(4, True), (4, False), (2, True), (0, True)])
+def test_a_start_keeps_the_optimizer_and_what_codes_have_lost(first: int, grows: bool) -> None:
+    """Exact steps, rounds of 1 and 2 steps, then whole rounds: momentum and errors go on."""
+    outer = shoal.Outer(rule="nesterov", warmup_steps=first, grows=grows)
+    assert ends_of_rounds(shoal.Outer(warmup_steps=2, grows=True)) == [3, 5, 8, 11]
+    pins = {"*": "replicate:direct+int8(block=8)"}
+    _, common = on_ranks(net, sgd, outer, 2, features(6, 40, steps=STEPS), pins=pins)
+    weights = plain("int8(block=8)", outer, 2)
+    got = next(iter(common[0].values())).flatten()
+    assert difference({"w": weights}, {"w": got}) <= 1e-10
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def small_plan(exchange: str = "direct", **fields: Any) -> Plan:
 
 
 ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
-    "accuracy_word": ({"accuracy": "near"}, Accuracy("near")),
+    "accuracy_word": ({"accuracy": "fast", "total_steps": 9}, Accuracy("fast", 9)),
     "check_every": ({"check_every": 7}, CheckReplicas(7)),
     "nearer_first": ({"first": 5}, FirstSteps(5)),
     "local_steps": ({"local_steps": 4, "outer": OUTER}, LocalSteps(4, OUTER)),
@@ -53,6 +53,7 @@ ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
 }
 OFF: dict[str, Any] = {
     "accuracy": "exact",
+    "total_steps": None,
     "check_every": 100,
     "first": None,
     "local_steps": None,
@@ -298,7 +299,7 @@ def test_a_plan_may_say_more_exactly_what_is_asked_for() -> None:
 
 def test_a_given_plan_leaves_other_features_to_the_caller() -> None:
     others = [feature for name, (_, feature) in ASKED.items() if name not in SAID]
-    others.remove(Accuracy("near"))  # for the plan says which codecs there are
+    others.remove(Accuracy("fast", 9))  # for the plan says which codecs there are
     plan = small_plan()
     assert Options.of({"plan": plan}, features=others).given_plan() == plan
 

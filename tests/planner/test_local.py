@@ -74,11 +74,13 @@ def test_with_a_quorum_all_weights_cross_the_link_of_rank_0(ranks: int, exchange
     assert plan.predicted_s == pytest.approx(3.5 + exchange_s / 16, rel=1e-3)
 
 
-@pytest.mark.parametrize(("warmup", "times"), [(0, "1.37"), (100, "")])
-def test_explain_shows_how_much_later_local_steps_learn(warmup: int, times: str) -> None:
+@pytest.mark.parametrize(
+    ("warmup", "lag", "times"), [(0, 0, "1.37"), (100, 0, ""), (0, 16, "1.78"), (100, 16, "1.3")]
+)
+def test_explain_shows_how_much_later_local_steps_learn(warmup: int, lag: int, times: str) -> None:
     where = cluster(2, 1e6)
     exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
-    plan = with_local_steps(exact, NET, where, 16, Outer(warmup_steps=warmup))
+    plan = with_local_steps(exact, NET, where, 16, Outer(warmup_steps=warmup, lag=lag))
     (line,) = [f for f in explain(plan, NET, where).features if f.startswith("learning")]
     assert (f"{times} times the samples" if times else "as many samples") in line
 

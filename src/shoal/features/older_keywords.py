@@ -30,4 +30,5 @@ class Older(TypedDict, total=False):
     search_options: SearchOptions
     staleness: int | None
     sync_batchnorm: bool
+    total_steps: int | None
     update_every: Mapping[str, int] | None

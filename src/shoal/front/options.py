@@ -300,9 +300,22 @@ class Options:
         return codecs_of(self.codecs) or self._codecs_by_word
 
     @property
+    def accuracy(self) -> Accuracy:
+        """The feature `accuracy`; that of exact training if none is asked for."""
+        return next((f for f in self.features if isinstance(f, Accuracy)), Accuracy())
+
+    def for_steps(self, total_steps: int) -> Options:
+        """Return a copy for a run of so many steps, if `accuracy` has no number of its own."""
+        word = self.accuracy
+        if not word.takes_local_steps or word.total_steps is not None:
+            return self
+        others = tuple(f for f in self.features if not isinstance(f, Accuracy))
+        return replace(self, features=(*others, replace(word, total_steps=total_steps)))
+
+    @property
     def _codecs_by_word(self) -> tuple[str, ...]:
         """Codecs that the feature `accuracy` allows."""
-        return next((f.codecs for f in self.features if isinstance(f, Accuracy)), ())
+        return self.accuracy.codecs
 
     def given_plan(self) -> Plan | None:
         """Return the given plan, read from its file if need be; None if one must be made.

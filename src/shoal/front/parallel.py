@@ -141,7 +141,10 @@ def parallelize(
 
             * `accuracy`: "exact", as one process; "near", which allows codecs that lost nothing
               measurable (16 bits, int8, int4, each with error feedback); or "fast", which allows
-              every codec. A codec is taken if a loss is then reached sooner by the clock.
+              every codec and local steps. They are taken if a loss is then reached sooner by the
+              clock.
+            * `total_steps`: number of steps of the whole run, from which "fast" chooses how long
+              rounds of local steps are and how they begin. 448 by default.
             * `codecs`, `max_error`, `local_steps`, `outer`, `first`, `update_every`: as in
               `shoal.Lossy`.
             * `sync_batchnorm`: if True, BatchNorm layers normalise by the rows of all ranks, as one

@@ -29,6 +29,7 @@ from shoal.features import Replan
 from shoal.front.carriers import all_codecs, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.earlier_figures import KnownModel, key_of_model, known_plan, learn_plan
+from shoal.front.fast import with_local_steps_if_sooner, with_local_steps_of
 from shoal.front.no_effect import unused_micro_batches
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
@@ -149,7 +150,7 @@ def _spread(
         warn_of_rounding(comm.topology, plan)
         if profile.terms.unlike is not None:
             warn_of_unlike(job.loss, profile.terms.unlike)
-    again = Again(job.loss_fn, request.without_model(), alike)
+    again = Again(job.loss_fn, with_local_steps_of(plan, request).without_model(), alike)
     loss = follow(session, job, Found(plan, profile, cluster), again, values)
     if any(isinstance(feature, Replan) and feature.on for feature in request.features):
         keep(model, again)
@@ -321,4 +322,4 @@ def chosen(request: Request, facts: PlanFacts, *, anew: bool = False) -> Plan:
             plan = learn_plan(plan, profile, cluster, among, facts.model in session.usual_rows)
         check_row_parts(plan, profile)
     check_buffers(plan, profile)
-    return planned(plan, request.features, facts)
+    return with_local_steps_if_sooner(planned(plan, request.features, facts), request, facts)

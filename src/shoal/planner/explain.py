@@ -21,7 +21,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.pipeline.prices import front_of, stations_at
 from shoal.planner.holders import groups_in, holders_in, is_dealt, unasked_holders
-from shoal.planner.learning import learning_line
+from shoal.planner.learning import learning_line, product_line
 from shoal.planner.local import explain_locally
 from shoal.planner.lossy_plans import ways
 from shoal.planner.options import PLAIN, known
@@ -93,7 +93,7 @@ def explain(
         moving=profile.moving,
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
-        features=_parts(plan) + lines_of(plan) + learning_line(plan) + _sure(profile, cluster),
+        features=_lines(plan, profile, predictor),
     )
     return explain_locally(explanation, plan, profile) if plan.is_local else explanation
 
@@ -115,6 +115,29 @@ def _sure(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
         f"measured: forward and backward take {1e3 * least_s:.1f} to {1e3 * most_s:.1f} ms by "
         f"rank; a simpler plan is taken if it is within {lead_on(cluster):.0%} of the fastest",
     )
+
+
+def _lines(plan: Plan, profile: ModelProfile, predictor: Predictor) -> tuple[str, ...]:
+    """Return the lines about the plan as a whole."""
+    of_loss = _learning(plan, predictor)
+    return _parts(plan) + lines_of(plan) + of_loss + _sure(profile, predictor.cluster)
+
+
+def _learning(plan: Plan, predictor: Predictor) -> tuple[str, ...]:
+    """Return lines about a lossy plan's price and its time to a loss; none if it is exact."""
+    price, cluster, profile = learning_line(plan), predictor.cluster, predictor.profile
+    if not price or plan.ranks == 1 or cluster.servers or cluster.tail:
+        return price
+    alone_s = profile.forward_s + profile.backward_s + profile.optimizer_s
+    return price + product_line(plan, _plain_s(plan, predictor), alone_s)
+
+
+def _plain_s(plan: Plan, predictor: Predictor) -> float:
+    """Return the step of the plan with all layers exact, in the plainest strategy."""
+    exchange = predictor.carriers(PLAIN)[0]
+    plain = tuple(Choice(choice.layer, PLAIN, exchange) for choice in plan.choices)
+    exact = replace(plan, choices=plain, local_steps=0, outer=None)
+    return predictor.as_is(exact).step_s
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:

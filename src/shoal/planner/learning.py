@@ -2,8 +2,8 @@
 
     time to a loss   =   predicted step   ×   samples, as a multiple of exact steps'
 
-A plan has the highest price of its codecs: only whole models were measured. Local steps have a
-price of their own. Prices are data with a source: `Codec.learning`, and `_LOCAL` here.
+A plan has the highest price of its codecs: only whole models were measured. Local steps have
+prices of their own. Prices are data with a source: `Codec.learning`, and local_prices.py.
 """
 
 from __future__ import annotations
@@ -15,18 +15,7 @@ from shoal.codecs.summed_terms import Summed
 from shoal.contracts.learning import UNMEASURED, LearningPrice
 from shoal.core.plan import Choice, Plan
 from shoal.core.way import rows_and_rest
-
-_LOCAL_SOURCE = "docs/lab/local.md, text from random weights, H = 16"
-_WARM_SOURCE = "docs/lab/local.md, text, a quarter of the steps exact first, H = 16"
-# rounds in `sparse_bits` without exact steps before them
-_COLD_SPARSE_BITS = LearningPrice(5.78, "docs/lab/race.md, text from random weights, one seed")
-# price of local steps by outer rule: from random weights, and after exact steps
-_LOCAL: dict[str, tuple[float, float]] = {
-    "average": (1.36, 1.22),
-    "bmuf": (1.48, 1.48),  # not measured after exact steps: the dearer figure stands
-    "nesterov": (1.37, 1.0),
-    "slowmo": (1.37, 1.0),
-}
+from shoal.planner.local_prices import local_price
 
 
 def price_of(plan: Plan) -> LearningPrice:
@@ -42,17 +31,13 @@ def price_of(plan: Plan) -> LearningPrice:
         >>> price_of(Plan(2, "", choices, bucket_bytes=1 << 20, lanes=3)).times
         1.4
     """
-    dearest = max(_prices(plan), key=lambda price: price.times, default=UNMEASURED)
     if not plan.is_local:
-        return dearest
-    assert plan.outer is not None
-    first = bool(plan.outer.warmup_steps)
-    cold, warm = _LOCAL[plan.outer.rule]
-    is_measured = first and warm != cold
-    local = LearningPrice(warm if first else cold, _WARM_SOURCE if is_measured else _LOCAL_SOURCE)
-    if not first and any("sparse_bits" in choice.exchange for choice in plan.choices):
-        dearest = _COLD_SPARSE_BITS
-    return max(local, dearest, key=lambda price: price.times)
+        return max(_prices(plan), key=_times, default=UNMEASURED)
+    codecs = dict.fromkeys(choice.codec for choice in plan.choices)
+    exact = local_price(plan)
+    assert exact is not None  # every rule was measured with rounds that are exact
+    found = [local_price(plan, codec) or max(exact, _of(codec), key=_times) for codec in codecs]
+    return max(found, key=_times, default=exact)
 
 
 def seconds_to_a_loss(plan: Plan) -> float:
@@ -74,9 +59,36 @@ def learning_line(plan: Plan) -> tuple[str, ...]:
         return (f"learning: as many samples for a loss as exact steps ({price.source})",)
     as_exact = f"{1e3 * seconds_to_a_loss(plan):.1f} ms"
     return (
-        f"learning: {price.times:g} times the samples for a loss ({price.source}); so this step "
+        f"learning: {price.times:.3g} times the samples for a loss ({price.source}); so this step "
         f"is worth an exact one of {as_exact}",
     )
+
+
+def product_line(plan: Plan, exact_s: float, alone_s: float) -> tuple[str, ...]:
+    """Return the line about a lossy plan's time to a loss; none if the plan is exact.
+
+    Args:
+        plan: a plan with its predicted step.
+        exact_s: the predicted step of exact data parallelism.
+        alone_s: the step of a rank that sends nothing.
+    """
+    if not learning_line(plan) or not exact_s or not alone_s:
+        return ()
+    product_s = seconds_to_a_loss(plan)
+    return (
+        f"time to a loss: {1e3 * plan.predicted_s:.1f} ms for a step, {1e3 * product_s:.1f} ms "
+        f"for each exact step; that is {product_s / exact_s:.2g} of data parallel steps of "
+        f"{1e3 * exact_s:.1f} ms, and {product_s / alone_s:.2f} times {1e3 * alone_s:.1f} ms with "
+        "nothing sent",
+    )
+
+
+def _times(price: LearningPrice) -> float:
+    return price.times
+
+
+def _of(codec: str) -> LearningPrice:
+    return read_codec(codec).learning if codec else UNMEASURED
 
 
 def _prices(plan: Plan) -> Iterator[LearningPrice]:

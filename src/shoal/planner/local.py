@@ -55,7 +55,7 @@ def with_local_steps(
     step_s = profile.forward_s + profile.backward_s + profile.optimizer_s
     if known.islands:
         step_s = max(step_s, _island_s(plan, profile, cluster))
-    exchange_s, num_buckets = _exchange_s(plan, predictor, cluster)
+    exchange_s, num_buckets = exchange_of(plan, predictor, cluster)
     if outer.quorum is not None:
         exchange_s = _by_first_rank_s(profile.nbytes, cluster)
     lanes_s = predictor.lanes_s(plan)
@@ -126,7 +126,7 @@ def _by_first_rank_s(nbytes: float, cluster: Cluster) -> float:
     return 2 * cluster.link_s(back)
 
 
-def _exchange_s(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[float, int]:
+def exchange_of(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[float, int]:
     """Return the seconds to exchange all weights once, and the number of buckets."""
     costs = predictor.costs(plan)
     lanes_s = sum(cost.alone_s for cost in costs) / min(plan.lanes, len(costs))
