@@ -70,15 +70,14 @@ MOST = 1.5
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # of a machine that others load
 @pytest.mark.parametrize(
     ("exact", "codecs"),
     [
         ("sliced:direct", ("int8", "top_k")),
-        pytest.param("replicate:allreduce", ("low_rank",), marks=pytest.mark.slow),
-        pytest.param(
-            "sliced:direct", ("bfloat16", "int4", "one_bit", "low_rank"), marks=pytest.mark.slow
-        ),
+        ("replicate:allreduce", ("low_rank",)),
+        ("sliced:direct", ("bfloat16", "int4", "one_bit", "low_rank")),
     ],
 )
 def test_codes_take_the_memory_of_what_they_lose(exact: str, codecs: tuple[str, ...]) -> None:

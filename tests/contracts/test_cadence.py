@@ -213,7 +213,7 @@ def test_bytes_are_sent_every_third_step(monkeypatch: pytest.MonkeyPatch) -> Non
     # ranks tell how long steps take after so many
     monkeypatch.setattr("shoal.engine.stragglers._WINDOW", (STEPS + 1, 500))
     # and compare what they have in common now and then
-    monkeypatch.setattr("shoal.engine.common_state.NowAndThen.backward_ended", lambda self: None)
+    monkeypatch.setattr("shoal.engine.common_state.NowAndThen.on_backward_end", lambda self: None)
     counts: dict[int, int] = {}
 
     def work(comm: ThreadComm) -> float:

@@ -35,7 +35,7 @@ def commands(page: Path) -> list[str]:
     found = []
     for block in _BLOCK.finditer(page.read_text()):
         if block["kind"] in ("", "sh", "bash"):
-            for line in (block["shown"] or "").splitlines():
+            for line in (block["shown"] or "").replace("\\\n", " ").splitlines():
                 command = line.partition("  #")[0].strip().removeprefix("sudo ")
                 if command.startswith(tuple(f"{each} " for each in _COMMANDS)):
                     found.append(command)

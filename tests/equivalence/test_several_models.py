@@ -274,7 +274,13 @@ def test_a_plan_that_is_refused_leaves_no_channels(counted, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "way", ["replicate", "column", "sliced", pytest.param("factor", marks=pytest.mark.minutes)]
+    "way",
+    [
+        pytest.param("replicate", marks=pytest.mark.slow),
+        pytest.param("column", marks=pytest.mark.slow),
+        "sliced",
+        pytest.param("factor", marks=pytest.mark.minutes),
+    ],
 )
 def test_models_that_are_gone_hold_no_memory(way: str) -> None:
     models = [[built(mlp) for _ in range(3)] for _ in range(2)]

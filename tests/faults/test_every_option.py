@@ -77,8 +77,10 @@ TAKEN: dict[str, str] = {
     "parallelize(staleness)": "0",  # others need servers
     "parallelize(strategies)": "None",
     "parallelize(sync_batchnorm)": "True",
+    "parallelize(total_steps)": "None",
     "parallelize(update_every)": "None {}",
     "CheckReplicas(every)": COUNT,
+    "Accuracy(total_steps)": "None",
     "FirstSteps(first)": COUNT,
     "LocalSteps(outer)": "None",
     "LocalSteps(steps)": "3",

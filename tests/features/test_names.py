@@ -16,7 +16,9 @@ MOST = 3  # other files that may name a feature: the plan, the signature, what r
 # The files that do a feature's work, beside those in features/.
 OWN = {
     "check_every": ["engine/replicas.py"],
-    "local_steps": ["core/outer_step.py", "planner/local.py", "strategies/*", "servers/*"],
+    "local_steps": [
+        *("core/outer_step.py", "front/fast.py", "planner/local*.py", "strategies/*", "servers/*")
+    ],
     "replan": ["front/replan.py", "session/replan_record.py"],
     "residuals": ["codecs/*", "contracts/exchange.py", "optim/residuals.py", "servers/*"],
     "staleness": ["servers/*", "session/server_part.py", "remote/*", "strategies/*"],

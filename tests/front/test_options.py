@@ -24,6 +24,7 @@ from shoal.features.check_every import CheckReplicas
 from shoal.features.first_steps import FirstSteps
 from shoal.features.local_steps import LocalSteps
 from shoal.features.max_error import MaxError
+from shoal.features.pipeline_schedule import PipelineSchedule
 from shoal.features.replan import Replan
 from shoal.features.staleness import Staleness
 from shoal.features.sync_batchnorm import SyncBatchNorm
@@ -46,6 +47,7 @@ ASKED: dict[str, tuple[dict[str, Any], Feature[Any]]] = {
     "nearer_first": ({"first": 5}, FirstSteps(5)),
     "local_steps": ({"local_steps": 4, "outer": OUTER}, LocalSteps(4, OUTER)),
     "max_error": ({"max_error": 0.1}, MaxError(0.1)),
+    "pipeline_schedule": ({"schedule": "1f1b"}, PipelineSchedule("1f1b")),
     "replan": ({"replan": True}, Replan()),
     "staleness": ({"staleness": None}, Staleness(None)),
     "sync_batchnorm": ({"sync_batchnorm": True}, SyncBatchNorm()),
@@ -60,6 +62,7 @@ OFF: dict[str, Any] = {
     "outer": None,
     "max_error": None,
     "replan": False,
+    "schedule": "all_forward",
     "staleness": 0,
     "sync_batchnorm": False,
     "update_every": None,
@@ -263,6 +266,11 @@ SAID: dict[str, tuple[Plan, Feature[Any], Feature[Any]]] = {
         UpdateEvery({"0": 3}),
     ),
     "nearer_first": (FirstSteps(5).written(CODED), FirstSteps(5), FirstSteps(4)),
+    "pipeline_schedule": (
+        PipelineSchedule("1f1b").written(small_plan()),
+        PipelineSchedule("1f1b"),
+        PipelineSchedule("all_forward"),
+    ),
 }
 
 
@@ -277,7 +285,7 @@ def test_a_given_plan_and_a_feature_must_say_the_same(name: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     facts = PlanFacts(model, Topology(("one", "other")))
     check_beside(plan, (same,), facts)
-    if name == "nearer_first":  # it is added to a plan that says nothing of it
+    if name in ("nearer_first", "pipeline_schedule"):  # added to a plan that says nothing of it
         check_beside(CODED, (same,), facts)
         with pytest.raises(PlanError, match=both):
             check_beside(plan, (other,), facts)

@@ -19,7 +19,6 @@ from torch.nn.utils import clip_grad_norm_
 
 import shoal
 from shoal.core.errors import PeerLost, PlanError, RanksDiffer, UsageError
-from shoal.pipeline import run
 from shoal.pipeline.schedule import Task, most_in_flight, one_forward_one_backward
 from shoal.pipeline.schedule_run import ScheduledRun
 from shoal_tools.testing.planned_faults import FaultyComm, Kill, Planted, RandomDelay
@@ -211,24 +210,6 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-class Dropped(nn.Linear):
-    """A layer with dropout."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.4, self.training)
-
-
-def test_dropout_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "draw_seed", lambda: 7)  # threads share a generator
-
-    def loop(rank: int, model: Any, compute: Any, optimizer: Any) -> Any:
-        compute(model, batch(rank)).backward()
-        return gradients(model)
-
-    dropped = Blocks(lambda: Dropped(6, 6))
-    both_ways(loop, dropped, compute_loss=of_squares)
-
-
 def test_hooks_see_whole_gradients_in_backward() -> None:
     def loop(rank: int, model: Any, compute: Any, optimizer: Any) -> Any:
         seen: list[Tensor] = []
@@ -353,7 +334,7 @@ def test_what_it_does_not_serve_is_said(
     [
         ({"pins": {"*": "replicate"}}, "is for a pipeline, and the plan has none"),
         ({"compute_loss": None}, "needs a compute_loss"),
-        ({"schedule": "gpipe"}, "schedule is 'all_forward' or '1f1b'"),
+        ({"schedule": "gpipe"}, "the order of a schedule is 'all_forward' or '1f1b'"),
         ({"compute_loss": lambda m, b: (m(b[0]) - b[1]).square().sum()}, "this one is a sum"),
     ],
 )

@@ -308,6 +308,10 @@ class Plan(Layout):
         """Return a copy with these periods."""
         return replace(self, update_every=dict(periods))
 
+    def without_local_steps(self) -> Self:
+        """Return the plan with an exchange of gradients in every step."""
+        return replace(self, local_steps=0, outer=None)
+
     @property
     def runs_ahead(self) -> bool:
         """Whether workers run ahead of one another."""

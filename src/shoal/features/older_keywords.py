@@ -13,22 +13,27 @@ from shoal.core.outer_step import Outer
 from shoal.planner.search_options import SearchOptions
 
 
-class Older(TypedDict, total=False):
-    """Keywords that work as before. `shoal.Lossy` and `features=` say the same."""
+class LossyKeywords(TypedDict, total=False):
+    """Keywords that change the mathematics. `shoal.Lossy` says the same, but for `total_steps`."""
 
     accuracy: str
-    buffers: str | Mapping[str, str]
-    check_every: int
     codecs: str | Iterable[str]
     first: Beginning | int | None
     local_steps: int | str | None
     max_error: float | None
-    micro_batches: int
     outer: Outer | None
+    staleness: int | None
+    total_steps: int | None
+
+
+class Older(LossyKeywords, total=False):
+    """All of these keywords. `features=` takes a record of each in their place."""
+
+    buffers: str | Mapping[str, str]
+    check_every: int
+    micro_batches: int
     replan: bool
     schedule: str
     search_options: SearchOptions
-    staleness: int | None
     sync_batchnorm: bool
-    total_steps: int | None
     update_every: Mapping[str, int] | None

@@ -49,6 +49,7 @@ class PipelineSchedule(Feature[Opening]):
         flag=Flag(
             'Order of forward and backward in a pipeline: "1f1b" keeps fewer activations.',
             "--schedule",
+            read=str,
             choices=(ALL_FORWARD, ONE_BACK),
         ),
     )
@@ -56,13 +57,14 @@ class PipelineSchedule(Feature[Opening]):
     def __post_init__(self) -> None:
         if self.order not in (ALL_FORWARD, ONE_BACK):
             raise PlanError(
-                f"schedule is {ALL_FORWARD!r} or {ONE_BACK!r}",
+                f"the order of a schedule is {ALL_FORWARD!r} or {ONE_BACK!r}",
                 got=repr(self.order)[:80],
                 do=f"give schedule={ONE_BACK!r} to keep fewer activations, or {_LEAVE_OUT}",
             )
 
     def plan(self, plan: Plan, facts: PlanFacts) -> Plan:
-        return plan if self.order == ALL_FORWARD else self.written(plan)
+        is_default = self.order == ALL_FORWARD and self.name not in plan.features
+        return plan if is_default else self.written(plan)
 
     def refuses(self, plan: Plan, facts: PlanFacts) -> None:
         if self.order == ALL_FORWARD:

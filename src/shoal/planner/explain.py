@@ -136,7 +136,7 @@ def _plain_s(plan: Plan, predictor: Predictor) -> float:
     """Return the step of the plan with all layers exact, in the plainest strategy."""
     exchange = predictor.carriers(PLAIN)[0]
     plain = tuple(Choice(choice.layer, PLAIN, exchange) for choice in plan.choices)
-    exact = replace(plan, choices=plain, local_steps=0, outer=None)
+    exact = replace(plan.without_local_steps(), choices=plain)
     return predictor.as_is(exact).step_s
 
 

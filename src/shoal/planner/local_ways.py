@@ -124,7 +124,7 @@ def _seconds(plan: Plan, predictor: Predictor, cluster: Cluster, total_steps: in
     made, start_s = outer.warmup_steps, 0.0
     if made:
         exact = tuple(choice.without_codec() for choice in plan.choices)
-        bare = replace(plan, choices=exact, local_steps=0, outer=None)
+        bare = replace(plan.without_local_steps(), choices=exact)
         start_s += made * predictor.as_is(bare).step_s
     if outer.grows:  # rounds of 1, 2, 4 steps wait for their exchanges
         start_s += math.ceil(math.log2(plan.local_steps)) * exchange_of(plan, predictor, cluster)[0]

@@ -133,6 +133,7 @@ def one_of_two(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_are_as_one(tmp_path):
     spawn(one_of_two, args=(str(tmp_path),), nprocs=2)

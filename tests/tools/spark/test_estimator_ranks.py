@@ -178,7 +178,7 @@ STOPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("every", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, stop: str, every: int) -> None:
     """Three steps an epoch, a checkpoint behind each."""
 
