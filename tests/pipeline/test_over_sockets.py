@@ -55,7 +55,7 @@ def test_dropout_repeats_by_its_seed() -> None:
 
 
 def test_dropout_draws_by_call_station_and_micro_batch(tmp_path: Path) -> None:
-    """The same numbers come again, from a checkpoint on, in activation checkpointing and by 1f1b."""
+    """The same numbers come again: from a checkpoint, in activation checkpointing, by 1f1b."""
     job = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(HERE / "dropout_job.py")]
     printed = ran([sys.executable, *job, str(tmp_path)])
     assert printed.count("alike: again resumed checkpointed reentrant 1f1b\n") == 2

@@ -18,6 +18,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.core.registry import of
 from shoal.planner.dealt_plans import dealing_of, is_dealt_alone
+from shoal.planner.learning import seconds_to_a_loss
 from shoal.planner.lossy_plans import with_codecs
 from shoal.planner.options import micro_batches_of
 from shoal.planner.search import CUT_WORTH, predict_again, search, within_memory
@@ -68,11 +69,19 @@ def plan_for(
         if constraints.memory_limit is None:
             raise
         return pipeline
-    saved_s = plan.predicted_s - pipeline.predicted_s
     if cluster.tail:  # these hosts are there to be used
         return pipeline if plan.predicted_s > (1 + CUT_WORTH) * pipeline.predicted_s else plan
-    is_worth = plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > LEAST_SAVED_S
-    return pipeline if is_worth else plan
+    if codecs and not _is_worth(pipeline, plan):  # codes must beat the exact plan's pipeline, too
+        exact = make(micro_batches, (), constraints)
+        if _is_worth(pipeline, exact):
+            return min(plan, pipeline, key=seconds_to_a_loss)
+    return pipeline if _is_worth(pipeline, plan) else plan
+
+
+def _is_worth(pipeline: Plan, plan: Plan) -> bool:
+    """Return whether a pipeline is so much faster than another plan that it is taken unasked."""
+    saved_s = plan.predicted_s - pipeline.predicted_s
+    return plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > LEAST_SAVED_S
 
 
 def _plan_under(
