@@ -28,14 +28,22 @@ from locally import (
     train,
     with_norm,
 )
-from one_process import Batch, assert_same_bits, call, difference, features, rows_of, state
+from one_process import (
+    Batch,
+    assert_same_bits,
+    call,
+    difference,
+    features,
+    rows_of,
+    state,
+)
 from one_process import plain as steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
 from shoal.session.session import current
 from shoal.strategies.quorum import QuorumTransfer
@@ -346,6 +354,16 @@ def test_goes_on_with_other_ranks(first: int, second: int, tmp_path: Path) -> No
     train("abc"[:second], got, after, loads=tmp_path / "s", outer=outer)
     for model, other in zip(expected.models, got, strict=True):
         assert difference(state(model), state(other)) <= 1e-10
+
+
+def test_generations_in_memory_are_refused_because_they_count_steps(tmp_path: Path) -> None:
+    def work(comm: ThreadComm, own: nn.Module) -> None:
+        spread(own, rows_of(features(6, 4)[0], comm.rank, 2), outer=quorum_of("average"))
+        with pytest.raises(UsageError, match="in_memory_every counts steps"):
+            shoal.Checkpoints(tmp_path, in_memory_every=5, model=own, epoch=0)
+        shoal.unparallelize(own)
+
+    on_each("ab", work, [net(), net()])
 
 
 def test_plan_with_a_quorum_is_read_as_it_was_written() -> None:

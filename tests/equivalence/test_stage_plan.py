@@ -79,6 +79,12 @@ def test_pins_name_the_one_host_or_leave_several_to_the_planner(pin: str) -> Non
     assert ways(read(Options(pins=pins), 2))["tail.5"] == "pipeline+bfloat16"
 
 
+@pytest.mark.parametrize("hosts", [0, 1])
+def test_a_later_pin_may_win_against_all_of_them(hosts: int) -> None:
+    got = ways(read(Options(pins={"tail.1": "stage", "*": "replicate"}), hosts))
+    assert set(got.values()) == {"replicate"}
+
+
 def test_all_layers_may_be_on_hosts() -> None:
     got = ways(read(Options(pins={"*": "stage"}), 2))
     assert set(got.values()) == {"pipeline:3", "pipeline:4"}

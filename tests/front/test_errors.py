@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.front.errors import foreign
+from shoal.front.errors import _show, foreign
 from shoal.front.session_start import using
 
 SCRIPT = """
@@ -70,6 +70,15 @@ def test_a_script_that_ends_with_an_error_of_shoals_shows_its_message_last(
         assert done.stderr == f'File "{script}", line 5\nshoal: {message}\n'
     else:
         assert done.stderr.startswith("Traceback")
+
+
+def test_the_line_of_the_script_is_not_that_of_a_constructor_that_dataclasses_made(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = raised("import shoal\n\nshoal.Outer(quorum=1.5)", "script.py")
+    trace = error.__traceback__
+    _show(type(error), error, trace.tb_next if trace else None)
+    assert capsys.readouterr().err.startswith('File "script.py", line 3\nshoal: ')
 
 
 @pytest.mark.quick

@@ -10,6 +10,7 @@ from small_models import Gpt
 from test_prices import EACH_S, profiled
 
 import shoal
+from shoal.core.errors import PlanError
 from shoal.core.facts import ModelProfile
 from shoal.core.rank_groups import RankGroups
 from shoal.pipeline.group_prices import step_of_groups, traffic_in_groups
@@ -27,6 +28,11 @@ def profile() -> ModelProfile:
 
 def cluster(hosts: tuple[str, ...], rate: float, **more: Any) -> shoal.Cluster:
     return shoal.Cluster(shoal.Topology(hosts), shoal.Link(0.0, rate), **more)
+
+
+def test_no_group_has_a_host_without_rows() -> None:
+    with pytest.raises(PlanError, match="a host that brings no rows is in a group"):
+        RankGroups.of([(0, 5), (1, 2)], 4)
 
 
 def halves(profile: ModelProfile) -> dict[str, tuple[int, ...]]:

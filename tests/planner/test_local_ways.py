@@ -13,7 +13,7 @@ import pytest
 from made_up import cluster, layer, model
 
 from shoal.core.cost import CodingPace
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.plan import Plan
 from shoal.planner import local_prices, local_ways
 from shoal.planner.explain import explain
@@ -73,6 +73,13 @@ def test_the_length_of_a_round_is_that_with_the_soonest_loss(
     """By hand: with 16 steps for 50 s a loss takes 1.4 · 3.5 s, and with 4 steps 1.3 · 12.5 s."""
     runs += LENGTHS
     assert planned(cluster(2, 8e6 / exchange_s)).local_steps == steps
+
+
+def test_ranks_of_a_host_are_an_island_of_its_plan(runs: list[LocalRun]) -> None:
+    runs += LENGTHS
+    where = replace(cluster(4, 8e6 / 200), topology=Topology(("a", "a", "b", "b")))
+    plan = planned(where)
+    assert plan.outer == plan.outer.on(where.topology) and plan.outer.islands
 
 
 @pytest.mark.parametrize(("total_steps", "steps"), [(28, 4), (112, 16), (None, 64), (27, 0)])

@@ -61,7 +61,7 @@ class RankGroups:
                 got=_text_of(groups),
                 do="let groups have no rank in common",
             )
-        if groups[-1][-1] >= ranks:
+        if max(rank for group in groups for rank in group) >= ranks:
             raise PlanError(
                 "a host that brings no rows is in a group of a pipeline",
                 got=_text_of(groups),

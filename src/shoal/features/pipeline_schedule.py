@@ -18,6 +18,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.option import Flag, option
 from shoal.core.plan import Plan
 from shoal.pipeline.schedule import most_in_flight
+from shoal.planner.holders import groups_in
 from shoal.session.opening import Opening
 from shoal.session.running import Running
 from shoal.strategies.pipeline import is_pipeline, pipeline_of
@@ -88,7 +89,8 @@ class PipelineSchedule(Feature[Opening]):
             raise UsageError(
                 f"schedule={self.order!r} computes the loss within one call, so it needs a "
                 "compute_loss",
-                do=f"give parallelize compute_loss=…, and None for loss_fn; or {_LEAVE_OUT}",
+                do="give parallelize compute_loss=…, and None for loss_fn; in a recipe write "
+                f"compute_loss(model, batch) in place of loss(); or {_LEAVE_OUT}",
             )
         if terms.summed:
             raise UsageError(
@@ -101,7 +103,9 @@ class PipelineSchedule(Feature[Opening]):
         if self.order == ALL_FORWARD or not is_pipelined(plan):
             return ""
         ranks = len({choice.way for choice in plan.choices})
-        parts, every = plan.micro_batches, plan.ranks * plan.micro_batches
+        groups = groups_in(plan)
+        bring = plan.ranks if groups is None else max(map(len, groups.replicas))
+        parts, every = plan.micro_batches, bring * plan.micro_batches
         most = min(every, most_in_flight(ranks, 0, parts))
         return (
             f"one forward, one backward: a rank keeps the activations of {most} micro-batches at "

@@ -12,10 +12,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, final
+
+from torch import nn
 
 from shoal.checkpoint.clock import CheckpointClock
 from shoal.checkpoint.fetched import fetched, newest
@@ -33,6 +36,7 @@ from shoal.core.errors import UsageError
 from shoal.core.no_operation import nothing
 from shoal.core.numbers import MOST_SECONDS, check_whole, is_count, is_positive
 from shoal.front.in_memory import InMemory, MemoryCost
+from shoal.front.plan_queries import plan_of
 from shoal.front.save_and_load import checked_path, is_whole, restored, saving, taken, writing
 from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
@@ -124,7 +128,7 @@ class Checkpoints:
         def checked() -> Path | Store:
             _check(every_s, keep)
             _check_flags(local=local, signals=signals)
-            _check_in_memory(in_memory_every)
+            _check_in_memory(in_memory_every, objects)
             place = checked_path(folder, "shoal.Checkpoints", objects)
             _check_shared(place, local=local)
             return place
@@ -398,8 +402,14 @@ def _check_shared(place: Path | Store, *, local: bool) -> None:
         )
 
 
-def _check_in_memory(every: int | None) -> None:
+def _check_in_memory(every: int | None, objects: Mapping[str, Any]) -> None:
     if every is not None:
+        plans = [plan_of(each) for each in objects.values() if isinstance(each, nn.Module)]
+        if any(plan and plan.outer and plan.outer.quorum is not None for plan in plans):
+            raise UsageError(
+                "in_memory_every counts steps, and with a quorum ranks make unlike numbers of them",
+                do="leave it out, and save at rounds: docs/guide/local-steps.md",
+            )
         check_whole(
             "in_memory_every is a number of steps",
             every,

@@ -93,8 +93,10 @@ def _is_shoals(frame: TracebackType) -> bool:
 
 def _is_installed(frame: TracebackType) -> bool:
     """Return whether a frame is of an installed package, such as torch, or of Python's library."""
-    path = Path(frame.tb_frame.f_code.co_filename)
-    return any(each in path.parts for each in _INSTALLED) or _is_pythons(frame)
+    code = frame.tb_frame.f_code
+    if code.co_filename == "<string>" and code.co_name == "__init__":  # made by dataclasses
+        return True
+    return any(each in Path(code.co_filename).parts for each in _INSTALLED) or _is_pythons(frame)
 
 
 def _is_pythons(frame: TracebackType) -> bool:

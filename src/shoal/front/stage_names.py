@@ -93,6 +93,8 @@ def _pins(
             if not inside or later.startswith(f"{inside}."):
                 ways.setdefault(later, ways[name])
     staged = [name for name in names if _is_stage(ways.get(name))]
+    if not staged:  # later pins have won
+        return ways, ""
     ranks = _ranks(staged, model, facts, facts.topology.size)
     exchanges = {name: strategy_and_exchange(ways[name])[1] for name in staged}
     is_dealt = facts.tail_hosts > 1 and len(staged) < len(names)  # the planner knows seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -22,21 +22,6 @@ from shoal.tensors.ghost import check_native, ghost
 from shoal.tensors.in_place_functions import HOOKS, is_change
 
 _After = Callable[[Tensor], Tensor]
-
-
-class Ended(Protocol):
-    """One forward of all ranks up to its end."""
-
-    def forms_of(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """Return a function's results, with forms in the places of tensors."""
-
-    def told(self, outputs: Sequence[EndOutput]) -> list[Tensor]:
-        """Compute outputs where the end is, and return them for this rank's rows (a collective)."""
-
-    is_alone: bool  # whether this rank alone has read the output last
-
-    def result(self, tensor: Tensor) -> EndResult | None:
-        """Return the result that a number is, if it was told of this forward."""
 
 
 @final

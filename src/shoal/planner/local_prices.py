@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 
 EXACT_FIRST, GROWS, NO_START = "exact first", "growing rounds", "no start"
 WARM_SHARE = 4  # the measured runs had one exact step first of so many steps in all
-_LOCAL = "docs/lab/local.md, text from random weights"
+_LOCAL = "docs/lab/race.md, text from random weights, three seeds"
 _RACE = "docs/lab/race.md, text from random weights"
 
 

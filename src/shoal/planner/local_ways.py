@@ -111,6 +111,7 @@ def _make_plan(
     """Return the plan of a measured way."""
     first = total_steps // WARM_SHARE if run.start == EXACT_FIRST else 0
     outer = Outer(rule=run.rule, lag=lag, warmup_steps=first, grows=run.start == GROWS)
+    outer = outer.on(cluster.topology)
     codec = f"+{run.codec}" if run.codec else ""
     choices = tuple(replace(choice, exchange=choice.exchange + codec) for choice in split.choices)
     coded = replace(split, choices=choices)
