@@ -11,6 +11,7 @@ So a local variable of somebody's forward that was absent has a value once that 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import UsageError
 from shoal.pipeline.trees import leaves_in, mapped
@@ -69,9 +71,15 @@ class Forms:
     def called(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return a function's results, with absent tensors in the places of tensors.
 
+        A hook on an absent tensor is left out: it is registered where the value is computed.
+
         Raises:
             Undecided: the function looks at values.
         """
+        if function is Tensor.register_hook:
+            return RemovableHandle(OrderedDict())
+        if function is Tensor.retain_grad:
+            return None
         given: list[Tensor] = []
         forms: list[Tensor] = []
         grad = False
