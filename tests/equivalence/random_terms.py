@@ -320,7 +320,8 @@ def judged(number: int) -> str:
         )[: case.ranks]
     except ShoalError as error:
         refused = str(error).partition("\n")[0]
-        assert not any(training) or "pins={" in str(error) or _OF_CALLS in str(error), str(error)
+        ways_out = ("pins={", _OF_CALLS, *([_RETURN_IT] if case.tail else []))
+        assert not any(training) or any(way in str(error) for way in ways_out), str(error)
         return f"refused: {refused[:90]}"
     error = max(difference(state(alone), each) for each in states)
     assert error <= WITHIN, f"{error:.1e} from one process"
@@ -335,6 +336,8 @@ def day_seed(cases: int) -> int:
 
 
 _OF_CALLS = "call backward once for each call of the model"
+# on hosts without rows, a loss may read of forward only the values that it returns
+_RETURN_IT = "let forward return it"
 
 
 def main() -> None:
