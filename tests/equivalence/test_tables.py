@@ -50,6 +50,17 @@ def test_uneven_rows_are_weighted() -> None:
     assert_same(built(Words), uneven=True)
 
 
+def test_a_weight_that_a_loss_multiplies_with_rows_is_weighed_by_them() -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        for x, y in its:
+            optimizer.zero_grad()
+            products = x.double() @ model.table.weight[: x.shape[1]]
+            (loss_fn(model(x), y) + 1e-3 * products.square().mean()).backward()
+            optimizer.step()
+
+    assert_same(built(Words), loop, uneven=True)
+
+
 @pytest.mark.parametrize("make", [Twice, lambda: Words(padding=0)], ids=["called twice", "padding"])
 def test_a_table_is_used_otherwise(make: Callable[[], nn.Module]) -> None:
     assert_same(built(make), optimizer=adamw)

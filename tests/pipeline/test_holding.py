@@ -77,6 +77,21 @@ def test_hosts_beside_ranks_that_hold_stages_too(hosts: int, pins: dict[str, str
     assert_same(Apart(script("gpt"), 2, hosts), pins)
 
 
+def test_a_gradient_penalty_of_uneven_rows() -> None:
+    """The call of the penalty is computed with whole weights, and weighed by its rows."""
+
+    def loop(model: Any, loss_fn: Any, optimizer: Any, batches: list[Batch]) -> None:
+        for x, y in batches:
+            inputs = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+            loss = loss_fn(model(x), y) + 0.2 * (slope.norm(2, dim=1) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert_same(Apart(script("mlp", loop=loop), 2, 1), pins_of("mlp"))
+
+
 @pytest.mark.parametrize("front", ["sliced", pytest.param("factor", marks=SLOW)])
 def test_layers_before_may_have_owners_or_factors(front: str) -> None:
     pins = {"*": "replicate", "blocks.[01].mlp.*": front} | END

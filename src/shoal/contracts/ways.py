@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.row_weights import Weighing
 
 
 class TableRows(Protocol):
@@ -24,10 +25,15 @@ class TableRows(Protocol):
 class TableWay(Protocol):
     """Way to the servers that hold a model's tables."""
 
-    def give(self, name: str, weight: nn.Parameter) -> TableRows:
+    def give(self, name: str, weight: nn.Parameter, weighs: Weighing) -> TableRows:
         """Move a table and its gradient to servers, in place, so that this rank keeps none of it.
 
         A collective: rank 0's table and gradient are the ones that move.
+
+        Args:
+            name: the table's dotted name.
+            weight: the table.
+            weighs: tells the weight of this rank's rows in the running backward.
         """
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.row_weights import Weighing
 from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.tensors.cut import Cut, CutParameter, cut_of, part_of
 
@@ -30,10 +31,11 @@ class FarCut(Cut):
         name: the parameter's dotted name.
         parameter: the parameter.
         comm: the ranks that train.
+        weighs: tells the weight of this rank's rows in the running backward.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, comm: Comm) -> None:
-        super().__init__(name, parameter, comm)
+    def __init__(self, name: str, parameter: nn.Parameter, comm: Comm, weighs: Weighing) -> None:
+        super().__init__(name, parameter, comm, weighs)
         self._parameter = parameter
 
     @abstractmethod

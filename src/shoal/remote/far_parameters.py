@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.row_weights import Weighing
 from shoal.core.pieces import local_gradient, no_elements, set_local_gradient
 from shoal.remote.far_cut import FarCut
 from shoal.remote.holding_hosts import HoldingHosts
@@ -169,8 +170,10 @@ class AtHost(FarCut):
     Its local gradient has no elements either. If there is one, the host has one.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, far: FarParameters) -> None:
-        super().__init__(name, parameter, far.way.comm)
+    def __init__(
+        self, name: str, parameter: nn.Parameter, far: FarParameters, weighs: Weighing
+    ) -> None:
+        super().__init__(name, parameter, far.way.comm, weighs)
         self.far, self._key = far, far.names[parameter]
 
     def part(self, whole: Tensor) -> Tensor:

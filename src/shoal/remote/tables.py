@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.row_weights import Weighing
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN
@@ -72,12 +73,17 @@ class Tables:
         self.stands = False  # whether no worker makes a step
         self.all: list[FarTable] = []
 
-    def give(self, name: str, weight: nn.Parameter) -> FarTable:
+    def give(self, name: str, weight: nn.Parameter, weighs: Weighing) -> FarTable:
         """Give servers a table and its gradient, and leave this rank none of it, in place.
 
         A collective: values of rank 0 are taken.
+
+        Args:
+            name: the table's dotted name.
+            weight: the table.
+            weighs: tells the weight of this rank's rows in the running backward.
         """
-        table = FarTable(name, weight, self)
+        table = FarTable(name, weight, self, weighs)
         table.write_values(weight.detach())
         if weight.grad is not None:
             table.write_gradient(weight.grad)
@@ -120,8 +126,10 @@ class FarTable(FarCut):
     gradient.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, tables: Tables) -> None:
-        super().__init__(name, parameter, tables.comm)
+    def __init__(
+        self, name: str, parameter: nn.Parameter, tables: Tables, weighs: Weighing
+    ) -> None:
+        super().__init__(name, parameter, tables.comm, weighs)
         self._tables, self._number = tables, len(tables.all)
         tables.all.append(self)
         self._sizes = cut_sizes(len(parameter), len(tables.servers))

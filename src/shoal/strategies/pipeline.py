@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.codecs.coded_exchange import read_codec
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.row_weights import Weighing
 from shoal.contracts.state import OF_LOSS, TensorSlot
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -112,7 +113,7 @@ class Pipeline(Strategy):
         replica, held = place.ways.replica, dict[str, nn.Parameter]()
         for name, parameter in place.parameters.items():
             if name in far:
-                _give(name, parameter, far[name])
+                _give(name, parameter, far[name], place.weighs)
                 continue
             layer = pipeline.layers[name]
             first, *copies = place.ways.holders.get(layer, (pipeline.holders[layer],))
@@ -183,9 +184,9 @@ def _pipeline_at(place: Place) -> PipelinedModel:
     return PipelinedModel(model, apart.holders, layers, apart.comm, place.weighs, guide)
 
 
-def _give(name: str, parameter: nn.Parameter, far: FarParameters) -> None:
+def _give(name: str, parameter: nn.Parameter, far: FarParameters, weighs: Weighing) -> None:
     """Give a parameter to a host that brings no rows, and leave this rank its form."""
-    at_host = AtHost(name, parameter, far)
+    at_host = AtHost(name, parameter, far, weighs)
     far.write_values(name, parameter.detach())
     if parameter.grad is not None:
         far.write_gradient(name, parameter.grad)

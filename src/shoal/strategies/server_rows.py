@@ -78,7 +78,7 @@ class ServerRows(Strategy):
         if type(module) is not nn.Embedding:
             raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
         assert place.ways.tables is not None and isinstance(module.weight, nn.Parameter)
-        rows = place.ways.tables.give(f"{name}.weight", module.weight)
+        rows = place.ways.tables.give(f"{name}.weight", module.weight, place.weighs)
         run_by(module, _ServedTable(name, module, module.weight, rows, place.weighs))
         return []
 
