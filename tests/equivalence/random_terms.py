@@ -320,7 +320,7 @@ def judged(number: int) -> str:
         )[: case.ranks]
     except ShoalError as error:
         refused = str(error).partition("\n")[0]
-        ways_out = ("pins={", _OF_CALLS, *([_RETURN_IT] if case.tail else []))
+        ways_out = ("pins={", _OF_CALLS, *(_OF_HOSTS if case.tail else ()))
         assert not any(training) or any(way in str(error) for way in ways_out), str(error)
         return f"refused: {refused[:90]}"
     error = max(difference(state(alone), each) for each in states)
@@ -336,8 +336,8 @@ def day_seed(cases: int) -> int:
 
 
 _OF_CALLS = "call backward once for each call of the model"
-# on hosts without rows, a loss may read of forward only the values that it returns
-_RETURN_IT = "let forward return it"
+# what a loop may not do where hosts without rows hold layers: docs/guide/tail.md
+_OF_HOSTS = ("let forward return it", "call the model again, or add the losses before backward")
 
 
 def main() -> None:
