@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from computed_loops import clipped, plain
 from odd_models import Keeping, KeepsTerm
 from one_process import Batch, built
 from piped import Script, assert_same
@@ -24,7 +25,6 @@ from pipeline_trials import (
 from small_models import Gpt, words
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
 
 from shoal_tools.testing.byte_counts import TracedComm
 
@@ -68,26 +68,6 @@ def of_known_words(model: Any, batch: Batch) -> Tensor:
     """A mean over the words that a mask leaves."""
     known = batch[1] > 2
     return F.cross_entropy(model(batch[0])[known], batch[1][known])
-
-
-def plain(model: Any, compute: Any, optimizer: Any, batches: list[Batch]) -> list[float]:
-    losses = []
-    for each in batches:
-        optimizer.zero_grad()
-        loss = compute(model, each)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-    return losses
-
-
-def clipped(model: Any, compute: Any, optimizer: Any, batches: list[Batch]) -> None:
-    for first in range(len(batches)):
-        for each in (batches[first], batches[first - 1]):
-            (compute(model, each) / 2).backward()
-        assert clip_grad_norm_(model.parameters(), 0.1) > 0.1
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from computed_loops import clipped, plain
 from one_process import Batch, adamw, built, difference
 from piped import Script, assert_same
 from pipeline_trials import PINS, SOON_S, Blocks, batch, errors_of, pins_of, piped, squares
 from small_models import KINDS
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
 
 import shoal
 from shoal.core.errors import PeerLost, PlanError, RanksDiffer, UsageError
@@ -48,27 +48,6 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[Task]]]:
 
     monkeypatch.setattr(ScheduledRun, "compute", noted)
     return found
-
-
-def plain(model: Any, compute: Any, optimizer: Any, batches: list[Batch]) -> list[float]:
-    losses = []
-    for each in batches:
-        optimizer.zero_grad()
-        loss = compute(model, each)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def clipped(model: Any, compute: Any, optimizer: Any, batches: list[Batch]) -> None:
-    """Adds up the gradients of two batches, scales the losses, and clips."""
-    for first in range(len(batches)):
-        for each in (batches[first], batches[first - 1]):
-            (compute(model, each) / 2).backward()
-        assert clip_grad_norm_(model.parameters(), 0.1) > 0.1
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def early(kind: str, loop: Callable[..., Any] = plain, **options: Any) -> Script:

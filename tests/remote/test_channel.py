@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from wire_sizes import wire_bytes
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import WorldError
-from shoal.remote.channel import HEAD_BYTES, Channel, receive, send, wire_bytes
+from shoal.remote.channel import HEAD_BYTES, Channel, receive, send
 from shoal.remote.wire import Data, Message, MessageReader, written
 from shoal_tools.testing.byte_counts import TracedComm
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from wire_sizes import wire_bytes
 
 from shoal.core.errors import WorldError
 from shoal.optim.extend import extend
-from shoal.remote.channel import wire_bytes
 from shoal.remote.station_messages import HeldGroup, HeldOrder, StationBackward, StationOrder
 from shoal.remote.verbs import (
     Aspect,

@@ -7,10 +7,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from wire_sizes import wire_bytes
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import WorldError
-from shoal.remote.channel import Channel, wire_bytes
+from shoal.remote.channel import Channel
 from shoal.remote.orders import TableForm
 from shoal.remote.verbs import (
     Aspect,

@@ -61,6 +61,22 @@ class PlanFacts:
     cluster: Cluster | None = None
 
 
+def check_buffers(facts: PlanFacts, ranks: str, remedy: str) -> None:
+    """Refuse ranks that cannot agree on buffers, if training changes some (PlanError).
+
+    Args:
+        facts: the facts.
+        ranks: the ranks, for the message.
+        remedy: the other way out than buffers of each rank's own.
+    """
+    if facts.profile is not None and facts.profile.moving:
+        raise PlanError(
+            f"training changes buffers on each rank otherwise, and {ranks} cannot agree on them",
+            where=", ".join(state.name for state in facts.profile.moving[:3]),
+            do=f'{remedy}, or buffers="local", with which each rank keeps its own',
+        )
+
+
 class Attachment(Generic[Running]):
     """A feature's part in one parallelised model. Every method may be left as it is.
 

@@ -27,7 +27,7 @@ from shoal.codecs.coded_exchange import read_exchange
 from shoal.comm import rendezvous
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import SplitExchange
-from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.contracts.feature import Attachment, Feature, PlanFacts, check_buffers
 from shoal.contracts.state_dicts import is_amount, unlike_tensors
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
@@ -239,13 +239,7 @@ def _check_quorum(plan: Plan, facts: PlanFacts) -> None:
                 got=choice.way,
                 do="leave out pins with codecs and codecs=, or leave out the quorum",
             )
-    if facts.profile is not None and facts.profile.moving:
-        raise PlanError(
-            "training changes buffers on each rank otherwise, and ranks that a round does not wait "
-            "for cannot agree on them",
-            where=", ".join(state.name for state in facts.profile.moving[:3]),
-            do='give buffers="local", with which each rank keeps its own, or leave out the quorum',
-        )
+    check_buffers(facts, "ranks that a round does not wait for", "leave out the quorum")
 
 
 def _quorum_of(opening: Opening, outer: Outer) -> QuorumTransfer | None:

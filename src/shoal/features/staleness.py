@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.feature import Attachment, Feature, PlanFacts
+from shoal.contracts.feature import Attachment, Feature, PlanFacts, check_buffers
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import check_whole, whole
@@ -116,13 +116,7 @@ class Staleness(Feature[Opening]):
                 "where workers run ahead every rank weighs the same",
                 do="leave out count, or staleness",
             )
-        if facts.profile is not None and facts.profile.moving:
-            raise PlanError(
-                "training changes buffers on each rank otherwise, and workers that run ahead of "
-                "one another cannot agree on them",
-                where=", ".join(state.name for state in facts.profile.moving[:3]),
-                do='give staleness=0, or buffers="local", with which each rank keeps its own',
-            )
+        check_buffers(facts, "workers that run ahead of one another", "give staleness=0")
 
     def attach(self, opening: Opening) -> Attachment[Running] | None:
         return None if self.steps == 0 else _RunAhead(opening.comm)

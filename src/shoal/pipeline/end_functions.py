@@ -59,7 +59,7 @@ def compute_all(
     *,
     loss: Expression | None,
 ) -> None:
-    """Compute functions for each rank's rows, with that rank's arguments. See `computing`."""
+    """Compute functions for each rank's rows. The arguments are as for `begin_to_compute`."""
     compute = begin_to_compute(run, order, call, shapes, loss=loss)
     for rank in run.pipeline.bringing:
         compute(rank)

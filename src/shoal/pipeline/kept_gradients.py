@@ -20,6 +20,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
 
 _CLOSE = 1e-5  # slopes of two ranks that differ by less have been rounded
+_EXACT = 1e-14  # a factor that is so near to 1 is 1
 WAY_OUT = 'leave out schedule="1f1b"'
 
 
@@ -82,9 +83,6 @@ class KeptGradients:
         if abs(factor - 1) <= _EXACT:
             return sums
         return [None if grad is None else grad * factor for grad in sums]
-
-
-_EXACT = 1e-14  # a factor that is so near to 1 is 1
 
 
 class EarlyForward(Protocol):

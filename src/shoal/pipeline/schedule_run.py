@@ -32,12 +32,11 @@ from shoal.pipeline.task_inbox import TaskInbox
 from shoal.pipeline.trees import mapped, tensors_in
 from shoal.pipeline.walk import walking
 
+_AHEAD = 3  # tasks whose messages are received in advance
+
 
 def no_functions(rank: int) -> None:
     """Compute nothing of a rank's output."""
-
-
-_AHEAD = 3  # tasks whose messages are received in advance
 
 
 @dataclass(frozen=True)

@@ -50,32 +50,36 @@ def plan_for(
         how: the fields of `Constraints`.
     """
     constraints = Constraints(**how)
-    make = partial(_plan_under, profile, cluster, options)
+    find = partial(_find, profile, cluster, options)
+    finish = partial(_finish, profile, cluster, options)
     dealing = dealing_of(profile, cluster, constraints, micro_batches, codecs)
     if dealing is None:
-        return make(micro_batches, codecs, constraints)
+        return finish(constraints, find(constraints, micro_batches), codecs)
     try:
-        dealt = make(dealing.parts, (), replace(constraints, pins=dealing.pins))
+        pinned = replace(constraints, pins=dealing.pins)
+        dealt = finish(pinned, find(pinned, dealing.parts))
         pipeline = predict_again(dealt, profile, cluster)
     except PlanError:  # the limit of memory may allow no pipeline
         if is_dealt_alone(constraints):
             raise
-        return make(micro_batches, codecs, constraints)
+        return finish(constraints, find(constraints, micro_batches), codecs)
     if is_dealt_alone(constraints):
         return pipeline
     try:
-        plan = make(micro_batches, codecs, constraints)
+        found = find(constraints, micro_batches)
+        plan = finish(constraints, found, codecs)
     except PlanError:
         if constraints.memory_limit is None:
             raise
         return pipeline
     if cluster.tail:  # these hosts are there to be used
         return pipeline if plan.predicted_s > (1 + CUT_WORTH) * pipeline.predicted_s else plan
-    if codecs and not _is_worth(pipeline, plan):  # codes must beat the exact plan's pipeline, too
-        exact = make(micro_batches, (), constraints)
-        if _is_worth(pipeline, exact):
-            return min(plan, pipeline, key=seconds_to_a_loss)
-    return pipeline if _is_worth(pipeline, plan) else plan
+    if _is_worth(pipeline, plan):
+        return pipeline
+    if codecs and _is_worth(pipeline, finish(constraints, found)):
+        # exact training would take the pipeline, so codes must beat that
+        return min(plan, pipeline, key=seconds_to_a_loss)
+    return plan
 
 
 def _is_worth(pipeline: Plan, plan: Plan) -> bool:
@@ -84,19 +88,29 @@ def _is_worth(pipeline: Plan, plan: Plan) -> bool:
     return plan.predicted_s > DEALT_WORTH * pipeline.predicted_s and saved_s > LEAST_SAVED_S
 
 
-def _plan_under(
+def _find(
     profile: ModelProfile,
     cluster: Cluster,
     options: SearchOptions,
-    micro_batches: int | None,
-    codecs: Sequence[str],
     constraints: Constraints,
+    micro_batches: int | None,
 ) -> Plan:
-    """Return the plan that a search finds under these constraints, with all other settings."""
+    """Return the plan that a search finds under these constraints."""
     found = partial(search, profile, cluster, options=options)
     made = take_simpler(found(constraints), cluster, constraints, found)
     ways = [choice.strategy for choice in made.choices]
-    made = replace(made, micro_batches=micro_batches_of(micro_batches, ways))
+    return replace(made, micro_batches=micro_batches_of(micro_batches, ways))
+
+
+def _finish(
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: SearchOptions,
+    constraints: Constraints,
+    made: Plan,
+    codecs: Sequence[str] = (),
+) -> Plan:
+    """Return a plan that was found, with codecs and chunks of rows."""
     if codecs:
         within = within_memory(options, profile, constraints.memory)
         made = with_codecs(made, profile, cluster, codecs, constraints, within)

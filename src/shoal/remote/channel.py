@@ -30,13 +30,6 @@ M = TypeVar("M")
 T = TypeVar("T")
 
 
-def wire_bytes(content: Any, head_bytes: int = HEAD_BYTES) -> int:
-    """Bytes that a message, or an answer, takes on the wire."""
-    message = written(content)
-    rest = max(0, len(message.text) - (head_bytes - _LENGTH_BYTES))
-    return head_bytes + rest + sum(tensor.nbytes for tensor in message.tensors)
-
-
 def send(
     content: Written, to: int, comm: Comm, head_bytes: int = HEAD_BYTES
 ) -> Iterator[tuple[Pending, Tensor]]:

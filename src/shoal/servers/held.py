@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
+from shoal.core.pieces import no_elements
 from shoal.remote.channel import Channel
 from shoal.remote.station_messages import Groups, HeldOrder
 from shoal.remote.verbs import (
@@ -165,7 +166,7 @@ class Nowhere(Cut):
     """A parameter of which this host has no element, and gets none."""
 
     def part(self, whole: Tensor) -> Tensor:
-        return whole.reshape(-1)[:0]
+        return no_elements(whole)
 
     def whole(self, part: Tensor) -> Tensor:
         raise self._refused()

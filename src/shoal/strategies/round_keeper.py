@@ -33,9 +33,7 @@ from shoal.strategies.local import Velocity
 from shoal.strategies.round_mail import Mail, MailChannel, MailKind
 from shoal.strategies.round_members import RoundMembers
 
-_LOOK_S = (
-    0.05  # longest time between two looks at the clock while a rank waits for a round to close
-)
+_LOOK_S = 0.05  # longest time between two looks at the clock while a rank waits for a round
 _IDLE_S = 0.5  # the same while no rank waits
 _ASK_S = 0.25  # seconds between two questions where a rank is that has not come
 _MOST_MAIL = 4  # messages under way to a rank that reads none, before it is called no more

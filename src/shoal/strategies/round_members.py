@@ -41,7 +41,7 @@ class RoundMembers:
         self._away: set[int] = set()
         self.ended: set[int] = set()  # ranks that make no steps any more
         self._begun_s = -math.inf  # time at which the round began
-        self._met_s: float | None = None  # time at which the quorum was there
+        self.met_s: float | None = None  # time at which the quorum was there
 
     def come(self, rank: int) -> None:
         """Note that a rank has come to this round."""
@@ -72,11 +72,6 @@ class RoundMembers:
         absent = (self._away | self.ended) - self.here
         return max(1, math.ceil(self._quorum * (self._ranks - len(absent)) - 1e-9))
 
-    @property
-    def has_quorum(self) -> bool:
-        """Whether a quorum has come, as of the last look at the clock."""
-        return self._met_s is not None
-
     def closes_in_s(self, now_s: float) -> float:
         """Return the seconds until the round closes: 0 at once, infinite without a quorum.
 
@@ -84,23 +79,23 @@ class RoundMembers:
             now_s: the time now, by a clock that never goes back.
         """
         if len(self.here) < self.need:
-            self._met_s = None
+            self.met_s = None
             return math.inf
-        if self._met_s is None:
-            self._met_s = now_s
+        if self.met_s is None:
+            self.met_s = now_s
         if self._expected <= self.here | self._away | self.ended:
             return 0.0
-        return max(0.0, self._met_s + self._grace_s - now_s)
+        return max(0.0, self.met_s + self._grace_s - now_s)
 
     def calls(self, now_s: float) -> bool:
         """Return whether the ranks that are missing are to bring the steps that they have made.
 
         A rank that is a little slower than the others makes all of its steps.
         """
-        if self._met_s is None:  # no quorum has come
+        if self.met_s is None:  # no quorum has come
             return False
-        slower_s = min(_SLOWER * (self._met_s - self._begun_s), _OF_GRACE * self._grace_s)
-        return now_s - self._met_s > slower_s
+        slower_s = min(_SLOWER * (self.met_s - self._begun_s), _OF_GRACE * self._grace_s)
+        return now_s - self.met_s > slower_s
 
     def close(self, now_s: float) -> list[int]:
         """Close the round, and begin the next one. Return the ranks that came, in their order."""
@@ -114,5 +109,5 @@ class RoundMembers:
 
     def _begin(self, expected: Iterable[int], now_s: float) -> None:
         self._expected, self.here = set(expected), set()
-        self._begun_s, self._met_s = now_s, None
+        self._begun_s, self.met_s = now_s, None
         self._away.clear()
